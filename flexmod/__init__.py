@@ -1,0 +1,31 @@
+"""flexmod: attention variants as plain Python functions, compiled to Triton kernels that you can read.
+
+    mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8192, 8192)
+    out = flexmod.flex_attention(q, k, v, block_mask=mask)
+"""
+
+from flexmod import errors, masks, mods
+from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexmod.block_mask.format import BlockMask
+from flexmod.compare import compare
+from flexmod.explain import explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "and_masks",
+    "compare",
+    "create_block_mask",
+    "create_mask",
+    "errors",
+    "explain",
+    "flex_attention",
+    "masks",
+    "mods",
+    "noop_mask",
+    "or_masks",
+]

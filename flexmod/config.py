@@ -1,0 +1,73 @@
+"""The environment switches, read once.
+
+| variable            | values     | meaning                                                                 |
+|---------------------|------------|-------------------------------------------------------------------------|
+| `FLEXMOD_DEBUG`     | 0, 1, 2, 3 | what is printed: nothing; timings; graphs too; the source's path too    |
+| `FLEXMOD_CACHE_DIR` | a folder   | where generated kernels are kept; default `flexmod` in the user's cache |
+
+An empty value means the default. A wrong one raises `EnvironmentSwitchError` at the first use of any switch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from flexmod.errors import EnvironmentSwitchError
+
+DEBUG = "FLEXMOD_DEBUG"
+CACHE_DIR = "FLEXMOD_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Config:
+    debug: int
+    cache_dir: Path
+
+
+def read(environment: Mapping[str, str]) -> Config:
+    """The switches as `environment` sets them.
+
+    Raises:
+        EnvironmentSwitchError: a value is not in the table above.
+    """
+    debug = environment.get(DEBUG) or "0"
+    if debug not in ("0", "1", "2", "3"):
+        raise EnvironmentSwitchError(name=DEBUG, value=debug, accepted="0, 1, 2 or 3")
+    folder = environment.get(CACHE_DIR)
+    if not folder:
+        return Config(int(debug), _user_cache(environment) / "flexmod")
+    path = Path(folder).expanduser()
+    if path.exists() and not path.is_dir():
+        raise EnvironmentSwitchError(name=CACHE_DIR, value=folder, accepted="a folder; this is a file")
+    return Config(int(debug), path.absolute())
+
+
+def _user_cache(environment: Mapping[str, str]) -> Path:
+    if sys.platform == "win32" and environment.get("LOCALAPPDATA"):
+        return Path(environment["LOCALAPPDATA"])
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    # the XDG rule: a relative path there is invalid and counts as not set
+    xdg = Path(environment.get("XDG_CACHE_HOME", ""))
+    return xdg if xdg.is_absolute() else Path.home() / ".cache"
+
+
+@cache
+def config() -> Config:
+    """The switches of this process; `config.cache_clear()` makes the next call read them again."""
+    return read(os.environ)
+
+
+def debug_level() -> int:
+    """0 to 3, from FLEXMOD_DEBUG."""
+    return config().debug
+
+
+def cache_dir() -> Path:
+    """Absolute path of the folder of generated kernels; it need not exist."""
+    return config().cache_dir
