@@ -1,0 +1,85 @@
+"""Graph -> torch: the oracle, `create_mask`, the block mask builder and the CPU path all run this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexmod.ir.graph import DType, Graph, Node
+from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.proxy import Proxy
+from flexmod.ir.trace import Traced
+
+
+def evaluate(
+    graph: Graph,
+    tensors: Sequence[torch.Tensor],
+    *,
+    b: torch.Tensor,
+    h: torch.Tensor,
+    q_idx: torch.Tensor,
+    kv_idx: torch.Tensor,
+    score: torch.Tensor | None = None,
+    grad: torch.Tensor | None = None,
+    real: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, ...]:
+    """The graph's results for given positions.
+
+    Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
+    `tensors` are the captured tensors in order. Results have the shape of what they read: one that reads no
+    position is 0-d. `real` is what float32 means: float64 gives the truth that kernels are judged against.
+    Everything is differentiable torch.
+    """
+    inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
+    values: dict[Node, Any] = {}
+    for node in graph.nodes:
+        values[node] = _value(node, values, inputs, tensors, real)
+    return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
+
+
+def replay(traced: Traced) -> Callable[..., Any]:
+    """A mask_mod that does what a traced mask does: on proxies, so that it can be traced again, and on tensors."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        if isinstance(b, Proxy):
+            return b._tracer.inline(traced, {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx})
+        return evaluate(traced.graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)[0]
+
+    return mask_mod
+
+
+def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:
+    """A node's dtype when float32 means `real`: all floats follow when it is wider."""
+    known = strong(dtype)
+    return real if known.is_floating_point and (real == torch.float64 or known == torch.float32) else known
+
+
+def _strong(value: Any, dtype: DType, real: torch.dtype, device: torch.device) -> torch.Tensor:
+    target = real_dtype(dtype, real)
+    if isinstance(value, torch.Tensor):
+        return value.to(device=device, dtype=target)
+    return torch.tensor(value, dtype=target, device=device)
+
+
+def _value(
+    node: Node, values: dict[Node, Any], inputs: dict[str, Any], tensors: Sequence[torch.Tensor], real: torch.dtype
+) -> Any:
+    if node.op == "input":
+        return inputs[node.value].to(real_dtype(node.dtype, real))  # type: ignore[index]
+    if node.op == "const":
+        return node.value
+    if node.op == "load":
+        tensor = tensors[node.value]  # type: ignore[call-overload]
+        loaded = tensor[tuple(values[a] for a in node.args)] if node.args else tensor
+        return loaded.to(real_dtype(node.dtype, real))
+    if node.op == CAST:
+        return _argument(values[node.args[0]], real_dtype(node.dtype, real))
+    row = OPS[node.op]
+    at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+    return row.torch(*(_argument(values[a], real_dtype(d, real)) for a, d in zip(node.args, at, strict=True)))
+
+
+def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    return value.to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)

@@ -1,0 +1,230 @@
+"""The scalar graph: what flexmod knows of a user's function.
+
+    Node  = input(name)                      score, b, h, q_idx, kv_idx; in derivative graphs also grad
+          | const(number)                    a Python number (weak dtype) or a 0-d tensor's value (strong dtype)
+          | param(slot)                      a constant that became a run-time argument
+          | load(capture, index nodes)       one element of a captured tensor
+          | op(args)                         any row of `ops.py`; casts carry their target in `value`
+    Graph = results + the captures they load from
+
+Nodes are immutable and compared by identity. A Builder shares equal ones, so identity is equality within one
+graph (constants excepted, see `Builder.const`). Each Node knows the user's line that made it and its `home`:
+the set of inputs that it reads ("score" and "grad" stand for all four positions too).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from flexmod.errors import Where
+
+# A dtype is a torch dtype, or `bool`, `int`, `float` for a Python number, which is weak in torch's promotion.
+DType = torch.dtype | type
+
+Home = frozenset[str]
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
+UNIFORM: Home = frozenset({"b", "h"})
+ROW: Home = UNIFORM | {"q_idx"}
+COLUMN: Home = UNIFORM | {"kv_idx"}
+ELEMENT: Home = frozenset(POSITIONS)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    op: str
+    args: tuple[Node, ...]
+    dtype: DType
+    value: object = None
+    where: Where | None = None
+    home: Home = frozenset()
+
+    @property
+    def is_const(self) -> bool:
+        return self.op == "const"
+
+    def __repr__(self) -> str:
+        return f"<{self.op} {self.dtype}>"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A tensor that the mod closes over, as the kernel needs to know it."""
+
+    name: str
+    dtype: torch.dtype
+    rank: int
+    wide: bool = False  # does it reach beyond 2**31 elements, so that offsets need 64 bits?
+
+
+class Builder:
+    """Makes Nodes and shares equal ones. One Builder a graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Node] = {}
+
+    def node(
+        self, op: str, args: Sequence[Node], dtype: DType, value: object = None, where: Where | None = None
+    ) -> Node:
+        key = (op, tuple(map(id, args)), dtype, _freeze(value))
+        found = self._known.get(key)
+        if found is None:
+            home: Home = frozenset().union(*(a.home for a in args))
+            found = self._known[key] = Node(op, tuple(args), dtype, value, where, home)
+        return found
+
+    def input(self, name: str, dtype: torch.dtype) -> Node:
+        key = ("input", name)
+        if key not in self._known:
+            home = frozenset({name}) if name in POSITIONS else ELEMENT | {name}
+            self._known[key] = Node("input", (), dtype, name, None, home)
+        return self._known[key]
+
+    def const(self, value: bool | int | float, dtype: DType | None = None, where: Where | None = None) -> Node:
+        """A shared constant; `fresh_const` makes one that is not shared."""
+        return self.node("const", (), dtype or type(value), value, where)
+
+    def adopt(self, nodes: Iterable[Node]) -> None:
+        """Share these nodes of another builder from now on."""
+        for n in nodes:
+            key = ("input", n.value) if n.op == "input" else (n.op, tuple(map(id, n.args)), n.dtype, _freeze(n.value))
+            self._known[key] = n
+
+    @staticmethod
+    def fresh_const(value: bool | int | float, dtype: DType | None = None, where: Where | None = None) -> Node:
+        """A constant of its own: two that are equal today may differ in the next call (see `skeleton`)."""
+        return Node("const", (), dtype or type(value), value, where)
+
+
+def _freeze(value: object) -> object:
+    # 0.0 == -0.0 == False and nan != nan: none of them may decide which constants are one
+    return (type(value), value.hex()) if isinstance(value, float) else (type(value), value)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots."""
+
+    kind: str
+    results: tuple[Node, ...]
+    captures: tuple[Capture, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Equal structure, constants and captures; lines of code do not count."""
+        return isinstance(other, Graph) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def result(self) -> Node:
+        return self.results[0]
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every Node once, arguments before their users."""
+        order: dict[Node, None] = {}
+        stack = [(n, False) for n in reversed(self.results)]
+        while stack:
+            node, ready = stack.pop()
+            if node in order:
+                continue
+            if ready:
+                order[node] = None
+            else:
+                stack.append((node, True))
+                stack.extend((a, False) for a in reversed(node.args))
+        return tuple(order)
+
+    @cached_property
+    def reads(self) -> Home:
+        """The positions that the results depend on."""
+        return frozenset().union(*(n.home for n in self.results))
+
+    def _lines(self, show: Callable[[Node], str]) -> list[str]:
+        names = {n: f"%{i}" for i, n in enumerate(self.nodes)}
+        lines = []
+        for n in self.nodes:
+            args = ", ".join(names[a] for a in n.args)
+            lines.append(f"{names[n]} = {show(n)}({args}): {dtype_name(n.dtype)}")
+        return [*lines, "return " + ", ".join(names[r] for r in self.results)]
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the structure and the constants, the same in every process. Lines of code do not count."""
+        parts = [self.kind, repr(self.captures), *self._lines(lambda n: f"{n.op}[{_freeze(n.value)!r}]")]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def skeleton(self) -> tuple[str, tuple[bool | int | float, ...]]:
+        """The key with its constants taken out, and the constants in order.
+
+        Two calls of one mod that differ only in captured Python numbers have one skeleton.
+        """
+        values = tuple(n.value for n in self.nodes if n.is_const)
+        parts = [
+            self.kind,
+            repr(self.captures),
+            *self._lines(lambda n: "const[?]" if n.is_const else f"{n.op}[{_freeze(n.value)!r}]"),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest(), values  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)
+        body = []
+        names: dict[Node, str] = {}
+        for n in self.nodes:
+            if n.op == "input":
+                names[n] = str(n.value)
+            elif n.is_const:
+                names[n] = _number(n.value)
+            elif n.op == "param":
+                names[n] = f"param{n.value}"
+            else:
+                names[n] = f"%{len(body)}"
+                args = ", ".join(names[a] for a in n.args)
+                call = f"{self.captures[n.value].name}[{args}]" if n.op == "load" else f"{n.op}({args})"  # type: ignore[index]
+                line = f"  {names[n]}: {dtype_name(n.dtype)} = {call}"
+                body.append(f"{line:<52}# {n.where}" if n.where else line)
+        returns = ", ".join(names[r] for r in self.results)
+        return "\n".join([f"{self.kind}({head}):", *body, f"  return {returns}"])
+
+
+def rebuild(graph: Graph, change: Callable[[Builder, Node, tuple[Node, ...]], Node | None]) -> Graph:
+    """A copy of the graph in which `change(builder, node, new_args)` may answer another Node for each one.
+
+    None keeps the node, with its new arguments. This is how passes are written.
+    """
+    builder = Builder()
+    new: dict[Node, Node] = {}
+    for n in graph.nodes:
+        args = tuple(new[a] for a in n.args)
+        new[n] = change(builder, n, args) or keep(builder, n, args)
+    return Graph(graph.kind, tuple(new[r] for r in graph.results), graph.captures)
+
+
+def keep(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node:
+    """The node again, in another builder."""
+    if node.op == "input":
+        return builder.input(node.value, node.dtype)  # type: ignore[arg-type]
+    return builder.node(node.op, args, node.dtype, node.value, node.where)
+
+
+def dtype_name(dtype: DType) -> str:
+    return dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return repr(value)
+
+
+def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
+    """The numbers of the captures that the nodes load from, ascending."""
+    return tuple(sorted({n.value for n in nodes if n.op == "load"}))  # type: ignore[type-var, misc]

@@ -1,0 +1,291 @@
+"""The table of operations. Adding an operation is adding a row.
+
+A row holds everything that flexmod knows of an operation:
+
+    name        the Node's `op`
+    torch_names the `__name__`s of the torch functions and Tensor methods that mean it
+    at          the dtype that its arguments are brought to before it is applied, see `argument_dtypes`
+    dtype       the dtype of its result, as torch's promotion has it for 0-d tensors
+    triton      its Triton text: one string, or one for each kind of argument ("bool", "int", "float")
+    torch       its torch function, applied to arguments of the dtype `at`
+    derivative  (grad, result, *arguments) -> a gradient for each argument, None where there is none to give.
+                Written in plain torch, so that it runs on graph proxies and on tensors alike.
+                Absent: the operation has no derivative, and asking for one is refused.
+    interval    (*(lowest, highest)) -> (lowest, highest) of the result, from `intervals.py`'s point of view;
+                absent: nothing is known.
+
+`COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.graph import DType
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def strong(dtype: DType) -> torch.dtype:
+    """The torch dtype of a value; a Python number gets torch's default."""
+    if dtype is float:
+        return torch.get_default_dtype()
+    return {bool: torch.bool, int: torch.int64}.get(dtype, dtype)  # type: ignore[call-overload, no-any-return]
+
+
+def _category(dtype: DType) -> int:
+    if dtype in (bool, torch.bool):
+        return 0
+    return 2 if dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) else 1
+
+
+def promote(*dtypes: DType) -> torch.dtype:
+    """torch.result_type for 0-d tensors and Python numbers."""
+    tensors = [d for d in dtypes if isinstance(d, torch.dtype)]
+    result = tensors[0] if tensors else strong(dtypes[0])
+    for d in tensors[1:]:
+        result = torch.promote_types(result, d)
+    for d in dtypes:
+        if not isinstance(d, torch.dtype) and _category(d) > _category(result):
+            result = strong(d)
+    return result
+
+
+def promote_float(*dtypes: DType) -> torch.dtype:
+    """As `promote`, and integers become the default floating-point dtype."""
+    result = promote(*dtypes)
+    return result if result.is_floating_point else torch.get_default_dtype()
+
+
+def _bool(*dtypes: DType) -> torch.dtype:
+    return torch.bool
+
+
+def _branches(condition: DType, *branches: DType) -> torch.dtype:
+    return promote(*branches)
+
+
+def _first(first: DType, *rest: DType) -> torch.dtype:
+    return strong(first)
+
+
+Derivative = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    torch_names: tuple[str, ...]
+    at: str
+    dtype: Callable[..., torch.dtype]
+    triton: str | dict[str, str]
+    torch: Callable[..., Any]
+    derivative: Derivative | None = None
+    interval: Callable[..., bounds.Bounds] | None = None
+
+    def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[torch.dtype, ...]:
+        """The dtype that each argument is cast to.
+
+        "result": the result's. "common": what the arguments promote to. "bool": bool. "where": bool, then the
+        result's. "own": as they come.
+        """
+        out = strong(result)
+        if self.at == "result":
+            return (out,) * len(dtypes)
+        if self.at == "common":
+            return (promote(*dtypes),) * len(dtypes)
+        if self.at == "bool":
+            return (torch.bool,) * len(dtypes)
+        if self.at == "where":
+            return (torch.bool, out, out)
+        return tuple(strong(d) for d in dtypes)
+
+    def text(self, dtype: torch.dtype) -> str:
+        """The Triton text for arguments of this dtype."""
+        if isinstance(self.triton, str):
+            return self.triton
+        return self.triton[kind(dtype)]
+
+
+def kind(dtype: torch.dtype) -> str:
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+
+
+def _zero(grad: Any, result: Any, *args: Any) -> tuple[Any, ...]:
+    """Piecewise constant: the derivative is zero wherever there is one."""
+    return (None,) * len(args)
+
+
+def _pick(first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
+    """Gradients of a minimum or maximum: `first` where the first argument won, half each where they tie."""
+    tie = ~(first | second)
+    half = torch.where(tie, grad * 0.5, 0.0)
+    return torch.where(first, grad, half), torch.where(second, grad, half)
+
+
+def _square_root_inverse(g: Any, y: Any, x: Any) -> tuple[Any]:
+    return (g * (-0.5) * y * y * y,)
+
+
+def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
+    by_base = torch.where(n == 0.0, 0.0, g * n * torch.pow(x, n - 1.0))
+    by_exponent = torch.where((x == 0.0) & (n >= 0.0), 0.0, g * y * torch.log(x))
+    return by_base, by_exponent
+
+
+_ROWS = [
+    # arithmetic
+    Op("add", ("add",), "result", promote, {"bool": "{0} | {1}", "int": "{0} + {1}", "float": "{0} + {1}"},
+       torch.add, lambda g, y, a, b: (g, g), bounds.add),
+    Op("sub", ("sub", "subtract"), "result", promote, "{0} - {1}",
+       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub),
+    Op("mul", ("mul", "multiply"), "result", promote, {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
+       torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul),
+    Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
+       torch.div, lambda g, y, a, b: (g / b, -g * y / b)),
+    Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
+       {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
+       torch.floor_divide, _zero, bounds.floor_divide),
+    Op("trunc_divide", ("trunc_divide",), "result", promote,
+       {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
+       lambda a, b: torch.div(a, b, rounding_mode="trunc"), _zero),
+    Op("remainder", ("remainder", "mod"), "result", promote,
+       {"int": "remainder({0}, {1})", "float": "remainder({0}, {1})"},
+       torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder),
+    Op("fmod", ("fmod",), "result", promote, "{0} % {1}",
+       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b))),
+    Op("pow", ("pow", "float_power"), "result", promote, {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
+       torch.pow, _pow_derivative),
+    Op("neg", ("neg", "negative"), "result", _first, "-{0}", torch.neg, lambda g, y, x: (-g,), bounds.neg),
+    Op("abs", ("abs", "absolute"), "result", _first, "tl.abs({0})",
+       torch.abs, lambda g, y, x: (g * torch.sign(x),), bounds.absolute),
+    Op("sign", ("sign", "sgn"), "result", _first, {"int": "sign({0})", "float": "sign({0})", "bool": "{0}"},
+       torch.sign, _zero),
+    Op("minimum", ("minimum", "min"), "result", promote,
+       {"bool": "{0} & {1}", "int": "tl.minimum({0}, {1})", "float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+       torch.minimum, lambda g, y, a, b: _pick(a < b, b < a, g), bounds.minimum),
+    Op("maximum", ("maximum", "max"), "result", promote,
+       {"bool": "{0} | {1}", "int": "tl.maximum({0}, {1})", "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+       torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum),
+    Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})",
+       torch.where, lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where),
+    # comparisons
+    Op("eq", ("eq",), "common", _bool, "{0} == {1}", torch.eq, _zero, bounds.eq),
+    Op("ne", ("ne", "not_equal"), "common", _bool, "{0} != {1}", torch.ne, _zero, bounds.ne),
+    Op("lt", ("lt", "less"), "common", _bool, "{0} < {1}", torch.lt, _zero, bounds.lt),
+    Op("le", ("le", "less_equal"), "common", _bool, "{0} <= {1}", torch.le, _zero, bounds.le),
+    Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt),
+    Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge),
+    # logic and bits
+    Op("logical_and", ("logical_and",), "bool", _bool, "{0} & {1}", torch.logical_and, _zero, bounds.both),
+    Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either),
+    Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero),
+    Op("logical_not", ("logical_not",), "bool", _bool, "{0} == 0", torch.logical_not, _zero, bounds.invert),
+    Op("bitwise_and", ("bitwise_and", "and"), "result", promote, "{0} & {1}", torch.bitwise_and, _zero),
+    Op("bitwise_or", ("bitwise_or", "or"), "result", promote, "{0} | {1}", torch.bitwise_or, _zero),
+    Op("bitwise_xor", ("bitwise_xor", "xor"), "result", promote, "{0} ^ {1}", torch.bitwise_xor, _zero),
+    Op("bitwise_not", ("bitwise_not", "invert"), "result", _first, "~{0}", torch.bitwise_not, _zero),
+    Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, "{0} << {1}", torch.bitwise_left_shift, _zero),
+    Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote, "{0} >> {1}",
+       torch.bitwise_right_shift, _zero),
+    # exponentials and their like
+    Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,)),
+    Op("exp2", ("exp2", "special_exp2"), "result", promote_float, "tl.exp2({0})",
+       torch.exp2, lambda g, y, x: (g * y * LN_2,)),
+    Op("expm1", ("expm1", "special_expm1"), "result", promote_float, "expm1({0})",
+       torch.expm1, lambda g, y, x: (g * (y + 1.0),)),
+    Op("log", ("log",), "result", promote_float, "tl.log({0})", torch.log, lambda g, y, x: (g / x,)),
+    Op("log2", ("log2",), "result", promote_float, "tl.log2({0})",
+       torch.log2, lambda g, y, x: (g * LOG2_E / x,)),
+    Op("log1p", ("log1p", "special_log1p"), "result", promote_float, "log1p({0})",
+       torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
+    Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})", torch.sqrt, lambda g, y, x: (g * 0.5 / y,)),
+    Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse),
+    Op("sin", ("sin",), "result", promote_float, "tl.sin({0})", torch.sin, lambda g, y, x: (g * torch.cos(x),)),
+    Op("cos", ("cos",), "result", promote_float, "tl.cos({0})", torch.cos, lambda g, y, x: (-g * torch.sin(x),)),
+    Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
+       torch.tan, lambda g, y, x: (g * (1.0 + y * y),)),
+    Op("tanh", ("tanh",), "result", promote_float, "tanh({0})", torch.tanh, lambda g, y, x: (g * (1.0 - y * y),)),
+    Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
+       torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),)),
+    Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
+       torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),)),
+    # rounding
+    Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero),
+    Op("ceil", ("ceil",), "result", _first, {"int": "{0}", "float": "tl.ceil({0})"}, torch.ceil, _zero),
+    Op("round", ("round",), "result", _first, {"int": "{0}", "float": "round_half_even({0})"}, torch.round, _zero),
+    Op("trunc", ("trunc", "fix"), "result", _first, {"int": "{0}", "float": "trunc({0})"}, torch.trunc, _zero),
+    # tests
+    Op("isnan", ("isnan",), "own", _bool, {"int": "{0} != {0}", "bool": "{0} != {0}", "float": "{0} != {0}"},
+       torch.isnan, _zero),
+    Op("isinf", ("isinf",), "own", _bool,
+       {"int": "{0} != {0}", "bool": "{0} != {0}", "float": 'tl.abs({0}) == float("inf")'}, torch.isinf, _zero),
+]  # fmt: skip
+
+OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+
+CAST = "cast"
+"""A Node of its own kind: its target dtype is its `value`. Differentiable between floating-point dtypes."""
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        x = x.maximum(min)
+    return x if max is None else x.minimum(max)
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _rsub(x: Any, other: Any, *, alpha: float = 1) -> Any:
+    return other - (x if alpha == 1 else x * alpha)
+
+
+def _isfinite(x: Any) -> Any:
+    return torch.logical_not(torch.isnan(x) | torch.isinf(x))
+
+
+# What torch has a name for and plain torch functions can say. Signatures follow torch's.
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "rsub": _rsub,
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda x, min: x.maximum(min),
+    "clamp_max": lambda x, max: x.minimum(max),
+    "relu": lambda x, inplace=False: x.maximum(0),
+    "silu": lambda x, inplace=False: x * torch.sigmoid(x),
+    "gelu": _gelu,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: 1.0 / x,
+    "softplus": lambda x: x.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(x))),
+    "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
+    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5,
+    "log10": lambda x: torch.log2(x) * math.log10(2.0),
+    "isfinite": _isfinite,
+    "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
+    "positive": lambda x: x,
+    "clone": lambda x, memory_format=None: x,
+    "contiguous": lambda x: x,
+}
+
+BY_TORCH_NAME: dict[str, Op] = {name: row for row in _ROWS for name in row.torch_names}
+
+
+def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any]) -> bool | int | float:
+    """The value of an operation on numbers, as torch computes it on 0-d tensors."""
+    row = OPS[op]
+    at = row.argument_dtypes(dtypes, result)
+    out = row.torch(*(torch.tensor(v, dtype=d) for v, d in zip(values, at, strict=True)))
+    return out.item()  # type: ignore[no-any-return]

@@ -1,0 +1,293 @@
+"""Graph -> Graph functions, in the order in which the compiler runs them.
+
+Sharing of equal nodes and the loss of dead ones need no pass of their own: a Builder shares, and a Graph is
+what its results reach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.graph import Builder, Graph, Node, rebuild
+from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.ops import fold as fold_values
+
+INT32 = (-(2**31), 2**31 - 1)
+
+
+def fold(graph: Graph) -> Graph:
+    """Operations on constants become constants, as torch computes them."""
+
+    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if not args or not all(a.is_const for a in args):
+            return None
+        if node.op == CAST:
+            value = torch.tensor(args[0].value).to(node.dtype).item()  # type: ignore[arg-type]
+        elif node.op in OPS:
+            value = fold_values(node.op, [a.dtype for a in args], node.dtype, [a.value for a in args])
+        else:
+            return None
+        return builder.const(value, node.dtype, node.where)
+
+    return rebuild(graph, change)
+
+
+def simplify(graph: Graph) -> Graph:
+    """Identities that hold exactly, and the few that a score's own rounding hides (see `_RULES`)."""
+
+    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        for rule in _RULES.get(node.op, ()):
+            new = rule(builder, node, args)
+            if new is not None:
+                return new if new.dtype == node.dtype else builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
+        return None
+
+    return rebuild(graph, change)
+
+
+def _const(node: Node, *values: object) -> bool:
+    return node.is_const and any(node.value == v for v in values)
+
+
+def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
+    """x op value -> x, for the constant on one of these sides."""
+
+    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        for side in sides:
+            other = args[1 - side]
+            if _const(args[side], value) and strong(other.dtype) == node.dtype:
+                return other
+        return None
+
+    return rule
+
+
+def _integers_only(rule: Callable[..., Node | None]) -> Callable[..., Node | None]:
+    # -0.0 + 0 is 0.0: not an identity for floats
+    return lambda builder, node, args: None if strong(node.dtype).is_floating_point else rule(builder, node, args)
+
+
+def _absorbing(value: bool) -> Callable[..., Node | None]:
+    """x and False -> False; x or True -> True."""
+
+    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if node.dtype == torch.bool and any(_const(a, value) for a in args):
+            return builder.const(value, torch.bool, node.where)
+        return None
+
+    return rule
+
+
+def _neutral(value: bool) -> Callable[..., Node | None]:
+    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if node.dtype == torch.bool and all(strong(a.dtype) == torch.bool for a in args):
+            return _unit(value, (0, 1))(builder, node, args)
+        return None
+
+    return rule
+
+
+def _idempotent(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    return args[0] if args[0] is args[1] and strong(args[0].dtype) == node.dtype else None
+
+
+def _choose(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """where(True, a, b) -> a; where(c, a, a) -> a."""
+    if args[0].is_const:
+        return args[1] if args[0].value else args[2]
+    return args[1] if args[1] is args[2] else None
+
+
+def _twice(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """neg neg x -> x, not not x -> x."""
+    inner = args[0]
+    return inner.args[0] if inner.op == node.op and strong(inner.args[0].dtype) == node.dtype else None
+
+
+def _same_cast(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    return args[0] if args[0].dtype == node.dtype else None
+
+
+def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """x ** 2 -> x * x and the like."""
+    base, exponent = args
+    if not exponent.is_const or strong(base.dtype) != node.dtype:
+        return None
+    if exponent.value == 1:
+        return base
+    if exponent.value in (2, 3, 4):
+        square = builder.node("mul", (base, base), node.dtype, None, node.where)
+        if exponent.value == 2:
+            return square
+        return builder.node("mul", (square, square if exponent.value == 4 else base), node.dtype, None, node.where)
+    if exponent.value == 0.5 and strong(node.dtype).is_floating_point:
+        return builder.node("sqrt", (base,), node.dtype, None, node.where)
+    return None
+
+
+def _divide_score(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """score / c -> score * (1/c): one rounding more, on a value that the dot product has rounded many times.
+
+    Only there: floor(q_idx / 49) must see the exact quotient.
+    """
+    value = args[1].value
+    if args[1].is_const and value and "score" in args[0].home and node.dtype == torch.float32:
+        inverse = 1.0 / float(value)  # type: ignore[arg-type]
+        if math.isfinite(inverse) and abs(inverse) > 1e-30:
+            return builder.node("mul", (args[0], builder.const(inverse)), node.dtype, None, node.where)
+    return None
+
+
+_RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
+    "add": (_integers_only(_unit(0, (0, 1))),),
+    "sub": (_unit(0, (1,)),),
+    "mul": (_neutral(True), _unit(1, (0, 1))),
+    "div": (_unit(1, (1,)), _divide_score),
+    "pow": (_power,),
+    "neg": (_twice,),
+    "logical_not": (_twice,),
+    "bitwise_not": (_twice,),
+    "bitwise_and": (_absorbing(False), _neutral(True), _idempotent),
+    "logical_and": (_absorbing(False), _neutral(True), _idempotent),
+    "bitwise_or": (_absorbing(True), _neutral(False), _idempotent),
+    "logical_or": (_absorbing(True), _neutral(False), _idempotent),
+    "minimum": (_idempotent,),
+    "maximum": (_idempotent,),
+    "where": (_choose,),
+    CAST: (_same_cast,),
+}
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (fold, simplify, fold)
+
+
+def optimize(graph: Graph) -> Graph:
+    for one in PASSES:
+        graph = one(graph)
+    return graph
+
+
+def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
+    """A score graph's -inf branches as a mask of their own: (what is left of the score, the mask).
+
+    `where(cond, score, -inf)` and `x + where(cond, y, -inf)` split when cond is free of the score. None for a
+    score that is left unchanged, and None where there is no such branch.
+    """
+    builder = Builder()
+    score = rebuild(graph, lambda b, n, a: None).result
+    conditions: list[Node] = []
+    while True:
+        split = _split_once(builder, score)
+        if split is None:
+            break
+        score, condition = split
+        conditions.append(condition)
+    left = None if score.op == "input" else Graph("score", (score,), graph.captures)
+    if not conditions:
+        return left, None
+    mask = conditions[0]
+    for condition in conditions[1:]:
+        mask = builder.node("bitwise_and", (mask, condition), torch.bool, None, condition.where)
+    return left, Graph("mask", (mask,), graph.captures)
+
+
+def _split_once(builder: Builder, node: Node) -> tuple[Node, Node] | None:
+    """(value where kept, condition to keep) of a root that is -inf on one side of a condition."""
+    if node.op == "where" and "score" not in node.args[0].home:
+        condition, yes, no = node.args
+        if _const(no, -math.inf):
+            return _as_float(builder, yes), condition
+        if _const(yes, -math.inf):
+            keep = builder.node("logical_not", (condition,), torch.bool, None, node.where)
+            return _as_float(builder, no), keep
+    if node.op == "add":
+        for side in (0, 1):
+            inner = _split_once(builder, node.args[side]) if node.args[side].op == "where" else None
+            if inner is not None:
+                value, condition = inner
+                rest = node.args[1 - side]
+                if _const(value, 0):
+                    return _as_float(builder, rest), condition
+                return builder.node("add", (rest, value), node.dtype, None, node.where), condition
+    return None
+
+
+def _as_float(builder: Builder, node: Node) -> Node:
+    if node.dtype == torch.float32:
+        return node
+    return builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
+
+
+def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
+    """The constants at these places of `graph.skeleton` as run-time parameters, numbered by place."""
+    places = {n: i for i, n in enumerate(n for n in graph.nodes if n.is_const)}
+
+    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if node.is_const and places[node] in slots:
+            return builder.node("param", (), node.dtype, places[node], node.where)
+        return None
+
+    return rebuild(graph, change)
+
+
+def integer_bounds(
+    graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None
+) -> dict[Node, bounds.Bounds]:
+    """What each node's value lies between when positions run below `extents`; UNKNOWN after a load."""
+    known: dict[Node, bounds.Bounds] = {}
+    for node in graph.nodes:
+        known[node] = _bounds_of(node, known, extents, numbers or {})
+    return known
+
+
+def _bounds_of(
+    node: Node, known: Mapping[Node, bounds.Bounds], extents: Mapping[str, int], numbers: Mapping[int, int | float]
+) -> bounds.Bounds:
+    if node.op == "input" and node.value in extents:
+        return 0, extents[node.value] - 1  # type: ignore[index]
+    if node.op in ("const", "param"):
+        value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
+        return (int(value), int(value)) if isinstance(value, (bool, int)) else bounds.UNKNOWN
+    if node.op == CAST and not strong(node.dtype).is_floating_point and node.dtype != torch.bool:
+        return known[node.args[0]]
+    row = OPS.get(node.op)
+    if row is None or row.interval is None or strong(node.dtype).is_floating_point:
+        return bounds.UNKNOWN
+    return row.interval(*(known[a] for a in node.args))
+
+
+def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None) -> bool:
+    """Can index arithmetic leave int32 when positions run below `extents`?
+
+    Only what positions and constants make is judged: a captured int32 value wraps as it does in torch.
+    """
+    known = integer_bounds(graph, extents, numbers)
+    for node in graph.nodes:
+        row = OPS.get(node.op)
+        values = [node] if strong(node.dtype) == torch.int32 and node.op != CAST else []
+        if row is not None and torch.int32 in row.argument_dtypes([a.dtype for a in node.args], node.dtype):
+            values += [a for a in node.args if a.op in ("const", "param")]
+        for value in values:
+            low, high = known[value]
+            if math.isfinite(low) and math.isfinite(high) and not (INT32[0] <= low and high <= INT32[1]):
+                return True
+    return False
+
+
+def widen(graph: Graph) -> Graph:
+    """Positions as int64, and every dtype that follows from theirs."""
+
+    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if node.op == "input" and node.dtype == torch.int32:
+            return builder.input(node.value, torch.int64)  # type: ignore[arg-type]
+        if node.op in OPS:
+            dtype = OPS[node.op].dtype(*(a.dtype for a in args))
+            return builder.node(node.op, args, dtype, node.value, node.where)
+        return None
+
+    return rebuild(graph, change)
+

@@ -1,0 +1,229 @@
+"""What a mod sees while it is traced: a Proxy for a scalar, a CaptureView for a partly indexed tensor.
+
+Both hand every operation to their tracer (see `trace.py`), which keeps the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexmod import errors
+from flexmod.ir.graph import Node, dtype_name
+from flexmod.ir.ops import promote
+from flexmod.ir.source import user_line
+
+if TYPE_CHECKING:
+    from flexmod.ir.trace import Tracer
+
+
+class _Traced:
+    """What the two kinds of traced value share: torch functions and methods go to the tracer."""
+
+    __slots__ = ("_tracer",)
+    _tracer: Tracer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return tracer_of(args, kwargs).call(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:
+        return self._tracer.device
+
+    def __getattr__(self, name: str) -> Any:
+        """Tensor methods: score.tanh(), q_idx.to(...), row.sum()."""
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a traced value has no attribute {name!r}")
+        method = getattr(torch.Tensor, name)
+        if not callable(method):
+            raise errors.UnknownOperationError(
+                operation=f"the attribute .{name}", where=user_line(), advice="use the value in torch functions."
+            )
+        return lambda *args, **kwargs: self._tracer.call(method, (self, *args), kwargs)
+
+
+class Proxy(_Traced):
+    """A traced scalar: behaves like a 0-d tensor whose value is not known yet."""
+
+    __slots__ = ("_node",)
+    __hash__ = object.__hash__
+
+    def __init__(self, tracer: Tracer, node: Node) -> None:
+        self._tracer = tracer
+        self._node = node
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return promote(self._node.dtype)
+
+    shape = property(lambda self: torch.Size(()))
+    ndim = property(lambda self: 0)
+    requires_grad = property(lambda self: False)
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self) -> torch.Size:
+        return torch.Size(())
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __bool__(self) -> bool:
+        raise errors.ControlFlowError(where=user_line())
+
+    def __getitem__(self, index: Any) -> Any:
+        raise errors.CaptureIndexError(
+            name="a traced scalar", shape="()", problem="like a tensor", where=user_line(),
+            advice="use it as it is: it has no dimensions.",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Proxy({self._node.op}: {dtype_name(self._node.dtype)})"
+
+
+BINARY = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
+    "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+}  # fmt: skip
+UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
+CONCRETE = ("int", "float", "index", "complex", "len", "iter", "contains")
+
+
+def _install_operators() -> None:
+    def binary(name: str) -> Any:
+        return lambda self, other: self._tracer.apply(name, (self, other))
+
+    def reflected(name: str) -> Any:
+        return lambda self, other: self._tracer.apply(name, (other, self))
+
+    def unary(name: str) -> Any:
+        return lambda self: self._tracer.apply(name, (self,))
+
+    def concrete(name: str) -> Any:
+        def refuse(self: Proxy, *args: Any) -> Any:
+            raise errors.ConcreteValueError(operation=f"{name}()", where=user_line())
+
+        return refuse
+
+    for dunder, name in BINARY.items():
+        setattr(Proxy, f"__{dunder}__", binary(name))
+        setattr(Proxy, f"__r{dunder}__", reflected(name))
+    for dunder, name in UNARY.items():
+        setattr(Proxy, f"__{dunder}__", unary(name))
+    for name in CONCRETE:
+        setattr(Proxy, f"__{name}__", concrete(name))
+    Proxy.__pos__ = lambda self: self  # type: ignore[attr-defined]
+
+
+_install_operators()
+
+
+class CaptureView(_Traced):
+    """A captured tensor, some of its dimensions indexed: `intervals[img[kv_idx]]`. Not a scalar yet.
+
+    `_indices` has one entry for each dimension of the tensor: a Node, or None where it is still free.
+    """
+
+    __slots__ = ("_indices", "_number")
+
+    def __init__(self, tracer: Tracer, number: int, indices: tuple[Node | None, ...]) -> None:
+        self._tracer = tracer
+        self._number = number
+        self._indices = indices
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = self._tracer.tensors[self._number].shape
+        return torch.Size(s for s, i in zip(sizes, self._indices, strict=True) if i is None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tracer.tensors[self._number].dtype
+
+    ndim = property(lambda self: len(self.shape))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def name(self) -> str:
+        return self._tracer.name_of(self._tracer.tensors[self._number])
+
+    def __getitem__(self, index: Any) -> Proxy | CaptureView:
+        """Index the free dimensions from the left; an index for each gives the element."""
+        entries = self._expand(index if isinstance(index, tuple) else (index,))
+        rest = iter(entries)
+        indices = tuple(next(rest, None) if i is None else i for i in self._indices)
+        nodes = tuple(i for i in indices if i is not None)
+        if len(nodes) < len(indices):
+            return CaptureView(self._tracer, self._number, indices)
+        return Proxy(self._tracer, self._tracer.load(self._number, nodes))
+
+    def _expand(self, entries: tuple[Any, ...]) -> list[Node | None]:
+        sizes = self.shape
+        dots = [i for i, e in enumerate(entries) if e is Ellipsis]
+        if dots:
+            missing = len(sizes) - (len(entries) - 1)
+            entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
+        if len(entries) > len(sizes):
+            self._refuse(f"with {len(entries)} indices", f"give at most {len(sizes)}.")
+        return [self._entry(e, sizes[d]) for d, e in enumerate(entries)]
+
+    def _entry(self, entry: Any, size: int) -> Node | None:
+        if isinstance(entry, slice):
+            if entry.start is None and entry.stop is None and entry.step is None:
+                return None
+            self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
+        if entry is None:
+            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
+        if isinstance(entry, int) and not isinstance(entry, bool) and not -size <= entry < size:
+            self._refuse(f"with {entry}", f"use an index from {-size} to {size - 1}.")
+        node = self._tracer.node(entry, f"an index of {self.name}")
+        dtype = promote(node.dtype)
+        if dtype.is_floating_point or dtype == torch.bool:
+            raise errors.IndexDtypeError(name=self.name, dtype=dtype_name(dtype), where=user_line())
+        return node
+
+    def _refuse(self, problem: str, advice: str) -> None:
+        raise errors.CaptureIndexError(
+            name=self.name, shape=tuple(self.shape), problem=problem, advice=advice, where=user_line()
+        )
+
+
+def mentions_traced(value: Any) -> bool:
+    """Is there a Proxy or a CaptureView in an argument?"""
+    return _first_traced([value]) is not None
+
+
+def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> Tracer:
+    found = _first_traced([*args, *(kwargs or {}).values()])
+    assert found is not None, "torch dispatches here only for a traced argument"
+    return found._tracer
+
+
+def _first_traced(values: list[Any]) -> Proxy | CaptureView | None:
+    for value in values:
+        if isinstance(value, (Proxy, CaptureView)):
+            return value
+        if isinstance(value, (tuple, list)):
+            inner = _first_traced(list(value))
+        elif isinstance(value, slice):
+            inner = _first_traced([value.start, value.stop, value.step])
+        else:
+            continue
+        if inner is not None:
+            return inner
+    return None

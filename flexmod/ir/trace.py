@@ -1,0 +1,346 @@
+"""Runs a user's mod once, on proxies, and keeps the graph of what it did.
+
+A Proxy stands for a scalar: its operators and every torch function called on it make Nodes through the op
+table. A TorchFunctionMode watches the rest: captured tensors indexed by a Proxy, random numbers, in-place
+writes. What touches no Proxy runs eagerly, as Python would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flexmod import errors
+from flexmod.errors import Where
+from flexmod.ir.graph import Builder, Capture, Graph, Node, dtype_name
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, kind, promote
+from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
+from flexmod.ir.source import (
+    MASK_ARGUMENTS,
+    SCORE_ARGUMENTS,
+    capture_names,
+    check_arity,
+    mod_name,
+    user_line,
+)
+
+VALUE_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
+}  # fmt: skip
+FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
+CONCRETE = {"item", "tolist", "numpy"}
+REDUCTIONS = {
+    "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
+    "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",
+    "einsum", "bincount", "count_nonzero", "unique",
+}  # fmt: skip
+RANDOM = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
+    "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform", "exponential", "random",
+    "gumbel_softmax",
+}  # fmt: skip
+OPERANDS = ("condition", "input", "self", "other", "exponent")
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A mod's graph and the tensors that its captures stand for, in their order."""
+
+    graph: Graph
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
+    """Run `mod` once on proxies that say they are on `device` (cpu if None).
+
+    `kind` is "mask" (b, h, q_idx, kv_idx) or "score" (score, b, h, q_idx, kv_idx). Raises a class of
+    `flexmod.errors` that names the user's line where the mod does what no kernel can.
+    """
+    check_arity(mod, kind)
+    tracer = Tracer(mod, device or torch.device("cpu"))
+    names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
+    arguments = [tracer.position(name) for name in names]
+    with _Watch(tracer):
+        result = mod(*arguments)
+    node = tracer.result(result, kind)
+    return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors))
+
+
+class Tracer:
+    """One run of one mod: the graph so far and the tensors it has met."""
+
+    def __init__(self, mod: Callable[..., Any] | None, device: torch.device) -> None:
+        self.mod = mod
+        self.device = device
+        self.builder = Builder()
+        self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._given_names: dict[int, str] = {}
+
+    def where(self) -> Where | None:
+        return self.line or user_line()
+
+    def position(self, name: str) -> Proxy:
+        dtype = torch.float32 if name in ("score", "grad") else torch.int32
+        return Proxy(self, self.builder.input(name, dtype))
+
+    # captured tensors
+
+    def capture(self, tensor: torch.Tensor) -> int:
+        """The number of a captured tensor, by identity."""
+        if tensor.dtype not in VALUE_DTYPES or tensor.layout != torch.strided:
+            raise errors.ModDtypeError(
+                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {tensor.layout}", where=user_line(),
+                accepted="strided bool, integer and floating-point tensors",
+            )  # fmt: skip
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        return capture_names(self.mod, [tensor])[0] if self.mod else "captured0"
+
+    def capture_specs(self) -> tuple[Capture, ...]:
+        if not self.tensors or self.mod is None:
+            return ()
+        names = capture_names(self.mod, self.tensors, self._given_names)
+        return tuple(Capture(n, t.dtype, t.dim(), _is_wide(t)) for n, t in zip(names, self.tensors, strict=True))
+
+    def load(self, number: int, indices: Sequence[Node]) -> Node:
+        return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
+
+    def inline(self, traced: Traced, inputs: Mapping[str, Proxy]) -> Proxy:
+        """A traced graph again, as part of this one, with these values for its inputs."""
+        new: dict[Node, Node] = {}
+        for n in traced.graph.nodes:
+            args = tuple(new[a] for a in n.args)
+            if n.op == "input":
+                new[n] = inputs[str(n.value)]._node
+            elif n.op == "load":
+                number = n.value
+                assert isinstance(number, int)
+                tensor = traced.tensors[number]
+                self._given_names[id(tensor)] = traced.graph.captures[number].name
+                new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
+            else:
+                new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
+        return Proxy(self, new[traced.graph.result])
+
+    def index(self, target: Any, index: Any) -> Any:
+        if isinstance(target, torch.Tensor):
+            target = CaptureView(self, self.capture(target), (None,) * target.dim())
+        return target[index]
+
+    # values
+
+    def node(self, value: Any, operation: str) -> Node:
+        """Any operand as a Node."""
+        if isinstance(value, Proxy):
+            return value._node
+        if isinstance(value, (bool, int, float)):
+            return Builder.fresh_const(value, where=self.where())
+        if isinstance(value, (torch.Tensor, CaptureView)):
+            return self._tensor_operand(value, operation)
+        if hasattr(value, "__float__"):  # numpy scalars, sympy numbers
+            number = value.__index__() if hasattr(value, "__index__") else float(value)
+            return Builder.fresh_const(number, where=self.where())
+        raise errors.OperationArgumentError(
+            operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
+            advice="give it traced scalars, numbers or elements of captured tensors.",
+        )  # fmt: skip
+
+    def _tensor_operand(self, tensor: torch.Tensor | CaptureView, operation: str) -> Node:
+        rank = tensor.dim()
+        if rank:
+            name = tensor.name if isinstance(tensor, CaptureView) else self.name_of(tensor)
+            indices = ", ".join(("b", "h", "q_idx", "kv_idx")[-rank:])
+            raise errors.NotScalarError(
+                what=f"{operation} was given {name}", shape=tuple(tensor.shape), where=user_line(),
+                example=f"{name}[..., {indices}]" if isinstance(tensor, CaptureView) else f"{name}[{indices}]",
+            )  # fmt: skip
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype in VALUE_DTYPES:
+            return Builder.fresh_const(tensor.item(), tensor.dtype, self.where())
+        return self.load(self.capture(tensor), ())
+
+    def apply(self, name: str, args: Sequence[Any]) -> Proxy:
+        """An operation of the table on operands."""
+        row = BY_TORCH_NAME[name]
+        nodes = [self.node(a, name) for a in args]
+        dtypes = [n.dtype for n in nodes]
+        dtype = row.dtype(*dtypes)
+        at = row.argument_dtypes(dtypes, dtype)[-1]
+        if isinstance(row.triton, dict) and kind(at) not in row.triton:
+            raise errors.OperationArgumentError(
+                operation=name, problem=f"{dtype_name(at)} operands", where=user_line(),
+                advice="cast them first, e.g. with .to(torch.int32).",
+            )  # fmt: skip
+        return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
+
+    def cast(self, value: Any, dtype: Any) -> Proxy:
+        node = self.node(value, "a cast")
+        if dtype not in VALUE_DTYPES:
+            raise errors.ModDtypeError(
+                name="the target of a cast", dtype=str(dtype), accepted="bool, integer and floating-point dtypes",
+                where=user_line(),
+            )  # fmt: skip
+        if node.dtype == dtype:
+            return Proxy(self, node)
+        return Proxy(self, self.builder.node(CAST, (node,), dtype, dtype, self.where()))
+
+    def result(self, value: Any, kind: str) -> Node:
+        """The user's result as a Node: bool for a mask, float32 for a score."""
+        mod = f"{kind}_mod {mod_name(self.mod)}" if self.mod else f"{kind}_mod"
+        if value is None or isinstance(value, (tuple, list, dict, str)):
+            raise errors.NoResultError(
+                mod=mod, result="None" if value is None else f"a {type(value).__name__}",
+                expected="one bool" if kind == "mask" else "the changed score",
+            )  # fmt: skip
+        node = self.node(value, f"the result of {mod}")
+        is_bool = node.dtype in (torch.bool, bool)
+        if kind == "mask" and not is_bool:
+            raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=node.where)
+        if kind == "score" and is_bool:
+            raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=node.where)
+        return node if is_bool else self.cast(Proxy(self, node), torch.float32)._node
+
+    # torch functions
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function or method with a traced value among its arguments."""
+        name = getattr(func, "__name__", str(func))
+        self.refuse_impure(name, kwargs)
+        if name == "__getitem__":
+            return self.index(*args)
+        bare = name.strip("_")
+        if name.startswith("__"):
+            reverse = bare not in BINARY and bare[1:] in BINARY
+            bare = BINARY.get(bare[1:] if reverse else bare, bare)
+            args = args[::-1] if reverse else args
+        if bare in CASTS:
+            return self.cast(args[0], CASTS[bare])
+        if bare in FILLS:
+            return self.fill(bare, *args, **kwargs)
+        if bare in _SPECIAL:
+            return _SPECIAL[bare](self, *args, **kwargs)
+        if bare in BY_TORCH_NAME:
+            return self.table_row(bare, args, kwargs)
+        if bare in COMPOSED:
+            first = Proxy(self, self.node(args[0], bare))
+            return COMPOSED[bare](first, *args[1:], **kwargs)
+        if bare in REDUCTIONS:
+            raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
+        if bare in CONCRETE:
+            raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line())
+        raise errors.UnknownOperationError(
+            operation=f"torch.{bare}", where=user_line(),
+            advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
+        )  # fmt: skip
+
+    def refuse_impure(self, name: str, kwargs: dict[str, Any]) -> None:
+        """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
+        bare = name.strip("_")
+        if bare in RANDOM:
+            raise errors.RandomNumberError(operation=f"torch.{bare}", where=user_line())
+        dunder = name.startswith("__")
+        in_place = dunder and bare[:1] == "i" and bare[1:] in BINARY
+        if in_place or name in ("__setitem__", "__set__") or (name.endswith("_") and not dunder):
+            raise errors.MutationError(operation=name, where=user_line())
+        if kwargs.get("out") is not None:
+            raise errors.MutationError(operation=f"{name}(out=...)", where=user_line())
+
+    def table_row(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """A torch call with its keywords as an operation of the table."""
+        operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
+        options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
+        rounding = options.pop("rounding_mode", None)
+        if rounding:
+            name = "floor_divide" if rounding == "floor" else "trunc_divide"
+        alpha = options.pop("alpha", 1)
+        if alpha != 1:
+            operands = (operands[0], self.apply("mul", (operands[1], alpha)))
+        if name == "float_power":
+            operands = tuple(self.cast(a, torch.float64) for a in operands)
+        arity = {"where": 3}.get(name, 1 if name in _UNARY else 2)
+        if name in ("min", "max") and len(operands) == 1:
+            raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
+        if len(operands) != arity or any(v is not None for v in options.values()):
+            problem = f"the argument {min(options)!r}" if options else f"{len(operands)} operands"
+            raise errors.OperationArgumentError(
+                operation=f"torch.{name}", problem=problem, where=user_line(),
+                advice=f"give it {arity} scalar operand{'s' if arity > 1 else ''} and nothing else.",
+            )  # fmt: skip
+        return self.apply(name, operands)
+
+    def fill(self, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
+        """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
+        rest = list(args)
+        if name.startswith("new_"):
+            shape = options.pop("size", None) or (rest.pop(0) if rest else ())
+            if shape not in ((), [], torch.Size(())):
+                raise errors.NotScalarError(
+                    what=f"{name} makes a tensor", shape=shape, example=f"x.{name}(())", where=user_line()
+                )
+        value = FILLS[name]
+        if value is None:
+            value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
+        return self.cast(value, dtype or promote(self.node(like, name).dtype))
+
+    def to(self, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
+        """A dtype is a cast; a device is where the scalar is already."""
+        for target in targets:
+            if isinstance(target, torch.dtype):
+                dtype = target
+            elif isinstance(target, (torch.Tensor, Proxy, CaptureView)):
+                dtype = target.dtype
+        return self.cast(value, dtype) if dtype is not None else Proxy(self, self.node(value, "to"))
+
+    def copy(self, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+        """torch.tensor(q_idx): a scalar is its own copy."""
+        return self.to(value, dtype=dtype)
+
+    def type(self, value: Any, dtype: Any = None, **options: Any) -> Proxy:
+        return self.cast(value, dtype)
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 2**31
+
+
+_SPECIAL: dict[str, Callable[..., Proxy]] = {
+    "to": Tracer.to,
+    "type": Tracer.type,
+    "type_as": Tracer.to,
+    "tensor": Tracer.copy,
+    "as_tensor": Tracer.copy,
+    "scalar_tensor": Tracer.copy,
+}
+_UNARY = {name for name, row in BY_TORCH_NAME.items() if "{1}" not in str(row.triton)} - {"where"}
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch function that a mod calls, those without a traced value too."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mentions_traced(args) or (kwargs and mentions_traced(list(kwargs.values()))):
+            return self.tracer.call(func, args, kwargs)
+        self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
+        return func(*args, **kwargs)
