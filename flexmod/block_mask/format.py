@@ -1,0 +1,322 @@
+"""BlockMask: which tiles of the score matrix there is anything to compute in.
+
+A drop-in for `torch.nn.attention.flex_attention.BlockMask` that owns the graph of its mask_mod, keeps it when
+it is sliced, and checks when it is made that its parts fit together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask import selection, tiles
+from flexmod.block_mask.parts import block_pair, check_lengths, checked_lists, length
+from flexmod.block_mask.picture import picture
+from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
+from flexmod.block_mask.tiles import LISTS, Parts
+from flexmod.errors import BlockMaskCropError, NotABlockMask, SlicedTorchMaskError
+from flexmod.ir.trace import Traced, trace
+
+MaskMod = Callable[..., Any]
+
+DEFAULT_BLOCK = 128
+# Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
+FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
+
+
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """The mask_mod that keeps every score."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+class BlockMask:
+    """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
+
+    A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
+    as partial when it keeps some (or reaches over the end of a length), and not at all when it keeps nothing.
+
+        kv_num_blocks, kv_indices              partial tiles of each row of tiles
+        full_kv_num_blocks, full_kv_indices    full ones; both None: every tile is listed as partial
+        q_num_blocks, q_indices                partial tiles of each column, or None
+        full_q_num_blocks, full_q_indices      full ones of each column, or None
+
+    With Qb and KVb the numbers of tiles, counts are int32 [B, H, Qb] (by column: [B, H, KVb]) and indices
+    int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
+    puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
+
+    `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
+
+    Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
+    together, and what tracing a mask_mod raises.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    q_num_blocks: Tensor | None
+    q_indices: Tensor | None
+    full_q_num_blocks: Tensor | None
+    full_q_indices: Tensor | None
+
+    def __init__(
+        self,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None,
+        full_kv_indices: Tensor | None,
+        q_num_blocks: Tensor | None,
+        q_indices: Tensor | None,
+        full_q_num_blocks: Tensor | None,
+        full_q_indices: Tensor | None,
+        BLOCK_SIZE: int | tuple[int, int] = (DEFAULT_BLOCK, DEFAULT_BLOCK),
+        mask_mod: MaskMod = noop_mask,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | None = None,
+        dq_kv_order_spt: bool | None = None,
+    ) -> None:
+        parts = {
+            "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
+            "full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices,
+            "q_num_blocks": q_num_blocks, "q_indices": q_indices,
+            "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
+        }  # fmt: skip
+        for name, part in checked_lists(parts).items():
+            setattr(self, name, part)
+        self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
+        self.seq_lengths = seq_lengths
+        self.mask_mod = mask_mod
+        self.dq_write_order = dq_write_order
+        self.dq_write_order_full = dq_write_order_full
+        self.dq_kv_order = dq_kv_order
+        self.dq_kv_order_spt = dq_kv_order_spt
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | bool | None = None,
+    ) -> BlockMask:
+        """A BlockMask from its lists by row; the lists by column are made unless `compute_q_blocks` is False.
+
+        `mask_mod` None keeps every score of the listed tiles. `seq_lengths` None: the tiles end where the
+        lengths do.
+        """
+        parts = checked_lists(
+            {
+                "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
+                "full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices,
+            }
+        )  # fmt: skip
+        block = block_pair(BLOCK_SIZE)
+        rows, width = parts["kv_indices"].shape[-2:]
+        lengths = seq_lengths or (rows * block[0], width * block[1])
+        columns = max(width, tiles.tile_count(lengths[1], block[1]))
+        for kind in ("", "full_") if compute_q_blocks else ():
+            lists = parts[f"{kind}kv_num_blocks"], parts[f"{kind}kv_indices"]
+            if lists[0] is not None:
+                by_column = tiles.transposed(lists, columns)
+                parts[f"{kind}q_num_blocks"], parts[f"{kind}q_indices"] = by_column
+        return cls(
+            lengths, **parts, BLOCK_SIZE=block, mask_mod=mask_mod or noop_mask,
+            dq_write_order=dq_write_order, dq_write_order_full=dq_write_order_full,
+            dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
+            dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
+        )  # fmt: skip
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: MaskMod) -> None:
+        self._traced = trace(mask_mod, "mask", self.kv_indices.device)
+        self._mask_mod = mask_mod
+
+    @property
+    def traced(self) -> Traced:
+        """The graph of mask_mod and the tensors that it captures."""
+        return self._traced
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self._seq_lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
+        check_lengths(pair, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
+        self._seq_lengths = pair
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch dimensions, queries, keys."""
+        return (*self.kv_indices.shape[:-2], *self.seq_lengths)
+
+    def numel(self) -> int:
+        """The number of scores, masked or not."""
+        return math.prod(self.shape)
+
+    def sparsity(self) -> float:
+        """How much of the score matrix lies outside of the listed tiles, in per cent.
+
+        Below zero where the padding of the tiles at the edge outweighs what is skipped.
+        """
+        counts = [self.kv_num_blocks, self.full_kv_num_blocks]
+        listed = sum(int(c.sum()) for c in counts if c is not None)
+        return 100 * (1 - listed * math.prod(self.BLOCK_SIZE) / self.numel())
+
+    def to_dense(self) -> Tensor:
+        """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
+        return self._listed(self._by_row()).to(torch.int32)
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
+
+        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
+        negative limit draws all of them.
+        """
+        batch_shape = self.kv_indices.shape[:-2]
+        shown = [
+            (c.flatten(0, -2), i.flatten(0, -3)) if batch_shape else (c[None], i[None])
+            for c, i in self._by_row()
+        ]
+        count = batch_shape.numel() if limit < 0 else limit
+        return picture(
+            self._listed([(c[:count], i[:count]) for c, i in shown]), batch_shape, grid_size, limit
+        )
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask with its lists on another device. Tensors that mask_mod captures stay where they are."""
+        parts = self._parts((*LISTS, *FLASH_PARTS))
+        return BlockMask(
+            self.seq_lengths,
+            **tiles.each(parts, lambda part: part.to(device)),
+            BLOCK_SIZE=self.BLOCK_SIZE,
+            mask_mod=moved(self.mask_mod, device),
+            dq_kv_order_spt=self.dq_kv_order_spt,
+        )
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """The parts in order: seq_lengths, the eight lists, torch's four dq_ parts, BLOCK_SIZE, mask_mod.
+
+        `flatten` puts in seq_lengths and BLOCK_SIZE as two numbers each, otherwise as pairs.
+        """
+        lengths, block = (
+            (self.seq_lengths, self.BLOCK_SIZE) if flatten else ((self.seq_lengths,), (self.BLOCK_SIZE,))
+        )
+        parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
+        return (*lengths, *parts.values(), *block, self.mask_mod)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """mask[b, h, q]: some batches, heads and rows of tiles. No dimension is lost: mask[0] has B=1.
+
+        An entry is an int, a slice, or a list or tensor of ints or bools. The slice sees the positions of the
+        whole: the mask_mod of mask[1] gets b = 1, that of mask[:, :, 2] gets q_idx from 2 * BLOCK_SIZE[0] on.
+
+        Raises BlockMaskIndexError.
+        """
+        b, h, q = selection.of(index, tuple(self.kv_num_blocks.shape))
+        size = self.BLOCK_SIZE[0]
+        query = selection.length_of(q, self.kv_num_blocks.shape[-1], self.seq_lengths[0], size)
+        by_row = tiles.each(self._parts(LISTS[:4]), lambda part: selection.take(part, (b, h, q)))
+        device = self.kv_indices.device
+        moves = {
+            "b": positions(b, device), "h": positions(h, device), "q_idx": block_positions(q, size, device)
+        }  # fmt: skip
+        needed = {name: move if name in self.traced.graph.reads else KEPT for name, move in moves.items()}
+        unmoved = all(move == KEPT for move in needed.values())
+        return BlockMask.from_kv_blocks(
+            **by_row,
+            BLOCK_SIZE=self.BLOCK_SIZE,
+            mask_mod=self.mask_mod if unmoved else Rebased(self.mask_mod, *needed.values()),
+            seq_lengths=(query, self.seq_lengths[1]),
+            compute_q_blocks=self.q_indices is not None,
+        )
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The upper left corner: the same mask_mod on the first queries and keys.
+
+        Raises BlockMaskCropError where the lengths grow.
+        """
+        lengths = (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len))
+        mask_q, mask_kv = self.seq_lengths
+        if lengths[0] > mask_q or lengths[1] > mask_kv:
+            raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
+        rows, columns = map(tiles.tile_count, lengths, self.BLOCK_SIZE)
+        partial, *full = (
+            tiles.dense(lists, self._columns())[..., :rows, :columns].to(torch.int8)
+            for lists in self._by_row()
+        )
+        table = partial * tiles.PARTIAL
+        if full:
+            table = torch.maximum(table, full[0] * tiles.FULL)
+        tiles.keep_padding_partial(table, lengths, self.BLOCK_SIZE)
+        lists = tiles.lists_of(table, bool(full), self.q_indices is not None)
+        return BlockMask(lengths, **lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod)
+
+    def __str__(self) -> str:
+        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, "
+        return f"{head}\n{self.to_string().strip()}\n)"
+
+    def __repr__(self) -> str:
+        shapes = [(name, None if part is None else part.shape) for name, part in self._parts(LISTS).items()]
+        facts = [
+            *shapes,
+            ("BLOCK_SIZE", self.BLOCK_SIZE),
+            ("shape", self.shape),
+            ("sparsity", f"{self.sparsity():.2f}%"),
+            ("mask_mod", getattr(self.mask_mod, "__name__", self.mask_mod)),
+        ]
+        lines = [f"    {name}={value}" for name, value in facts]
+        return "BlockMask(\n" + ",\n".join(lines) + "\n)"
+
+    def _parts(self, names: tuple[str, ...]) -> Parts:
+        return {name: getattr(self, name) for name in names}
+
+    def _by_row(self) -> list[tiles.Lists]:
+        """The lists by row that are there: partial tiles, and full ones."""
+        partial, full = (self.kv_num_blocks, self.kv_indices), (self.full_kv_num_blocks, self.full_kv_indices)
+        return [partial] if full[0] is None or full[1] is None else [partial, (full[0], full[1])]
+
+    def _columns(self) -> int:
+        return max(self.kv_indices.shape[-1], tiles.tile_count(self.seq_lengths[1], self.BLOCK_SIZE[1]))
+
+    def _listed(self, by_row: list[tiles.Lists]) -> Tensor:
+        """bool [..., Qb, KVb]: the tiles in any of the lists."""
+        tables = [tiles.dense(lists, self._columns()) for lists in by_row]
+        return tables[0] if len(tables) == 1 else tables[0] | tables[1]
+
+
+def from_torch(mask: Any) -> BlockMask:
+    """A BlockMask of a torch one: the same lists, the same mask_mod. A flexmod one comes back as it is.
+
+    Raises NotABlockMask, and SlicedTorchMaskError for a torch mask that lost its mask_mod.
+    """
+    if isinstance(mask, BlockMask):
+        return mask
+    if not all(hasattr(mask, name) for name in (*LISTS, "seq_lengths", "BLOCK_SIZE", "mask_mod")):
+        raise NotABlockMask(type=type(mask).__name__)
+    # the stub that torch puts in a slice; its name is all that tells it from a user's function
+    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise SlicedTorchMaskError()
+    parts: Parts = {name: getattr(mask, name, None) for name in (*LISTS, *FLASH_PARTS, "dq_kv_order_spt")}
+    return BlockMask(mask.seq_lengths, **parts, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)

@@ -1,0 +1,105 @@
+"""The parts of a block mask, and whether they fit together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.tiles import LISTS, Parts, tile_count
+from flexmod.errors import BlockMaskPartsError, BlockSizeError, DeviceMismatch, LengthError
+
+
+def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """BLOCK_SIZE as (queries, keys). Raises BlockSizeError."""
+    given = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    pair = [n for n in map(positive, given) if n is not None]
+    if len(given) != 2 or len(pair) != 2:
+        raise BlockSizeError(
+            block_size=block_size, problem="is neither a positive integer nor a pair of them",
+            advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
+        )  # fmt: skip
+    return pair[0], pair[1]
+
+
+def length(name: str, value: SupportsIndex) -> int:
+    """A number of positions as an int. Raises LengthError."""
+    number = positive(value)
+    if number is None:
+        raise LengthError(name=name, value=value)
+    return number
+
+
+def positive(value: object) -> int | None:
+    """The int that a positive integer of any library stands for, None for anything else."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if number > 0 else None
+
+
+def checked_lists(parts: Parts) -> Parts:
+    """The eight lists as int32, when they fit together. Those that `parts` does not name are None."""
+    lists = [parts.get(name) for name in LISTS]
+    counts, indices, columns = lists[0], lists[1], lists[5]
+    if counts is None or indices is None or indices.dim() < 2:
+        raise BlockMaskPartsError(
+            problem="kv_num_blocks and kv_indices are needed, of shapes [B, H, Qb] and [B, H, Qb, KVb]",
+            advice="see BlockMask's description of its parts, or use create_block_mask",
+        )
+    by_row, by_column = indices.shape[:-1], None if columns is None else columns.shape[:-1]
+    for i, rows in ((0, by_row), (2, by_row), (4, by_column), (6, by_column)):
+        _check_pair(LISTS[i : i + 2], lists[i : i + 2], rows)
+    for name, part in zip(LISTS, lists, strict=True):
+        if part is not None and part.device != indices.device:
+            raise DeviceMismatch(
+                first="kv_indices",
+                first_device=str(indices.device),
+                second=name,
+                second_device=str(part.device),
+                name=name,
+            )
+    return {name: None if x is None else x.to(torch.int32) for name, x in zip(LISTS, lists, strict=True)}
+
+
+def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: torch.Size | None) -> None:
+    counts, indices = pair
+    if counts is None and indices is None:
+        return
+    problem = ""
+    if counts is None or indices is None:
+        there, missing = names if indices is None else names[::-1]
+        problem = f"{there} is given without {missing}"
+    elif counts.is_floating_point() or indices.is_floating_point():
+        problem = f"{names[0]} is {counts.dtype} and {names[1]} {indices.dtype}, but both hold integers"
+    elif counts.shape != indices.shape[:-1] or indices.shape[:-1] != rows:
+        problem = f"{names[0]} has shape {tuple(counts.shape)} and {names[1]} {tuple(indices.shape)}"
+    if problem:
+        raise BlockMaskPartsError(
+            problem=problem,
+            advice="give counts [..., rows] and indices [..., rows, columns] of the same rows",
+        )
+
+
+def check_lengths(
+    lengths: tuple[int, int], by_row: Tensor, by_column: Tensor | None, block: tuple[int, int]
+) -> None:
+    """Lengths and lists must agree: a kernel that looks for the tiles of a row finds them by these.
+
+    Raises BlockMaskPartsError.
+    """
+    rows, columns = map(tile_count, lengths, block)
+    problem = ""
+    if by_row.shape[-2] != rows:
+        problem = f"{by_row.shape[-2]} rows of tiles are listed, but Q_LEN={lengths[0]} has {rows}"
+    elif by_column is not None and by_column.shape[-2] < columns:
+        problem = f"{by_column.shape[-2]} columns of tiles are listed, but KV_LEN={lengths[1]} has {columns}"
+    if problem:
+        raise BlockMaskPartsError(
+            problem=f"{problem} with BLOCK_SIZE {block}",
+            advice="give the seq_lengths that the lists were made for",
+        )

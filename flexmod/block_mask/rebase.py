@@ -1,0 +1,122 @@
+"""A sliced block mask keeps its mask_mod: what it passes to the mod are the positions of the whole mask.
+
+mask[1:3]             b -> b + 1
+mask[:, [4, 0, 2]]    h -> entries[h], a captured table
+mask[:, :, 5:]        q_idx -> q_idx + 5 * BLOCK_SIZE[0]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MaskMod = Callable[..., Any]
+
+
+class Positions(Protocol):
+    """Old position of a new one, for a traced scalar as for a tensor."""
+
+    def __call__(self, index: Any) -> Any: ...
+
+    def to(self, device: torch.device | str) -> Positions: ...
+
+
+@dataclass(frozen=True)
+class Affine:
+    start: int
+    step: int = 1
+
+    def __call__(self, index: Any) -> Any:
+        return (index if self.step == 1 else index * self.step) + self.start
+
+    def to(self, device: torch.device | str) -> Positions:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """`entries` int32 [n]."""
+
+    entries: Tensor
+
+    def __call__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def to(self, device: torch.device | str) -> Positions:
+        return Table(self.entries.to(device))
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """Blocks of `size` positions move as a whole."""
+
+    blocks: Positions
+    size: int
+
+    def __call__(self, index: Any) -> Any:
+        return self.blocks(index // self.size) * self.size + index % self.size
+
+    def to(self, device: torch.device | str) -> Positions:
+        return InBlocks(self.blocks.to(device), self.size)
+
+
+KEPT = Affine(0)
+
+
+def positions(chosen: Sequence[int], device: torch.device) -> Positions:
+    """The map from 0, 1, ... to the chosen numbers; KEPT where it changes nothing."""
+    if isinstance(chosen, range):
+        return KEPT if (chosen.start, chosen.step) == (0, 1) else Affine(chosen.start, chosen.step)
+    return Table(torch.tensor(chosen, dtype=torch.int32, device=device))
+
+
+def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
+    """The same for positions whose blocks of `size` are chosen."""
+    blocks = positions(chosen, device)
+    if isinstance(blocks, Affine) and blocks.step == 1:
+        return KEPT if blocks == KEPT else Affine(blocks.start * size)
+    return InBlocks(blocks, size)
+
+
+def as_range(chosen: Sequence[int]) -> Sequence[int]:
+    """A range where the numbers ascend by one step, which needs no table; else the numbers."""
+    step = chosen[1] - chosen[0] if len(chosen) > 1 else 1
+    if step > 0:
+        steady = range(chosen[0], chosen[-1] + 1, step)
+        if len(steady) == len(chosen) and all(map(operator.eq, steady, chosen)):
+            return steady
+    return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Rebased:
+    """`mask_mod` seen from a slice."""
+
+    mask_mod: MaskMod
+    b: Positions = KEPT
+    h: Positions = KEPT
+    q: Positions = KEPT
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        old = [
+            index if move is KEPT else move(index)
+            for move, index in ((self.b, b), (self.h, h), (self.q, q_idx))
+        ]
+        return self.mask_mod(*old, kv_idx)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.mask_mod, "__name__", type(self.mask_mod).__name__)
+
+    def to(self, device: torch.device | str) -> Rebased:
+        """Moves the tables; what the user's own mask_mod captures stays where the user put it."""
+        return Rebased(moved(self.mask_mod, device), self.b.to(device), self.h.to(device), self.q.to(device))
+
+
+def moved(mask_mod: MaskMod, device: torch.device | str) -> MaskMod:
+    return mask_mod.to(device) if isinstance(mask_mod, Rebased) else mask_mod

@@ -1,0 +1,125 @@
+"""What mask[b, h, q] asks for: the numbers chosen on each axis."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.rebase import as_range
+from flexmod.errors import BlockMaskIndexError
+
+AXES = ("batches", "heads", "rows of tiles")
+Chosen = Sequence[int]
+
+
+def of(index: Any, shape: tuple[int, ...]) -> tuple[Chosen, Chosen, Chosen]:
+    """The chosen numbers of b, h and q for an index into a mask of [B, H, Qb].
+
+    A range where they ascend evenly, else a list. Raises BlockMaskIndexError.
+    """
+    ask = _Ask(index, shape)
+    entries = index if isinstance(index, tuple) else (index,)
+    if len(shape) != 3:
+        ask.refuse(
+            "only masks with a batch and a head dimension can be sliced", "add the missing dimensions first"
+        )
+    dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
+    if len(dots) > 1 or len(entries) - len(dots) > 3:
+        ask.refuse("too many indices", "give at most three, mask[b, h, q]")
+    if dots:
+        missing = 3 - (len(entries) - 1)
+        entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
+    entries = (*entries, *(slice(None),) * (3 - len(entries)))
+    if sum(not isinstance(entry, slice) and not _is_number(entry) for entry in entries) > 1:
+        ask.refuse("lists on two axes could mean pairs or a grid", "index one axis at a time, mask[b][:, h]")
+    b, h, q = (ask.chosen(entry, axis) for axis, entry in enumerate(entries))
+    return b, h, q
+
+
+def length_of(rows: Chosen, count: int, length: int, block: int) -> int:
+    """How many queries the chosen rows of tiles hold, where the last of `count` rows may be a short one.
+
+    A short row keeps its place at the end: positions after it could not be told from its padding.
+    """
+    short = length - (count - 1) * block
+    if short < block and count - 1 in rows[:-1]:
+        raise BlockMaskIndexError(
+            shape=f"{count}", axes=AXES[2], index=list(rows),
+            problem=f"the last row holds {short} of {block} queries and can only come last",
+            advice="put it at the end, or build the mask with a Q_LEN that the tiles divide",
+        )  # fmt: skip
+    return (len(rows) - 1) * block + (short if rows[-1] == count - 1 else block)
+
+
+def take(part: Tensor, chosen: tuple[Chosen, ...]) -> Tensor:
+    """The chosen entries of the first three dimensions; a view where they ascend evenly."""
+    for axis, numbers in enumerate(chosen):
+        if isinstance(numbers, range):
+            part = part[(slice(None),) * axis + (slice(numbers.start, numbers.stop, numbers.step),)]
+        else:
+            part = part.index_select(axis, torch.tensor(numbers, device=part.device))
+    return part
+
+
+class _Ask:
+    """One index into one mask, for the words of a refusal."""
+
+    def __init__(self, index: Any, shape: tuple[int, ...]) -> None:
+        self.index = index
+        self.shape = shape
+
+    def refuse(self, problem: str, advice: str) -> None:
+        axes = f"({', '.join(AXES)})" if len(self.shape) == 3 else "counts"
+        raise BlockMaskIndexError(
+            shape=self.shape, axes=axes, index=self.index, problem=problem, advice=advice
+        )
+
+    def chosen(self, entry: Any, axis: int) -> Chosen:
+        size = self.shape[axis]
+        numbers = self._numbers(entry, axis)
+        for number in numbers[:1] if isinstance(numbers, range) else numbers:
+            if not -size <= number < size:
+                self.refuse(f"there are {size} {AXES[axis]}", f"use numbers from {-size} to {size - 1}")
+        if not len(numbers):
+            self.refuse(f"it chooses none of the {size} {AXES[axis]}", "choose at least one")
+        return numbers if isinstance(numbers, range) else as_range([number % size for number in numbers])
+
+    def _numbers(self, entry: Any, axis: int) -> Chosen:
+        size = self.shape[axis]
+        if isinstance(entry, slice):
+            if entry.step is not None and entry.step < 1:
+                self.refuse("a slice that runs backwards", "give the numbers as a list")
+            steps = range(size)[entry]
+            return range(steps.start, steps[-1] + 1, steps.step) if steps else steps
+        if _is_number(entry):
+            return [operator.index(entry)]
+        if isinstance(entry, (Tensor, list, range)) or hasattr(entry, "__array__"):
+            return self._entries(torch.as_tensor(entry), axis)
+        self.refuse(f"{type(entry).__name__} is no index", "use ints, slices, or one list or tensor of ints")
+        raise AssertionError
+
+    def _entries(self, entries: Tensor, axis: int) -> Chosen:
+        if entries.dim() != 1 or entries.is_floating_point():
+            self.refuse(
+                f"a list has one dimension of ints or bools, not {entries.dim()} of {entries.dtype}",
+                "flatten it",
+            )
+        if entries.dtype == torch.bool:
+            if len(entries) != self.shape[axis]:
+                self.refuse(
+                    f"{len(entries)} bools for {self.shape[axis]} {AXES[axis]}", "give one bool for each"
+                )
+            entries = entries.nonzero().flatten()
+        numbers: list[int] = entries.tolist()
+        return numbers
+
+
+def _is_number(entry: Any) -> bool:
+    """An int, or what counts as one: a numpy integer, a 0-d integer tensor."""
+    if isinstance(entry, Tensor):
+        return entry.dim() == 0 and not entry.is_floating_point() and entry.dtype != torch.bool
+    return hasattr(entry, "__index__") and not isinstance(entry, bool) and not getattr(entry, "shape", ())

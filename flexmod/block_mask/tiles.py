@@ -1,0 +1,102 @@
+"""Tiles as a table, tiles as lists, and the way between them.
+
+    table   int8 [..., Qb, KVb]      EMPTY, PARTIAL or FULL, one entry a tile
+    lists   counts int32 [..., R], indices int32 [..., R, C]
+            row r holds the tiles indices[r, :counts[r]], ascending; the rest of the row are the other ones
+ Nothing here holds more than a bounded number of 64-bit positions at a time, so that the lists of a very long
+mask cost what they occupy and little more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+# torch's cumsum and scatter work on 64-bit positions, eight bytes a tile: this many tiles at a time
+TILES_AT_ONCE = 1 << 22
+
+Lists = tuple[Tensor, Tensor]
+# the lists of a mask by their names, each a Tensor or None
+Parts = dict[str, Any]
+
+
+def tile_count(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def ordered(active: Tensor) -> Lists:
+    """Counts int32 [..., R] and indices int32 [..., R, C] of a bool table [..., R, C]."""
+    *lead, columns = active.shape
+    flat = active.reshape(-1, columns)
+    counts = flat.sum(-1, dtype=torch.int32)
+    indices = torch.empty(flat.shape, dtype=torch.int32, device=active.device)
+    numbers = torch.arange(columns, dtype=torch.int32, device=active.device)
+    for rows in _row_groups(flat):
+        here = flat[rows]
+        up_to = here.cumsum(-1)
+        place = torch.where(here, up_to - 1, counts[rows, None] + numbers - up_to)
+        indices[rows].scatter_(-1, place, numbers.expand(place.shape))
+    return counts.reshape(lead), indices.reshape(active.shape)
+
+
+def dense(lists: Lists, columns: int) -> Tensor:
+    """The bool table [..., R, columns] of counts [..., R] and indices [..., R, width]."""
+    counts, indices = lists
+    *lead, width = indices.shape
+    flat_counts, flat = counts.reshape(-1, 1), indices.reshape(-1, width)
+    # one column more takes the entries that lie behind a row's count
+    table = torch.zeros(flat.shape[0], columns + 1, dtype=torch.bool, device=indices.device)
+    place = torch.arange(width, dtype=torch.int32, device=indices.device)
+    for rows in _row_groups(flat):
+        target = torch.where(place < flat_counts[rows], flat[rows], columns)
+        table[rows].scatter_(-1, target.long(), True)
+    return table[:, :columns].reshape(*lead, columns)
+
+
+def transposed(lists: Lists, columns: int) -> Lists:
+    """The same tiles listed by column: counts [..., columns], indices [..., columns, R]."""
+    return ordered(dense(lists, columns).mT)
+
+
+def _row_groups(flat: Tensor) -> Iterator[slice]:
+    rows, columns = flat.shape
+    step = max(1, TILES_AT_ONCE // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
+    """Marks FULL tiles that reach over the end of a length PARTIAL, in place.
+
+    A full tile promises a kernel that every element of it counts, padding included.
+    """
+    if seq_lengths[0] % block_size[0]:
+        table[..., -1, :].clamp_(max=PARTIAL)
+    if seq_lengths[1] % block_size[1]:
+        table[..., -1].clamp_(max=PARTIAL)
+    return table
+
+
+def lists_of(table: Tensor, separate_full_blocks: bool, by_column: bool = True) -> Parts:
+    """The lists of a table; None where one is not wanted."""
+    kinds = {"": table == PARTIAL, "full_": table == FULL} if separate_full_blocks else {"": table != EMPTY}
+    parts: Parts = dict.fromkeys(LISTS)
+    for kind, active in kinds.items():
+        parts[f"{kind}kv_num_blocks"], parts[f"{kind}kv_indices"] = ordered(active)
+        if by_column:
+            parts[f"{kind}q_num_blocks"], parts[f"{kind}q_indices"] = ordered(active.mT)
+    return parts
+
+
+def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:
+    """The parts that are there, changed; None stays None."""
+    return {name: None if part is None else change(part) for name, part in parts.items()}
