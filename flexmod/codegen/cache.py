@@ -1,0 +1,111 @@
+"""Source text -> a readable file in the user's cache folder -> an imported module.
+
+The file's name is the kernel's name and a hash of the text, so a file that exists is the one that is wanted,
+and two processes that write it at once write the same. Nothing is ever executed from the folder: the module
+runs the text that was asked for, which `inspect` and `triton.jit` get too; the file is there for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import re
+import sys
+import tempfile
+import threading
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from flexmod import config
+
+_lock = threading.RLock()
+_modules: dict[str, ModuleType] = {}
+
+
+def load(text: str, name: str) -> ModuleType:
+    """The module with this source.
+
+    Args:
+        text: complete Python source.
+        name: begins the file's name; characters that are not letters, digits or `_` become `_`.
+
+    Returns:
+        the module; the same object for the same text and name in this process. `module.__file__` is the path
+        of the source, `<name>_<first 12 hex digits of the hash>.py`.
+
+    Raises:
+        whatever the text raises when it runs.
+
+    Warns:
+        RuntimeWarning: once, where the cache folder cannot be written and a temporary one stands in.
+    """
+    stem = f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    with _lock:
+        module = _modules.get(stem)
+        if module is None:
+            path = _write(stem + ".py", text)
+            module = _modules[stem] = _execute(text, path, "flexmod_generated." + stem)
+        return module
+
+
+def _write(file_name: str, text: str) -> Path:
+    folder = config.cache_dir()
+    try:
+        return _write_in(folder, file_name, text)
+    except OSError as error:
+        _warn_once(folder, error.strerror or str(error))
+        return _write_in(_process_folder(), file_name, text)
+
+
+def _write_in(folder: Path, file_name: str, text: str) -> Path:
+    """Write the file unless it holds this very text. A reader sees the old file or the new one, whole."""
+    path, data = folder / file_name, text.encode()
+    if path.is_file() and path.read_bytes() == data:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=file_name, suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+@cache
+def _warn_once(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"flexmod cannot write to its cache folder {folder} ({reason}); generated kernels go to a temporary "
+        f"folder of this process. Set {config.CACHE_DIR} to a folder that can be written.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+@cache
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="flexmod-")
+
+
+def _process_folder() -> Path:
+    return Path(_temporary_directory().name)
+
+
+def _execute(text: str, path: Path, name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    # without a time stamp linecache keeps the lines as they are, whatever becomes of the file
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    # `inspect` finds the module of a function here, before it searches all modules
+    sys.modules[name] = module
+    try:
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

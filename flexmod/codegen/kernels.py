@@ -1,0 +1,60 @@
+"""Kernels: one compiled attention, as the compiler hands it to the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.codegen.render import parameters
+from flexmod.codegen.spec import KernelName, KernelSpec
+
+
+class Captured(NamedTuple):
+    """What a mod closes over in one call: its tensors (`Traced.tensors`) and its promoted numbers."""
+
+    tensors: Sequence[torch.Tensor] = ()
+    numbers: Sequence[bool | int | float] = ()
+
+
+NOTHING = Captured()
+
+
+@dataclass(eq=False)
+class Kernels:
+    """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
+
+    `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward.
+    `options` are checked kernel_options. `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
+    """
+
+    spec: KernelSpec
+    build: Callable[[KernelSpec], ModuleType]
+    score: ModText | None = None
+    mask: ModText | None = None
+    grad: ModText | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    interpreted: bool = False
+
+    @cached_property
+    def module(self) -> ModuleType:
+        return self.build(self.spec)
+
+    @cached_property
+    def rungs(self) -> dict[tuple[KernelName, torch.device], int]:
+        """How far down the ladder each kernel had to go on each device; the launcher keeps it."""
+        return {}
+
+    def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:
+        """The launch arguments that the mods of a kernel need, by name."""
+        scores = (self.score, self.grad) if kernel != "forward" else (self.score,)
+        return _values(parameters(*scores), score) | _values(parameters(self.mask), mask)
+
+
+def _values(wanted: Sequence[Parameter], captured: Captured) -> dict[str, object]:
+    return {p.name: p.value(captured.tensors, captured.numbers) for p in wanted}

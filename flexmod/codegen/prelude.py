@@ -1,0 +1,115 @@
+"""Triton device functions that the op table's texts call by name. A module carries only those that it uses.
+
+They are written with operators and plain `tl` functions: no libdevice, no inline assembly, no new tensors, so
+that one text serves every target and the interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+
+FUNCTIONS: dict[str, str] = {
+    "floor_divide": '''
+@triton.jit
+def floor_divide(a, b):
+    """Python's a // b on integers; `//` of Triton truncates."""
+    quotient = a // b
+    rest = a - quotient * b
+    return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(quotient.dtype)
+''',
+    "remainder": '''
+@triton.jit
+def remainder(a, b):
+    """Python's a % b, with the sign of b; `%` of Triton takes the sign of a."""
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''',
+    "floor_divide_float": '''
+@triton.jit
+def floor_divide_float(a, b):
+    """floor(a / b) from the exact remainder, so that 1.0 // 0.1 is 9."""
+    rest = a % b
+    quotient = (a - rest) / b
+    quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+    nearest = tl.floor(quotient)
+    nearest = tl.where(quotient - nearest > 0.5, nearest + 1, nearest)
+    return tl.where(b == 0, a / b, nearest)
+''',
+    "trunc": '''
+@triton.jit
+def trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+''',
+    "round_half_even": '''
+@triton.jit
+def round_half_even(x):
+    below = tl.floor(x)
+    rest = x - below
+    even = tl.floor(below * 0.5) * 2 == below
+    return tl.where((rest > 0.5) | ((rest == 0.5) & (even == 0)), below + 1, below)
+''',
+    "sign": '''
+@triton.jit
+def sign(x):
+    """-1, 0 or 1; nan gives 0, as in torch."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+''',
+    "tanh": '''
+@triton.jit
+def tanh(x):
+    """1 - 2 / (1 + e^2x): an absolute error near 1e-7, and right at both infinities."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+''',
+    "log1p": '''
+@triton.jit
+def log1p(x):
+    """log(1 + x), with the rounding of 1 + x made good."""
+    shifted = 1.0 + x
+    return tl.where((shifted == 1.0) | (shifted == x), tl.where(shifted == 1.0, x, tl.log(shifted)),
+                    tl.log(shifted) * (x / (shifted - 1.0)))
+''',
+    "expm1": '''
+@triton.jit
+def expm1(x):
+    """e^x - 1, with the rounding of e^x made good."""
+    grown = tl.exp(x)
+    exact = (grown - 1.0) * (x / tl.log(grown))
+    return tl.where(grown == 1.0, x, tl.where((grown < 1e-7) | (grown > 1e7), grown - 1.0, exact))
+''',
+    "power": '''
+@triton.jit
+def power(a, b):
+    """a ** b of floats, through exp2(b * log2 |a|)."""
+    size = tl.exp2(b * tl.log2(tl.abs(a)))
+    whole = tl.floor(b) == b
+    odd = whole & (tl.floor(b * 0.5) * 2 != b)
+    signed = tl.where(odd & (a < 0), -size, size)
+    real = tl.where((a < 0) & (whole == 0) & (tl.abs(a) != float("inf")), float("nan"), signed)
+    return tl.where((b == 0) | (a == 1), 1.0, real)
+''',
+    "power_int": '''
+@triton.jit
+def power_int(a, b):
+    """a ** b of integers, b >= 0, by squaring."""
+    result = a * 0 + b * 0 + 1
+    base = result * a
+    exponent = result * 0 + b
+    for _ in tl.static_range(6):
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+''',
+    "wrap": '''
+@triton.jit
+def wrap(index, size):
+    """A negative index counts from the end."""
+    return tl.where(index < 0, index + size, index)
+''',
+}
+
+
+def used_by(*texts: str) -> str:
+    """The functions that the texts call, complete, in the table's order."""
+    wanted = [source for name, source in FUNCTIONS.items() if re.search(rf"(?<![\w.]){name}\(", "\n".join(texts))]
+    return "\n\n".join(source.strip("\n") + "\n" for source in wanted)

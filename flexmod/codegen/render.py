@@ -1,0 +1,126 @@
+"""KernelSpec and mods -> the text of one module. The only user of Jinja."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import cache
+from pathlib import Path
+
+import jinja2
+import torch
+
+from flexmod.codegen import prelude, schedule
+from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.codegen.spec import KernelSpec
+
+
+def render(
+    spec: KernelSpec, score: ModText | None = None, mask: ModText | None = None, grad: ModText | None = None
+) -> str:
+    """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
+    (`statistics_kernel`, `dq_kernel`, `dkdv_kernel`).
+
+    `grad` is the derivative of the score_mod; a backward with a score_mod needs it. What the mods' texts call
+    of `prelude.py` is in the module too.
+    """
+    if not spec.backward:
+        grad = None
+    elif (score is None) != (grad is None):
+        raise ValueError("a backward takes a score_mod's text and its derivative's, or neither")
+    template = _environment().get_template("module.jinja")
+    return _tidy(
+        template.render(
+            spec=spec,
+            score=score,
+            mask=mask,
+            grad=grad,
+            prelude=prelude.used_by(*(mod.text for mod in (score, mask, grad) if mod)),
+            head=_head(spec, score, mask),
+            single=spec.q_dtype is torch.float32,
+        )
+    )
+
+
+def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
+    """The kernel parameters of several mods, in order, each name once."""
+    merged: dict[str, Parameter] = {}
+    for mod in mods:
+        for p in mod.parameters if mod else ():
+            if merged.setdefault(p.name, p) != p:
+                raise ValueError(f"two mods use the parameter name {p.name} for different things")
+    return tuple(merged.values())
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    package = Path(__file__).resolve().parents[1]
+    # in a wheel the templates lie inside the package, in a checkout beside it
+    folders = [package / "templates", package.parent / "templates"]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["block"] = _block
+    environment.globals.update(
+        hoisted=_hoisted,
+        parameters=parameters,
+        unspecialized=_unspecialized,
+        query_order=schedule.query_order,
+        key_order=schedule.key_order,
+    )
+    return environment
+
+
+def _block(text: str, width: int = 0) -> str:
+    """Lines moved right by `width`, without blank ones at either end."""
+    return textwrap.indent(text.strip("\n"), " " * width)
+
+
+def _hoisted(home: str, *mods: ModText | None) -> list[str]:
+    """The statements that the mods place at one home: "program", "row" or "column"."""
+    return [line for mod in mods if mod for line in getattr(mod, home).splitlines()]
+
+
+def _unspecialized(*names: str | ModText | None) -> str:
+    """Names for do_not_specialize, as the inside of a list. A mod stands for its sizes and numbers."""
+    own = [name for name in names if isinstance(name, str) and name]
+    mods = [mod for mod in names if isinstance(mod, ModText)]
+    captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number")]
+    return ", ".join(f'"{name}"' for name in [*own, *captured])
+
+
+def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:
+    """The module's docstring: what it is, and the facts that shaped it."""
+    kernels = "forward and backward" if spec.backward else "forward"
+    mods = " and ".join([*(["a score_mod"] if score else []), *(["a mask_mod"] if mask else [])])
+    q, k, v = (str(d).removeprefix("torch.") for d in (spec.q_dtype, spec.k_dtype, spec.v_dtype))
+    lines = [
+        f"Flash attention, {kernels}, {'with ' + mods if mods else 'without mods'}. Written by flexmod.",
+        "",
+        f"    operands       q {q}, k {k}, v {v}; sums in float32",
+        f"    head dims      {spec.head_dim} (queries and keys), {spec.value_dim} (values)",
+    ]
+    if spec.mask_block:
+        q_block, kv_block = spec.mask_block
+        lines.append(f"    mask           lists of blocks, {q_block} queries x {kv_block} keys each")
+    else:
+        lines.append("    mask           no lists: every tile runs")
+    if spec.q_dtype is torch.float32:
+        lines.append(f"    float32 dots   {spec.precision}")
+    lines += [
+        "",
+        "Shapes: B batch, HQ query heads, HKV heads of keys and values, M queries, N keys, Qb and KVb blocks",
+        "of the mask. BLOCK_M queries and BLOCK_N keys make a tile; the launcher chooses them.",
+    ]
+    return lines
+
+
+def _tidy(text: str) -> str:
+    """No trailing blanks, no more than two blank lines together, one newline at the end."""
+    lines = [line.rstrip() for line in text.strip("\n").splitlines()]
+    kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
+    return "\n".join(kept) + "\n"

@@ -1,0 +1,174 @@
+"""What shapes a kernel (KernelSpec), and the tile sizes to try for it (ladder), best first.
+
+Everything else (lengths, head counts, strides, the scale's size, captured sizes) is a run-time argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from flexmod.errors import BlockSizeError, OptionValueError
+
+KernelName = Literal["forward", "dq", "dkdv"]
+
+# tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.
+SMALLEST_TILE = 16
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The facts that a module of kernels is rendered from, besides its mods.
+
+    `mask_block` is (queries, keys) of a block of the mask's lists, or None where every tile runs. `precision`
+    is tl.dot's input_precision for float32. `positive_scale` allows the running maximum of raw scores.
+    `shared_kv`: several query heads, or the whole batch, read one head of keys (only the backward asks).
+    """
+
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    mask_block: tuple[int, int] | None = None
+    precision: Literal["ieee", "tf32"] = "ieee"
+    positive_scale: bool = True
+    shared_kv: bool = False
+    backward: bool = False
+
+    @property
+    def head_tile(self) -> int:
+        return padded(self.head_dim)
+
+    @property
+    def value_tile(self) -> int:
+        return padded(self.value_dim)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BLOCK_M queries x BLOCK_N keys at a time, by `warps` warps, with `stages` tiles in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
+
+
+def padded(dim: int) -> int:
+    """The power of two, 16 at least, that holds a head dimension."""
+    return max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
+
+
+# Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
+# begins with the fastest and goes on to what fits less: the 99 KB of small cards, the 64 KB of AMD's. One stage
+# costs Hopper registers (operands pass through them), so two stages of a smaller tile come before it.
+_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
+_HALF: _Table = {
+    "forward": {
+        64: ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+        256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        512: ((64, 16, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (32, 16, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
+        512: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
+    },
+    "dkdv": {
+        64: ((128, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 1)),
+        128: ((64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+        256: ((32, 64, 8, 2), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
+        512: ((16, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
+    },
+}
+_SINGLE: _Table = {
+    "forward": {
+        64: ((128, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((64, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        512: ((16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
+        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+    },
+    "dkdv": {
+        64: ((32, 64, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
+        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+    },
+}
+# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel
+_SIDES: dict[KernelName, tuple[str, str]] = {
+    "forward": ("BLOCK_M", "BLOCK_N"),
+    "dq": ("BLOCK_M2", "BLOCK_N2"),
+    "dkdv": ("BLOCK_M1", "BLOCK_N1"),
+}
+
+
+def ladder(spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> tuple[Tile, ...]:
+    """The tiles to try for a kernel, best first; later ones need less shared memory.
+
+    `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
+
+    Raises:
+        BlockSizeError: a block of the mask is no multiple of 16 on a side.
+        OptionValueError: a tile side that the mask's blocks are no multiple of.
+    """
+    table = _SINGLE if spec.q_dtype is torch.float32 else _HALF
+    widest = max(spec.head_tile, spec.value_tile)
+    rows = table[kernel][min(max(widest, 64), 512)]
+    tiles = [_chosen(_inside(Tile(*row), spec), spec, kernel, options) for row in rows]
+    return tuple(dict.fromkeys(tiles))
+
+
+def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:
+    """A kernel option as one kernel sees it: the prefix `fwd_` or `bwd_` counts more than the bare name."""
+    prefix = "fwd_" if kernel == "forward" else "bwd_"
+    return options.get(prefix + name, options.get(name, default))
+
+
+def statistics_rows(spec: KernelSpec) -> int:
+    """Rows a program of the statistics kernel takes: about 8192 elements."""
+    return max(SMALLEST_TILE, min(128, 8192 // spec.value_tile))
+
+
+def _inside(tile: Tile, spec: KernelSpec) -> Tile:
+    """The tile, made small enough to divide the mask's blocks."""
+    if spec.mask_block is None:
+        return tile
+    q_block, kv_block = spec.mask_block
+    block_m, block_n = min(tile.block_m, q_block & -q_block), min(tile.block_n, kv_block & -kv_block)
+    if min(block_m, block_n) < SMALLEST_TILE:
+        raise BlockSizeError(
+            block_size=spec.mask_block,
+            problem=f"is no multiple of {SMALLEST_TILE} on both sides",
+            advice=f"multiples of {SMALLEST_TILE}, e.g. 128",
+        )
+    shrunk = block_m * block_n * 2 <= tile.block_m * tile.block_n
+    return Tile(block_m, block_n, min(tile.warps, 4) if shrunk else tile.warps, tile.stages)
+
+
+def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> Tile:
+    """The tile with what the options say in its place."""
+    m_name, n_name = _SIDES[kernel]
+    block_m = option(options, kernel, m_name, tile.block_m)
+    block_n = option(options, kernel, n_name, tile.block_n)
+    q_block, kv_block = spec.mask_block or (0, 0)
+    for name, side, block in ((m_name, block_m, q_block), (n_name, block_n, kv_block)):
+        if block % side:
+            raise OptionValueError(name=name, value=side, accepted=f"a divisor of the mask's block, {block}")
+    warps = option(options, kernel, "num_warps", tile.warps)
+    return Tile(block_m, block_n, warps, option(options, kernel, "num_stages", tile.stages))

@@ -1,0 +1,342 @@
+"""Graph -> Triton device functions, as a careful person would write them.
+
+A node that several others use gets a line of its own; one that a single node uses stands inside its
+expression. What only b and h decide is computed once a program, what q_idx (or kv_idx) decides too once a row
+(or a column) of the tile: each in a small function whose results the main one takes as arguments.
+
+Names inside the functions are the user's. In a kernel, which may hold two mods, they end in `_of_mask`,
+`_of_score` or `_of_grad`, which no template's own name does.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+import os
+import re
+from dataclasses import dataclass, field
+
+import torch
+
+from flexmod.codegen import prelude
+from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, Node, dtype_name
+from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.passes import integer_bounds
+
+TRITON_DTYPES = {
+    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
+    torch.float32: "tl.float32", torch.float64: "tl.float64",
+}  # fmt: skip
+HALF = (torch.float16, torch.bfloat16)
+ARGUMENTS = {
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "grad": ("grad", "score", "b", "h", "q_idx", "kv_idx"),
+}
+HOMES = {
+    "program": (UNIFORM, ("b", "h"), "bh"),
+    "row": (ROW, ("b", "h", "q_idx"), "q"),
+    "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
+}
+RESERVED = {"b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float", *prelude.FUNCTIONS, *keyword.kwlist}
+WIDTH = 96
+
+
+def write(graph: Graph) -> ModText:
+    """The device functions of a mask, score or grad graph and the lines that splice them into a kernel."""
+    return _Writer(graph).write()
+
+
+def home_of(node: Node) -> str:
+    """Where a node is computed: "program", "row", "column" or "element"."""
+    for name, (home, _, _) in HOMES.items():
+        if node.home <= home:
+            return name
+    return "element"
+
+
+@dataclass
+class _Function:
+    """One device function while it is written."""
+
+    name: str
+    arguments: list[str]
+    lines: list[str] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
+    uses: dict[str, None] = field(default_factory=dict)  # kernel parameters and hoisted values, in order of use
+    bound: dict[str, str] = field(default_factory=dict)  # index expressions that have a line of their own
+    quoted: set[str] = field(default_factory=set)  # the user's lines that stand above a statement already
+
+
+class _Writer:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.suffix = f"_of_{graph.kind}"
+        self.main = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
+        self.parameters: dict[str, Parameter] = {}
+        self.captures = _capture_names(graph)
+        self.taken = RESERVED | set(self.captures)
+        self.users = _count_users(graph)
+        self.known = integer_bounds(graph, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 2**62))
+        self.hoisted = self._choose_hoisted()
+
+    # what is computed where
+
+    def _choose_hoisted(self) -> dict[Node, str]:
+        """Nodes with a cheaper home than a node that uses them, named: loads after what they load."""
+        frontier: dict[Node, None] = {}
+        for node in self.graph.nodes:
+            for argument in node.args:
+                if home_of(argument) != home_of(node) and argument.args:
+                    frontier.setdefault(argument)
+                if argument.op == "load" and home_of(argument) != home_of(node):
+                    frontier.setdefault(argument)
+        for result in self.graph.results:
+            if result.args and home_of(result) != "element":
+                frontier.setdefault(result)
+        names: dict[Node, str] = {}
+        for node in self.graph.nodes:
+            if node in frontier:
+                names[node] = _fresh(self._describe(node), self.taken)
+        return names
+
+    def _describe(self, node: Node) -> str:
+        suffix = HOMES[home_of(node)][2]
+        if node.op == "load":
+            return f"{self.captures[node.value]}_{suffix}"  # type: ignore[call-overload]
+        return f"{node.op}_{suffix}"
+
+    # writing
+
+    def write(self) -> ModText:
+        statements, texts = {}, []
+        for home in HOMES:
+            nodes = [n for n in self.hoisted if home_of(n) == home]
+            statements[home], text = self._write_hoisted(home, nodes)
+            texts.append(text)
+        main = _Function(self.main, list(ARGUMENTS[self.graph.kind]))
+        value = self._value(main, self.graph.result)
+        main.lines.append(f"return {_tidy(self._shaped(value))}")
+        texts.append(self._source(main))
+        text = "\n\n".join(t for t in texts if t)
+        call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
+        return ModText(text=text, call=call, parameters=tuple(self.parameters.values()), **statements)
+
+    def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
+        if not nodes:
+            return "", ""
+        function = _Function(f"{self.main}_{home}", list(HOMES[home][1]))
+        values = [self._value(function, n, top=True) for n in nodes]
+        function.lines.append(f"return {', '.join(map(_tidy, values))}")
+        targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
+        call = f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
+        return f"{targets} = {call}", self._source(function)
+
+    def _kernel_names(self, function: _Function) -> list[str]:
+        return [name + self.suffix for name in function.uses]
+
+    def _source(self, function: _Function) -> str:
+        body = "\n".join(f"    {line}" for line in function.lines)
+        head = f"def {function.name}({', '.join([*function.arguments, *function.uses])}):"
+        if len(head) > WIDTH + 14:
+            inner = "\n".join(f"    {a}," for a in [*function.arguments, *function.uses])
+            head = f"def {function.name}(\n{inner}\n):"
+        return f"@triton.jit\n{head}\n{body}\n"
+
+    def _shaped(self, value: str) -> str:
+        """A score must fill the tile even where the mod does not read it; a mask that is constant needs a tensor."""
+        result = self.graph.result
+        if self.graph.kind == "mask":
+            constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
+            return constant.get(value, value)
+        if home_of(result) == "element" and {"score", "grad"} & result.home:
+            return value
+        shape_of = "grad" if self.graph.kind == "grad" else "score"
+        return f"tl.where({shape_of} == {shape_of}, {value}, {value})"
+
+    # expressions
+
+    def _value(self, function: _Function, node: Node, top: bool = False) -> str:
+        """An expression for a node inside a function; `top` writes out a hoisted node itself."""
+        if node in self.hoisted and not top:
+            function.uses.setdefault(self.hoisted[node])
+            return self.hoisted[node]
+        if node in function.names:
+            return function.names[node]
+        if node.op == "const":
+            return _literal(node.value, strong(node.dtype))
+        if node.op == "input":
+            return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
+        if node.op == "param":
+            return self._parameter(function, f"number{node.value}", "number", node.value, 0, "a Python number of the mod")
+        text = self._expression(function, node)
+        if (self.users.get(node, 0) > 1 or len(text) > WIDTH) and not top:
+            name = _fresh(f"{node.op}_{len(function.names)}", self.taken)
+            self._comment(function, node)
+            function.names[node] = _bind(function, name, text)
+            return name
+        self._comment(function, node)
+        return text
+
+    def _comment(self, function: _Function, node: Node) -> None:
+        """The user's line above the first statement that it made."""
+        if node.where is None:
+            return
+        source = " ".join(c for c in node.where.text.split() if c.isprintable())
+        line = f"# {os.path.basename(node.where.file)}:{node.where.line}: {source}".rstrip(": ")
+        if line not in function.quoted:
+            function.quoted.add(line)
+            function.lines.append(line)
+
+    def _expression(self, function: _Function, node: Node) -> str:
+        if node.op == "load":
+            return self._load(function, node)
+        if node.op == CAST:
+            source = node.args[0]
+            return _cast(self._value(function, source), self._dtype(source), node.dtype)  # type: ignore[arg-type]
+        row = OPS[node.op]
+        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        values = []
+        for argument, dtype in zip(node.args, at, strict=True):
+            value = self._value(function, argument)
+            values.append(value if argument.is_const else _cast(value, self._dtype(argument), dtype))
+        template = row.text(at[-1])
+        if node.op in ("floor_divide", "remainder") and not strong(node.dtype).is_floating_point:
+            template = self._plain_division(node, template)
+        text = _fill(template, values)
+        if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
+            text = f"({text}).to({TRITON_DTYPES[_held(strong(node.dtype))]})"
+        return _rounded(text, strong(node.dtype))
+
+    def _plain_division(self, node: Node, template: str) -> str:
+        """Where neither side is negative, Triton's own operators do."""
+        low = [self.known[a][0] for a in node.args]
+        if low[0] >= 0 and low[1] > 0:
+            return "{0} // {1}" if node.op == "floor_divide" else "{0} % {1}"
+        return template
+
+    def _dtype(self, node: Node) -> torch.dtype:
+        return strong(node.dtype)
+
+    def _load(self, function: _Function, node: Node) -> str:
+        number: int = node.value  # type: ignore[assignment]
+        capture = self.captures[number]
+        spec = self.graph.captures[number]
+        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.main}"
+        pointer = self._parameter(function, capture, "pointer", number, 0, about)
+        offsets, guards = [], []
+        for dim, index in enumerate(node.args):
+            size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim, "")
+            stride = self._parameter(function, f"{capture}_stride{dim}", "stride", number, dim, "")
+            low, high = self.known[index]
+            value = self._value(function, index)
+            if low < 0:
+                value = f"{value} + {size}" if high < 0 else f"wrap({value}, {size})"
+            if not _ATOM.match(value) or "(" in value:
+                value = self._bound_once(function, f"{capture}_at{dim}", value)
+            if not index.is_const:  # a number was checked against the size when the mod was traced
+                guards += [f"{value} >= 0"] * (low < 0) + [f"{value} < {size}"]
+            wide = f"{value}.to(tl.int64)" if spec.wide and not index.is_const else value
+            offsets.append(f"{wide} * {stride}")
+        text = f"tl.load({' + '.join([pointer, *offsets])})"
+        if guards:
+            guard = guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+            text = f"{text[:-1]}, mask={guard}, other=0)"
+        return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
+
+    def _bound_once(self, function: _Function, name: str, text: str) -> str:
+        """A line of its own for an index, the same one where it is used again."""
+        if text not in function.bound:
+            function.bound[text] = _bind(function, _fresh(name, self.taken), text)
+        return function.bound[text]
+
+    def _parameter(self, function: _Function, name: str, kind: str, index: object, dim: int, comment: str) -> str:
+        function.uses.setdefault(name)
+        kernel_name = name + self.suffix
+        self.parameters.setdefault(kernel_name, Parameter(kernel_name, kind, index, dim, comment))  # type: ignore[arg-type]
+        return name
+
+
+def _capture_names(graph: Graph) -> list[str]:
+    """The user's names, made safe: none is one of the writer's own."""
+    taken = set(RESERVED)
+    return [_fresh(c.name, taken) for c in graph.captures]
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    candidate, n = name, 0
+    while candidate in taken:
+        n += 1
+        candidate = f"{name}_{n}"
+    taken.add(candidate)
+    return candidate
+
+
+def _count_users(graph: Graph) -> dict[Node, int]:
+    users: dict[Node, int] = {}
+    for node in graph.nodes:
+        for argument in node.args:
+            users[argument] = users.get(argument, 0) + 1
+    return users
+
+
+def _bind(function: _Function, name: str, text: str) -> str:
+    function.lines.append(f"{name} = {_tidy(text)}")
+    return name
+
+
+def _tidy(text: str) -> str:
+    """The expression with no more parentheses than it needs."""
+    return ast.unparse(ast.parse(text, mode="eval")).replace("'", '"')
+
+
+def _held(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the text holds a value: halves live as float32, rounded."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _rounded(text: str, dtype: torch.dtype) -> str:
+    return f"{_group(text)}.to({TRITON_DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text
+
+
+def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
+    if source == target:
+        return text
+    if target == torch.bool:
+        return f"{_group(text)} != 0"
+    if target in HALF:
+        return _rounded(text, target)
+    if _held(source) == target:
+        return text
+    return f"{_group(text)}.to({TRITON_DTYPES[target]})"
+
+
+def _literal(value: object, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return str(bool(value))
+    if dtype.is_floating_point:
+        number = float(value)  # type: ignore[arg-type]
+        return repr(number) if math.isfinite(number) else f'float("{number}")'
+    return repr(int(value))  # type: ignore[call-overload]
+
+
+_ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")
+
+
+def _group(text: str) -> str:
+    """The text in parentheses, unless it is a name, a number or one call."""
+    return text if _ATOM.match(text) else f"({text})"
+
+
+def _fill(template: str, values: list[str]) -> str:
+    """The arguments in their places; one that is a call's own argument needs no parentheses."""
+
+    def put(match: re.Match[str]) -> str:
+        before, after = template[: match.start()].rstrip(), template[match.end() :]
+        value = values[int(match.group(1))]
+        return value if before[-1:] in ("(", ",") and after[:1] in (")", ",") else _group(value)
+
+    return re.sub(r"\{(\d)\}", put, template)

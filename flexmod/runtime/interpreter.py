@@ -1,0 +1,161 @@
+"""Runs the kernels of a generated module in Triton's interpreter, on CPU tensors, in an ordinary process.
+
+    kernels = interpreted(module)
+    kernels.forward[grid](q, k, v, ..., BLOCK_M=64, num_warps=4)
+
+The module's source is executed a second time, against a private instance of Triton's language
+(`interpreter_language`), with its jit functions rewritten for plain Python (`interpreter_source`). Nothing
+outside changes: the module itself can be compiled before, after and meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from flexmod.errors import BackendDeviceError
+from flexmod.runtime.interpreter_language import Language, language
+
+# What a launch of a compiled kernel takes beside the kernel's own parameters
+LAUNCH_OPTIONS = frozenset(
+    ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+    + ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
+)
+
+Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
+
+# The interpreter keeps the place in the grid in one object: one launch at a time.
+_one_launch = threading.Lock()
+_memo_lock = threading.Lock()
+
+
+class Kernel:
+    """One kernel; `kernel[grid](*args, **options)` runs its programs one after another.
+
+    Tensors are passed as pointers to their own memory, Python floats as float32 and integers as int32 (int64
+    where they do not fit), as a launch on a GPU passes them; an annotation other than constexpr names another
+    type. LAUNCH_OPTIONS are accepted and have no effect. One launch runs at a time; others wait.
+    """
+
+    def __init__(self, function: Callable[..., None], language: Language) -> None:
+        self._function = function
+        self._language = language
+        self._signature = inspect.signature(function)
+        self._types = {name: _annotated(p.annotation) for name, p in self._signature.parameters.items()}
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __repr__(self) -> str:
+        return f"<interpreted kernel {self.__name__}>"
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        return partial(self._run, grid)
+
+    def _run(self, grid: Grid, /, *args: Any, **options: Any) -> None:
+        names = self._signature.parameters
+        options = {key: value for key, value in options.items() if key in names or key not in LAUNCH_OPTIONS}
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        values = {name: self._argument(value, self._types[name]) for name, value in bound.arguments.items()}
+        sizes = grid(bound.arguments) if callable(grid) else grid
+        extents = (*sizes, 1, 1)[:3]
+        builder = self._language.builder
+        # a chip does not warn of an overflow or a NaN either
+        with _one_launch, np.errstate(all="ignore"):
+            builder.set_grid_dim(*extents)
+            for place in product(*map(range, extents)):
+                builder.set_grid_idx(*place)
+                self._function(**values)
+
+    def _argument(self, value: Any, kind: str) -> Any:
+        """The value as the kernel's body sees it."""
+        if isinstance(value, triton.language.constexpr):
+            value = value.value
+        if isinstance(value, triton.language.dtype):
+            return self._language.tl.dtype(value.name)
+        if kind == "constexpr" or value is None:
+            return value
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise BackendDeviceError(backend="INTERPRET", wanted="cpu", device=value.device)
+        if isinstance(value, (bool, int, float)):
+            return self._number(value, kind)
+        return self._language.interpreter._implicit_cvt(value)
+
+    def _number(self, value: bool | int | float, kind: str) -> Any:
+        if not kind:
+            kind = _number_type(value)
+        tl, interpreter = self._language.tl, self._language.interpreter
+        dtype = tl.str_to_ty(kind, None)
+        data = np.array([value]).astype(interpreter._get_np_dtype(dtype))
+        return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
+
+
+def _number_type(value: bool | int | float) -> str:
+    """Triton's name of the type that a launch gives a Python number."""
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, float):
+        return "fp32"
+    if -(2**31) <= value < 2**31:
+        return "i32"
+    return "i64" if value < 2**63 else "u64"
+
+
+def _annotated(annotation: Any) -> str:
+    """The type that a parameter's annotation names: "constexpr", Triton's short name, or "" for none."""
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    last = text.rpartition(".")[2]
+    return _SHORT_NAMES.get(last, last)
+
+
+_SHORT_NAMES = {f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)} | {
+    "int1": "u1",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+}
+
+
+class Interpreted:
+    """The interpreted twin of a module: its kernels are `Kernel`s, all else is the twin's own."""
+
+    def __init__(self, scope: Mapping[str, Any], language: Language) -> None:
+        self.__name__ = scope["__name__"]
+        self.__file__ = scope["__file__"]
+        for name, value in scope.items():
+            if _is_kernel(value):
+                self.__dict__[name] = Kernel(value, language)
+            elif not name.startswith("__"):
+                self.__dict__[name] = value
+
+
+def _is_kernel(value: Any) -> bool:
+    return callable(value) and getattr(value, "fn", None) is value
+
+
+def interpreted(module: ModuleType) -> Interpreted:
+    """The module's kernels in the interpreter; made once per module object and kept.
+
+    Args:
+        module: a Python module with `@triton.jit` functions whose source can be read (`inspect.getsource`).
+    """
+    with _memo_lock:
+        twin = module.__dict__.get("__flexmod_interpreted__")
+        if twin is None:
+            private = language()
+            file = module.__file__ or module.__name__
+            twin = Interpreted(private.execute(inspect.getsource(module), file, module.__name__), private)
+            module.__dict__["__flexmod_interpreted__"] = twin
+        return twin

@@ -1,0 +1,194 @@
+"""A second, private instance of Triton's language that interprets instead of compiling.
+
+Triton decides at import, by TRITON_INTERPRET, whether `tl.max`, `tl.zeros`, `tl.cdiv` and the rest of its
+standard functions are compiled or interpreted, and its interpreter patches `triton.language` in place while a
+kernel runs. An ordinary process imports the compiled kind and must keep it. So the modules that differ
+(`triton.language` and `triton.runtime.interpreter`) are loaded here once more, under their own names but
+outside `sys.modules`, and the patches go into these copies, once and for good. The originals never change:
+compiling and interpreting do not meet, in any thread.
+
+An import statement inside a copy is answered by `Copies.import_module`, which stands as `__import__` in the
+copy's own builtins. On top, the copy's arithmetic is corrected (`interpreter_numbers`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from flexmod.errors import InterpreterOperationError
+from flexmod.runtime import interpreter_numbers
+from flexmod.runtime.interpreter_source import TO_TENSOR, TRUTH, compile_for_interpreter
+
+_LANGUAGE = "triton.language"
+_INTERPRETER = "triton.runtime.interpreter"
+_EXTRA = "triton.language.extra"
+
+
+def _jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
+    """What `triton.jit` means here: the function itself, under the name `fn` that Triton's reductions use."""
+    if fn is None:
+        return _jit
+    fn.fn = fn  # type: ignore[attr-defined]
+    return fn
+
+
+class _Overlay(ModuleType):
+    """A module seen through a few changed attributes."""
+
+    def __init__(self, original: ModuleType, **changed: object) -> None:
+        super().__init__(original.__name__, original.__doc__)
+        self.__dict__.update(changed)
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+class _CompiledOnly(ModuleType):
+    """Stands for `triton.language.extra` and whatever is in it: importable, every call refused."""
+
+    def __getattr__(self, name: str) -> _CompiledOnly:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _CompiledOnly(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise InterpreterOperationError(operation=self.__name__)
+
+
+class Copies:
+    """The private modules, by name; loads them on demand."""
+
+    def __init__(self) -> None:
+        import triton.runtime.jit as jit
+
+        self._modules: dict[str, ModuleType] = {
+            "triton": _Overlay(importlib.import_module("triton"), jit=_jit),
+            "triton.runtime.jit": _Overlay(jit, jit=_jit, constexpr_function=lambda fn: fn),
+        }
+        self.builtins = {**vars(builtins), "__import__": self.import_module}
+
+    def import_module(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """`__import__` for code of the copies and for generated modules."""
+        package = globals["__package__"] if globals and level else None
+        absolute = importlib.util.resolve_name("." * level + name, package)
+        if absolute.partition(".")[0] != "triton":
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        module = self.get(absolute)
+        for attribute in fromlist or ():
+            if attribute != "*" and not hasattr(module, attribute):
+                self.get(f"{absolute}.{attribute}")
+        return module if fromlist else self._modules["triton"]
+
+    def get(self, name: str) -> ModuleType:
+        if name in self._modules:
+            return self._modules[name]
+        if name == _EXTRA or name.startswith(_EXTRA + "."):
+            return self._keep(name, _CompiledOnly(name))
+        if name in (_INTERPRETER, _LANGUAGE) or name.startswith(_LANGUAGE + "."):
+            return self._load(name)
+        return importlib.import_module(name)
+
+    def _keep(self, name: str, module: ModuleType) -> ModuleType:
+        self._modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent in self._modules:
+            setattr(self._modules[parent], last, module)
+        return module
+
+    def _load(self, name: str) -> ModuleType:
+        original = importlib.import_module(name)
+        assert original.__file__ is not None
+        module = ModuleType(name)
+        module.__file__ = original.__file__
+        module.__package__ = original.__package__
+        module.__dict__["__builtins__"] = self.builtins
+        self._keep(name, module)
+        exec(_code(original), module.__dict__)
+        return module
+
+
+def _code(original: ModuleType) -> CodeType:
+    spec = original.__spec__
+    assert spec is not None and spec.loader is not None
+    text = spec.loader.get_source(original.__name__)  # type: ignore[attr-defined]
+    if "@jit" in text:
+        return compile_for_interpreter(text, original.__file__ or original.__name__)
+    return spec.loader.get_code(original.__name__)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Language:
+    """The private instance: its modules, and Triton's interpreter as one object (`builder`)."""
+
+    copies: Copies
+    tl: Any
+    interpreter: Any
+
+    @property
+    def builder(self) -> Any:
+        return self.interpreter.interpreter_builder
+
+    def to_tensor(self, value: Any) -> Any:
+        """What the compiler makes of an assigned value: numbers become tensors, also inside tuples."""
+        if isinstance(value, tuple):
+            return tuple(map(self.to_tensor, value))
+        return self.interpreter.interpreter_semantic.to_tensor(value, False)
+
+    def truth(self, value: Any) -> Any:
+        """The value itself, where Python may ask for its truth; a block has none."""
+        if isinstance(value, self.tl.tensor) and value.handle.data.size != 1:
+            shape = [int(n) for n in value.shape]
+            raise InterpreterOperationError(operation=f"`if`, `and`, `or`, `not` of a block of shape {shape}")
+        return value
+
+    @property
+    def helpers(self) -> dict[str, Any]:
+        """The names that rewritten source calls."""
+        return {TO_TENSOR: self.to_tensor, TRUTH: self.truth}
+
+    def execute(self, text: str, file: str, name: str) -> dict[str, Any]:
+        """Run a module's source against this language; its jit functions come out callable as they are."""
+        scope = {"__name__": name, "__file__": file, "__builtins__": self.copies.builtins, **self.helpers}
+        exec(compile_for_interpreter(text, file), scope)
+        return scope
+
+
+_lock = threading.Lock()
+_language: Language | None = None
+
+
+def language() -> Language:
+    """The one private instance of this process, loaded at the first call (some tens of milliseconds)."""
+    global _language
+    with _lock:
+        if _language is None:
+            _language = _load_language()
+        return _language
+
+
+def _load_language() -> Language:
+    copies = Copies()
+    tl: Any = copies.get(_LANGUAGE)
+    interpreter: Any = copies.get(_INTERPRETER)
+    loaded = Language(copies, tl, interpreter)
+    for module in (tl.core, tl.standard, tl.random):
+        vars(module).update(loaded.helpers)
+    # Triton patches the language modules that it finds among a function's globals
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    interpreter_numbers.correct(interpreter, tl)
+    return loaded

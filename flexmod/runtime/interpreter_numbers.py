@@ -1,0 +1,108 @@
+"""Corrections to the arithmetic of Triton's interpreter, applied to the private copy alone.
+
+What they mend, as found in Triton 3.6 to 3.9: bfloat16 is held as raw 16 bits and most operations work on the
+bits (a dot is wrong by orders of magnitude, an addition gives NaN); float32 to bfloat16 cuts off where a chip
+rounds to nearest even; float64 and integers to bfloat16 convert to a 16-bit integer; an index is read from a
+one-element array, which newer numpy refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmod.errors import InterpreterOperationError
+
+Array = NDArray[Any]
+
+
+def widen(bits: Array) -> Array:
+    """bfloat16, as uint16 bits, to float32: exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: Array) -> Array:
+    """Any numbers to bfloat16 bits (uint16) through float32, rounded to nearest even; NaN stays NaN."""
+    single = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
+    bits = single.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def correct(interpreter: Any, tl: Any) -> None:
+    """Replace the faulty methods of the interpreter's builder, and of the language's tensor class."""
+    builder = interpreter.InterpreterBuilder
+    handle, numpy_dtype = interpreter.TensorHandle, interpreter._get_np_dtype
+    bfloat16 = tl.bfloat16
+
+    def numbers(x: Any) -> Array:
+        return widen(x.data) if x.dtype.scalar == bfloat16 else x.data
+
+    def pack(data: Array, dtype: Any) -> Any:
+        # a comparison is a bool array whatever the operands are
+        return handle(narrow(data) if dtype == bfloat16 and data.dtype != np.bool_ else data, dtype)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
+        if lhs.dtype.scalar == bfloat16:
+            return pack(op(numbers(lhs), numbers(rhs)), bfloat16)
+        return plain_binary(self, lhs, rhs, op)
+
+    def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
+        return pack(op(numbers(arg)), arg.dtype.scalar)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.dtype.scalar == bfloat16:
+            return pack(numbers(x) * numbers(y) + numbers(z), bfloat16)
+        return plain_fma(self, x, y, z)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        target = dst_type.scalar
+        if target == src.dtype.scalar:
+            return handle(src.data, target)
+        if target == bfloat16:
+            return handle(narrow(numbers(src)), bfloat16)
+        return handle(numbers(src).astype(numpy_dtype(dst_type)), target)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        to_nearest = rounding is None or rounding == interpreter._ir.ROUNDING_MODE.RTNE
+        if to_nearest and min(src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth) >= 16:
+            return cast_impl(self, src, dst_type)
+        return plain_fp_to_fp(self, src, dst_type, rounding)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if min(a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth) < 16:
+            return plain_dot(self, a, b, d, *options)
+        dtype = d.data.dtype
+        product = np.matmul(numbers(a).astype(dtype, copy=False), numbers(b).astype(dtype, copy=False))
+        return handle(product + d.data, d.dtype.scalar)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return handle(narrow(np.array([value])), bfloat16)
+
+    plain_binary, plain_fma = builder.binary_op, builder.create_fma
+    plain_fp_to_fp, plain_dot = builder.create_fp_to_fp, builder.create_dot
+    for function in (binary_op, unary_op, create_fma, cast_impl, create_fp_to_fp, create_dot, get_bf16):
+        setattr(builder, function.__name__, function)
+    tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
+    _correct_reductions(tl)
+
+
+def _correct_reductions(tl: Any) -> None:
+    """Refuse what the reductions and scans would do on the bits of bfloat16."""
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(input: Any, *args: Any, **options: Any) -> Any:
+            for x in input if isinstance(input, tuple) else (input,):
+                if x.dtype.scalar == tl.bfloat16:
+                    raise InterpreterOperationError(operation="a reduction or scan of bfloat16")
+            return function(input, *args, **options)
+
+        return run
+
+    for name in ("reduce", "associative_scan"):
+        replacement = checked(getattr(tl.core, name))
+        for module in (tl, tl.core):
+            setattr(module, name, replacement)

@@ -1,0 +1,141 @@
+"""Compiles a kernel for a chip that need not be present, and reports what became of it.
+
+The numbers are the compilers' own: ptxas for registers and spills, the disassembler for instructions; on AMD
+the metadata of the assembly. The tools are those that Triton brings along.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from flexmod.runtime.target import Target, named
+
+_MATRIX_SASS = re.compile(r"\b((?:[A-Z]GMMA|[A-Z]MMA|UTC[A-Z]*MMA))\b")
+_MATRIX_PTX = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
+_MATRIX_AMD = re.compile(r"\b(v_s?mfma)_")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kernel compiled for one target."""
+
+    target: Target
+    shared: int
+    """Bytes of shared memory of a block."""
+    registers: int
+    """Registers of a thread."""
+    spills: int
+    """Bytes that a thread stores to and loads from local memory for want of registers."""
+    matrix_instructions: Mapping[str, int]
+    """Count in the final code by mnemonic: HMMA, HGMMA, UTCHMMA; v_mfma on AMD."""
+    warnings: tuple[str, ...] = ()
+    """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
+    asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Every stage by name: ttir, ttgir, llir, ptx, cubin, sass; amdgcn, hsaco."""
+
+    @property
+    def fits(self) -> bool:
+        """Its shared memory fits one block of the target."""
+        return self.shared <= self.target.shared_limit
+
+    def __str__(self) -> str:
+        matrix = " ".join(f"{name}={count}" for name, count in sorted(self.matrix_instructions.items()))
+        head = (
+            f"{self.target.name}: shared {self.shared} of {self.target.shared_limit} bytes, "
+            f"{self.registers} registers, {self.spills} bytes of spills, {matrix or 'no matrix instructions'}"
+        )
+        return "\n  ".join([head, *self.warnings])
+
+
+def compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    target: str | Target = "sm_90",
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    divisible: Collection[str] | None = None,
+    **options: object,
+) -> Report:
+    """Compile one `@triton.jit` kernel.
+
+    Args:
+        signature: Triton's type of each run-time parameter: "*bf16", "i32", "i64", "fp32", ...
+        constexprs: values of the others; None for a pointer that is not given.
+        target: a name of `target.NAMES`, or a Target.
+        divisible: parameters that Triton may take for multiples of 16 (pointers: of 16 bytes); None means
+            every pointer.
+        options: further options of Triton's backend, e.g. maxnreg.
+
+    Raises:
+        UnknownTarget: the name is not known.
+        triton.CompilationError: the kernel does not compile.
+    """
+    chip = named(target) if isinstance(target, str) else target
+    if divisible is None:
+        divisible = [name for name, kind in signature.items() if kind.startswith("*")]
+    source = ASTSource(
+        kernel,
+        {name: signature.get(name, "constexpr") for name in kernel.arg_names},
+        dict(constexprs),
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    compiled = triton.compile(source, target=chip.triton, options=options)
+    read = _read_amd if chip.backend == "hip" else _read_nvidia
+    return read(chip, compiled.metadata.shared, dict(compiled.asm))
+
+
+def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
+    log = _ptxas(target, asm["ptx"])
+    asm["sass"] = _disassemble(asm["cubin"])
+    found = _MATRIX_SASS.findall(asm["sass"]) if asm["sass"] else _MATRIX_PTX.findall(asm["ptx"])
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    lines = {line.strip() for line in log.splitlines() if "warning" in line.lower() or "Potential" in line}
+    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+    return Report(target, shared, registers, sum(map(int, spills)), Counter(found), tuple(sorted(lines)), asm)
+
+
+def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
+    text = asm["amdgcn"]
+
+    def fact(name: str) -> int:
+        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
+
+    spilled = 4 * (fact("vgpr_spill_count") + fact("sgpr_spill_count"))
+    return Report(target, shared, fact("vgpr_count"), spilled, Counter(_MATRIX_AMD.findall(text)), (), asm)
+
+
+def _ptxas(target: Target, ptx: str) -> str:
+    """The assembler's verbose log; Triton's own run of it keeps none."""
+    match = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert match is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        tool = get_ptxas(target.triton.arch).path
+        command = [tool, "-v", f"--gpu-name={match[1]}", source, "-o", source.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _disassemble(cubin: bytes) -> str:
+    """SASS, or nothing where Triton came without the tool."""
+    tool = Path(triton.knobs.nvidia.cuobjdump.path)
+    if not tool.exists():
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        return subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True).stdout

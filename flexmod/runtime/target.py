@@ -1,0 +1,92 @@
+"""What flexmod knows of chips, in one place.
+
+Sources: the CUDA C++ programming guide, technical specifications per compute capability (maximum shared
+memory per thread block); the CDNA3 instruction set manual (64 KB of local data share per workgroup).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from flexmod.errors import NotAGpuError, UnknownTarget
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of chip, or one device."""
+
+    name: str
+    """`sm_90`, `gfx942`."""
+    backend: Literal["cuda", "hip"]
+    shared_limit: int
+    """Bytes of shared memory that one block can ask for."""
+    warp_size: int = 32
+    tf32: bool = True
+    """Its matrix unit can multiply float32 operands at TF32 precision."""
+    processors: int | None = None
+    """Streaming multiprocessors or compute units of the device; None for a kind of chip."""
+
+    @property
+    def triton(self) -> GPUTarget:
+        arch = int(self.name.removeprefix("sm_")) if self.backend == "cuda" else self.name
+        return GPUTarget(self.backend, arch, self.warp_size)
+
+
+_KB = 1024
+_TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 163 * _KB),
+        Target("sm_86", "cuda", 99 * _KB),
+        Target("sm_87", "cuda", 163 * _KB),
+        Target("sm_89", "cuda", 99 * _KB),
+        Target("sm_90", "cuda", 227 * _KB),
+        Target("sm_100", "cuda", 227 * _KB),
+        Target("sm_103", "cuda", 227 * _KB),
+        Target("sm_120", "cuda", 99 * _KB),
+        Target("gfx942", "hip", 64 * _KB, warp_size=64),
+    )
+}
+NAMES = tuple(_TARGETS)
+
+
+def named(name: str) -> Target:
+    """The kind of chip with this name.
+
+    Raises:
+        UnknownTarget: it is not in the table.
+    """
+    if name not in _TARGETS:
+        raise UnknownTarget(name=name, known=", ".join(_TARGETS))
+    return _TARGETS[name]
+
+
+def target_of(device: torch.device | str) -> Target:
+    """The facts of a device that is present, as its driver states them. Cached per device.
+
+    Raises:
+        NotAGpuError: it is not a CUDA or ROCm device.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise NotAGpuError(device=device)
+    return _read(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _read(index: int) -> Target:
+    facts = torch.cuda.get_device_properties(index)
+    processors, warp_size = facts.multi_processor_count, getattr(facts, "warp_size", 32)
+    if torch.version.hip:
+        name = facts.gcnArchName.partition(":")[0]
+        known = _TARGETS.get(name, Target(name, "hip", 64 * _KB, tf32=False))
+        return replace(known, warp_size=warp_size, processors=processors)
+    name = f"sm_{facts.major}{facts.minor}"
+    known = _TARGETS.get(name, Target(name, "cuda", facts.shared_memory_per_block, tf32=facts.major >= 8))
+    limit = getattr(facts, "shared_memory_per_block_optin", known.shared_limit)
+    return replace(known, shared_limit=limit, warp_size=warp_size, processors=processors)
