@@ -57,7 +57,7 @@ def create_block_mask(
     table = classify(traced, sizes, block, here)
     lists = tiles.lists_of(table, separate_full_blocks)
     whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
-    return BlockMask(sizes[2:], **whole, BLOCK_SIZE=block, mask_mod=mask_mod)
+    return BlockMask(sizes[2:], **whole, BLOCK_SIZE=block, mask_mod=mask_mod, _trusted=True)
 
 
 def create_mask(

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask import selection, tiles
-from flexmod.block_mask.parts import block_pair, check_lengths, checked_lists, length
+from flexmod.block_mask.parts import (
+    block_pair,
+    check_lengths,
+    check_values,
+    checked_lists,
+    length,
+)
 from flexmod.block_mask.picture import picture
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
 from flexmod.block_mask.tiles import LISTS, Parts
@@ -48,6 +54,7 @@ class BlockMask:
     int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
 
+    `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
 
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
@@ -81,6 +88,7 @@ class BlockMask:
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
+        _trusted: bool = False,
     ) -> None:
         parts = {
             "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
@@ -91,7 +99,9 @@ class BlockMask:
         for name, part in checked_lists(parts).items():
             setattr(self, name, part)
         self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
+        self._trusted = _trusted  # the builder's own lists need no look at their values
         self.seq_lengths = seq_lengths
+        self._trusted = False
         self.mask_mod = mask_mod
         self.dq_write_order = dq_write_order
         self.dq_write_order_full = dq_write_order_full
@@ -128,6 +138,7 @@ class BlockMask:
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
         lengths = seq_lengths or (rows * block[0], width * block[1])
+        check_values(parts, lengths, block)  # before they are transposed
         columns = max(width, tiles.tile_count(lengths[1], block[1]))
         for kind in ("", "full_") if compute_q_blocks else ():
             lists = parts[f"{kind}kv_num_blocks"], parts[f"{kind}kv_indices"]
@@ -164,6 +175,7 @@ class BlockMask:
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
         check_lengths(pair, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
+        self.full_tiles_padded = not self._trusted and check_values(self._parts(LISTS), pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 
     @property
@@ -213,6 +225,7 @@ class BlockMask:
             BLOCK_SIZE=self.BLOCK_SIZE,
             mask_mod=moved(self.mask_mod, device),
             dq_kv_order_spt=self.dq_kv_order_spt,
+            _trusted=True,
         )
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
@@ -271,7 +284,7 @@ class BlockMask:
             table = torch.maximum(table, full[0] * tiles.FULL)
         tiles.keep_padding_partial(table, lengths, self.BLOCK_SIZE)
         lists = tiles.lists_of(table, bool(full), self.q_indices is not None)
-        return BlockMask(lengths, **lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod)
+        return BlockMask(lengths, **lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod, _trusted=True)
 
     def __str__(self) -> str:
         head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, "

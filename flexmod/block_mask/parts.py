@@ -103,3 +103,31 @@ def check_lengths(
             problem=f"{problem} with BLOCK_SIZE {block}",
             advice="give the seq_lengths that the lists were made for",
         )
+
+
+def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int]) -> bool:
+    """Do full tiles reach over the end of a length? Kernels must look for the end in those too.
+
+    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist.
+    """
+    rows, columns = map(tile_count, lengths, block)
+    ragged = {"kv": lengths[1] % block[1] > 0, "q": lengths[0] % block[0] > 0}
+    padded = []
+    for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
+        counts, indices = parts.get(name.replace("indices", "num_blocks")), parts.get(name)
+        if counts is None or indices is None:
+            continue
+        axis, other, count = ("q", "kv", rows) if "q_" in name else ("kv", "q", columns)
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        width = max(count, indices.shape[-1])  # lists made for longer keys may be cropped by assigning seq_lengths
+        wrong = (listed & ((indices < 0) | (indices >= width))).any() | (counts > indices.shape[-1]).any()
+        whole = count - ragged[axis]  # tiles that end before the length does
+        over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]
+        faulty, reaches_over = torch.stack([wrong, over]).tolist()
+        if faulty:
+            raise BlockMaskPartsError(
+                problem=f"{name} lists a tile that is not one of the {width}",
+                advice=f"list tiles from 0 to {width - 1}, and count no more than are listed",
+            )
+        padded.append(reaches_over and name.startswith("full"))
+    return any(padded)
