@@ -24,30 +24,47 @@ def remainder(a, b):
     rest = a % b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 ''',
+    "fmod": '''
+@triton.jit
+def fmod(a, b):
+    """The rest of a / b, with the sign of a, by way of float64: `%` of Triton takes a rounded quotient."""
+    x = a.to(tl.float64)
+    y = b.to(tl.float64)
+    quotient = x / y
+    rest = x - tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient)) * y
+    return tl.where((tl.abs(y) == float("inf")) & (tl.abs(x) != float("inf")), x, rest).to(a.dtype)
+''',
+    "remainder_float": '''
+@triton.jit
+def remainder_float(a, b):
+    """Python's a % b, with the sign of b."""
+    rest = fmod(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''',
     "floor_divide_float": '''
 @triton.jit
 def floor_divide_float(a, b):
     """floor(a / b) from the exact remainder, so that 1.0 // 0.1 is 9."""
-    rest = a % b
+    rest = fmod(a, b)
     quotient = (a - rest) / b
     quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
     nearest = tl.floor(quotient)
     nearest = tl.where(quotient - nearest > 0.5, nearest + 1, nearest)
     return tl.where(b == 0, a / b, nearest)
 ''',
-    "trunc": '''
+    "trunc": """
 @triton.jit
 def trunc(x):
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
-''',
-    "round_half_even": '''
+""",
+    "round_half_even": """
 @triton.jit
 def round_half_even(x):
     below = tl.floor(x)
     rest = x - below
     even = tl.floor(below * 0.5) * 2 == below
     return tl.where((rest > 0.5) | ((rest == 0.5) & (even == 0)), below + 1, below)
-''',
+""",
     "sign": '''
 @triton.jit
 def sign(x):
@@ -80,7 +97,7 @@ def expm1(x):
 @triton.jit
 def power(a, b):
     """a ** b of floats, through exp2(b * log2 |a|)."""
-    size = tl.exp2(b * tl.log2(tl.abs(a)))
+    size = tl.where(tl.abs(a) == 1, 1.0, tl.exp2(b * tl.log2(tl.abs(a))))
     whole = tl.floor(b) == b
     odd = whole & (tl.floor(b * 0.5) * 2 != b)
     signed = tl.where(odd & (a < 0), -size, size)
@@ -90,15 +107,27 @@ def power(a, b):
     "power_int": '''
 @triton.jit
 def power_int(a, b):
-    """a ** b of integers, b >= 0, by squaring."""
+    """a ** b of integers, by squaring; b < 0 leaves 0 but of 1 and -1."""
     result = a * 0 + b * 0 + 1
     base = result * a
-    exponent = result * 0 + b
-    for _ in tl.static_range(6):
+    exponent = tl.abs(result * b)
+    for _ in range(31):
         result = tl.where((exponent & 1) != 0, result * base, result)
         base = base * base
         exponent = exponent >> 1
-    return result
+    return tl.where((b < 0) & ((a < -1) | (a > 1) | (a == 0)), 0, result)
+''',
+    "shift_left": '''
+@triton.jit
+def shift_left(a, b):
+    """a << b; 0 where b is negative, or as much as the number is wide."""
+    return tl.where((b < 0) | (b >= a.dtype.primitive_bitwidth), 0, a << b)
+''',
+    "shift_right": '''
+@triton.jit
+def shift_right(a, b):
+    """a >> b; the sign alone where b is negative, or as much as the number is wide."""
+    return tl.where((b < 0) | (b >= a.dtype.primitive_bitwidth), -(a < 0).to(a.dtype), a >> b)
 ''',
     "wrap": '''
 @triton.jit
@@ -109,7 +138,36 @@ def wrap(index, size):
 }
 
 
-def used_by(*texts: str) -> str:
-    """The functions that the texts call, complete, in the table's order."""
-    wanted = [source for name, source in FUNCTIONS.items() if re.search(rf"(?<![\w.]){name}\(", "\n".join(texts))]
-    return "\n\n".join(source.strip("\n") + "\n" for source in wanted)
+# Where inputs are float32, what is near enough for half types is not.
+EXACT: dict[str, str] = {
+    "tanh": '''
+@triton.jit
+def tanh(x):
+    """Cephes' tanhf: a polynomial where 1 - 2 / (1 + e^2x) would cancel."""
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return tl.where(tl.abs(x) < 0.625, series * square * x + x, large)
+''',
+}
+
+
+def used_by(*texts: str, single: bool = False) -> str:
+    """The functions that the texts call, and those that these call, complete, in the table's order.
+
+    `single`: for kernels on float32.
+    """
+    functions = FUNCTIONS | (EXACT if single else {})
+    wanted: set[str] = set()
+    found = _called("\n".join(texts))
+    while found - wanted:
+        wanted |= found
+        found = _called("\n".join(functions[name] for name in wanted))
+    return "\n\n".join(functions[name].strip("\n") + "\n" for name in functions if name in wanted)
+
+
+def _called(text: str) -> set[str]:
+    return {name for name in FUNCTIONS if re.search(rf"(?<![\w.]){name}\(", text)}

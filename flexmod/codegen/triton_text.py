@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.codegen import prelude
-from flexmod.codegen.mod_text import ModText, Parameter
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, Node, dtype_name
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.codegen.mod_text import Kind, ModText, Parameter
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
+from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.passes import integer_bounds
 
 TRITON_DTYPES = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64",
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
     torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
-HALF = (torch.float16, torch.bfloat16)
 ARGUMENTS = {
     "mask": ("b", "h", "q_idx", "kv_idx"),
     "score": ("score", "b", "h", "q_idx", "kv_idx"),
@@ -41,7 +41,24 @@ HOMES = {
     "row": (ROW, ("b", "h", "q_idx"), "q"),
     "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
 }
-RESERVED = {"b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float", *prelude.FUNCTIONS, *keyword.kwlist}
+# where neither side is negative, and where the shift is by less than the number's width
+PLAIN = {
+    "floor_divide": "{0} // {1}", "remainder": "{0} % {1}",
+    "shift_left": "{0} << {1}", "shift_right": "{0} >> {1}",
+}  # fmt: skip
+RESERVED = {
+    "b",
+    "h",
+    "q_idx",
+    "kv_idx",
+    "score",
+    "grad",
+    "tl",
+    "triton",
+    "float",
+    *prelude.FUNCTIONS,
+    *keyword.kwlist,
+}
 WIDTH = 96
 
 
@@ -64,9 +81,12 @@ class _Function:
 
     name: str
     arguments: list[str]
+    home: str = "element"
     lines: list[str] = field(default_factory=list)
     names: dict[Node, str] = field(default_factory=dict)
-    uses: dict[str, None] = field(default_factory=dict)  # kernel parameters and hoisted values, in order of use
+    uses: dict[str, None] = field(
+        default_factory=dict
+    )  # kernel parameters and hoisted values, in order of use
     bound: dict[str, str] = field(default_factory=dict)  # index expressions that have a line of their own
     quoted: set[str] = field(default_factory=set)  # the user's lines that stand above a statement already
 
@@ -76,11 +96,14 @@ class _Writer:
         self.graph = graph
         self.suffix = f"_of_{graph.kind}"
         self.main = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
-        self.parameters: dict[str, Parameter] = {}
+        self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
         self.captures = _capture_names(graph)
         self.taken = RESERVED | set(self.captures)
         self.users = _count_users(graph)
-        self.known = integer_bounds(graph, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 2**62))
+        extents = dict.fromkeys(POSITIONS, 2**31)
+        self.known = integer_bounds(graph, extents)
+        # of padding too, where what int32 does not hold wraps
+        self.certain = integer_bounds(graph, extents, may_wrap=True)
         self.hoisted = self._choose_hoisted()
 
     # what is computed where
@@ -119,7 +142,7 @@ class _Writer:
             texts.append(text)
         main = _Function(self.main, list(ARGUMENTS[self.graph.kind]))
         value = self._value(main, self.graph.result)
-        main.lines.append(f"return {_tidy(self._shaped(value))}")
+        _return(main, self._shaped(value))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
@@ -128,9 +151,8 @@ class _Writer:
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
             return "", ""
-        function = _Function(f"{self.main}_{home}", list(HOMES[home][1]))
-        values = [self._value(function, n, top=True) for n in nodes]
-        function.lines.append(f"return {', '.join(map(_tidy, values))}")
+        function = _Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
+        _return(function, *[self._value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         call = f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
         return f"{targets} = {call}", self._source(function)
@@ -147,23 +169,24 @@ class _Writer:
         return f"@triton.jit\n{head}\n{body}\n"
 
     def _shaped(self, value: str) -> str:
-        """A score must fill the tile even where the mod does not read it; a mask that is constant needs a tensor."""
+        """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
         result = self.graph.result
         if self.graph.kind == "mask":
             constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
             return constant.get(value, value)
-        if home_of(result) == "element" and {"score", "grad"} & result.home:
+        if home_of(result) == "element":
             return value
         shape_of = "grad" if self.graph.kind == "grad" else "score"
         return f"tl.where({shape_of} == {shape_of}, {value}, {value})"
 
     # expressions
 
-    def _value(self, function: _Function, node: Node, top: bool = False) -> str:
-        """An expression for a node inside a function; `top` writes out a hoisted node itself."""
-        if node in self.hoisted and not top:
-            function.uses.setdefault(self.hoisted[node])
-            return self.hoisted[node]
+    def _value(self, function: _Function, node: Node) -> str:
+        """An expression for a node inside a function."""
+        name = self.hoisted.get(node)
+        if name and home_of(node) != function.home:
+            function.uses.setdefault(name)
+            return name
         if node in function.names:
             return function.names[node]
         if node.op == "const":
@@ -171,22 +194,24 @@ class _Writer:
         if node.op == "input":
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
-            return self._parameter(function, f"number{node.value}", "number", node.value, 0, "a Python number of the mod")
+            return self._parameter(
+                function, f"number{node.value}", "number", node.value, comment="a Python number"
+            )
         text = self._expression(function, node)
-        if (self.users.get(node, 0) > 1 or len(text) > WIDTH) and not top:
-            name = _fresh(f"{node.op}_{len(function.names)}", self.taken)
-            self._comment(function, node)
-            function.names[node] = _bind(function, name, text)
-            return name
         self._comment(function, node)
-        return text
+        if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
+            return text
+        name = name or _fresh(f"{node.op}_{len(function.names)}", self.taken)
+        function.names[node] = _bind(function, name, text)
+        return name
 
     def _comment(self, function: _Function, node: Node) -> None:
         """The user's line above the first statement that it made."""
         if node.where is None:
             return
-        source = " ".join(c for c in node.where.text.split() if c.isprintable())
-        line = f"# {os.path.basename(node.where.file)}:{node.where.line}: {source}".rstrip(": ")
+        where = f"{os.path.basename(node.where.file)}:{node.where.line}: {node.where.text}"
+        line = "# " + " ".join(word for word in where.split() if word.isprintable()).rstrip(": ")
+        line = line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
         if line not in function.quoted:
             function.quoted.add(line)
             function.lines.append(line)
@@ -196,67 +221,97 @@ class _Writer:
             return self._load(function, node)
         if node.op == CAST:
             source = node.args[0]
-            return _cast(self._value(function, source), self._dtype(source), node.dtype)  # type: ignore[arg-type]
+            return _cast(self._value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        template = self._template(node, at[-1])
+        typed = _asks_for_dtype(template, at[-1])
         values = []
         for argument, dtype in zip(node.args, at, strict=True):
-            value = self._value(function, argument)
-            values.append(value if argument.is_const else _cast(value, self._dtype(argument), dtype))
-        template = row.text(at[-1])
-        if node.op in ("floor_divide", "remainder") and not strong(node.dtype).is_floating_point:
-            template = self._plain_division(node, template)
+            if argument.is_const:
+                value = _literal(argument.value, row.number_dtype(dtype))
+                values.append(f"tl.cast({value}, {TRITON_DTYPES[_held(dtype)]})" if typed else value)
+            else:
+                values.append(_cast(self._value(function, argument), strong(argument.dtype), dtype))
         text = _fill(template, values)
         if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
             text = f"({text}).to({TRITON_DTYPES[_held(strong(node.dtype))]})"
         return _rounded(text, strong(node.dtype))
 
-    def _plain_division(self, node: Node, template: str) -> str:
-        """Where neither side is negative, Triton's own operators do."""
-        low = [self.known[a][0] for a in node.args]
-        if low[0] >= 0 and low[1] > 0:
-            return "{0} // {1}" if node.op == "floor_divide" else "{0} % {1}"
-        return template
-
-    def _dtype(self, node: Node) -> torch.dtype:
-        return strong(node.dtype)
+    def _template(self, node: Node, at: torch.dtype) -> str:
+        """The table's text, or Triton's own operator where the bounds of the arguments allow it."""
+        row = OPS[node.op]
+        if row.exact and _held(at) == torch.float32 and not {"score", "grad"} & node.home:
+            return row.exact
+        if node.op in PLAIN and not at.is_floating_point:
+            (first, _), (second, most) = (self.known[a] for a in node.args)
+            shifts = node.op.startswith("shift")
+            if (second >= 0 and most < torch.iinfo(at).bits) if shifts else (first >= 0 and second > 0):
+                return PLAIN[node.op]
+        return row.text(at)
 
     def _load(self, function: _Function, node: Node) -> str:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.main}"
-        pointer = self._parameter(function, capture, "pointer", number, 0, about)
-        offsets, guards = [], []
+        pointer = self._parameter(function, capture, "pointer", number, comment=about)
+        terms, guards = [pointer], []
         for dim, index in enumerate(node.args):
-            size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim, "")
-            stride = self._parameter(function, f"{capture}_stride{dim}", "stride", number, dim, "")
-            low, high = self.known[index]
-            value = self._value(function, index)
-            if low < 0:
-                value = f"{value} + {size}" if high < 0 else f"wrap({value}, {size})"
-            if not _ATOM.match(value) or "(" in value:
-                value = self._bound_once(function, f"{capture}_at{dim}", value)
-            if not index.is_const:  # a number was checked against the size when the mod was traced
-                guards += [f"{value} >= 0"] * (low < 0) + [f"{value} < {size}"]
-            wide = f"{value}.to(tl.int64)" if spec.wide and not index.is_const else value
-            offsets.append(f"{wide} * {stride}")
-        text = f"tl.load({' + '.join([pointer, *offsets])})"
-        if guards:
+            value = self._index(function, node, dim)
+            if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
+                guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
+                if self.known[index][1] >= 0:
+                    guards.append(
+                        f"{value} < {self._parameter(function, f'{capture}_size{dim}', 'size', number, dim)}"
+                    )
+            if value != "0":
+                stride = self._parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
+                place = f"tl.cast({value}, tl.int64)" if spec.wide else value
+                terms.append(stride if value == "1" else f"{place} * {stride}")
+        place = " + ".join(terms)
+        if not guards:
+            text = f"tl.load({place})"
+        else:
             guard = guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
-            text = f"{text[:-1]}, mask={guard}, other=0)"
+            if len(place) + len(guard) > WIDTH - 40:
+                guard = self._bound_once(function, node, f"{capture}_inside", guard)
+            text = f"tl.load({place}, mask={guard}, other=0)"
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
 
-    def _bound_once(self, function: _Function, name: str, text: str) -> str:
-        """A line of its own for an index, the same one where it is used again."""
+    def _index(self, function: _Function, node: Node, dim: int) -> str:
+        """An index of a load as a name or a number; a negative one counts from the end."""
+        number: int = node.value  # type: ignore[assignment]
+        capture, index = self.captures[number], node.args[dim]
+        value = self._value(function, index)
+        if strong(index.dtype).itemsize < 4:
+            value = _cast(value, strong(index.dtype), torch.int32)
+        low, high = self.known[index]
+        if low < 0:
+            size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim)
+            value = f"{_group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
+        if not re.fullmatch(r"\w+", value):
+            value = self._bound_once(function, node, f"{capture}_at{dim}", value)
+        return value
+
+    def _bound_once(self, function: _Function, node: Node, name: str, text: str) -> str:
+        """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
+            self._comment(function, node)
             function.bound[text] = _bind(function, _fresh(name, self.taken), text)
         return function.bound[text]
 
-    def _parameter(self, function: _Function, name: str, kind: str, index: object, dim: int, comment: str) -> str:
+    def _parameter(
+        self, function: _Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
+    ) -> str:
+        """The name, in the functions, of a kernel parameter."""
+        known = self.parameters.get((kind, index, dim))
+        if known is None:
+            name = name if kind == "pointer" else _fresh(name, self.taken)
+            known = Parameter(name + self.suffix, kind, index, dim, comment)  # type: ignore[arg-type]
+            self.parameters[kind, index, dim] = known
+        name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)
-        kernel_name = name + self.suffix
-        self.parameters.setdefault(kernel_name, Parameter(kernel_name, kind, index, dim, comment))  # type: ignore[arg-type]
         return name
 
 
@@ -288,6 +343,16 @@ def _bind(function: _Function, name: str, text: str) -> str:
     return name
 
 
+def _return(function: _Function, *values: str) -> None:
+    """The last statement; a value that the line before has just named needs no name."""
+    text = ", ".join(map(_tidy, values))
+    last = function.lines[-1] if function.lines else ""
+    if last.startswith(f"{text} = "):
+        function.lines.pop()
+        text = last.removeprefix(f"{text} = ")
+    function.lines.append(f"return {text}")
+
+
 def _tidy(text: str) -> str:
     """The expression with no more parentheses than it needs."""
     return ast.unparse(ast.parse(text, mode="eval")).replace("'", '"')
@@ -311,16 +376,25 @@ def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
         return _rounded(text, target)
     if _held(source) == target:
         return text
+    if source.is_floating_point and target.itemsize < 4:
+        text = f"{_group(text)}.to(tl.int32)"  # so that what does not fit wraps, as on the CPU
     return f"{_group(text)}.to({TRITON_DTYPES[target]})"
 
 
+def _asks_for_dtype(template: str, at: torch.dtype) -> bool:
+    """Is it a function of the prelude that needs its arguments' dtypes, so that a bare number will not do?"""
+    called = re.match(r"(\w+)\(\{0\}", template)
+    if called is None or called[1] not in prelude.FUNCTIONS:
+        return False
+    return at.is_floating_point or called[1].startswith("shift")
+
+
 def _literal(value: object, dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return str(bool(value))
-    if dtype.is_floating_point:
-        number = float(value)  # type: ignore[arg-type]
-        return repr(number) if math.isfinite(number) else f'float("{number}")'
-    return repr(int(value))  # type: ignore[call-overload]
+    """A Python number where an operation wants this dtype."""
+    held = number(value, dtype).item()  # type: ignore[arg-type]
+    if dtype == torch.float32 and math.isfinite(held):
+        held = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
+    return repr(held) if not isinstance(held, float) or math.isfinite(held) else f'float("{held}")'
 
 
 _ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")

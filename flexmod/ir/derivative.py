@@ -25,11 +25,8 @@ def differentiate(graph: Graph) -> Graph:
         if node in grads and node.args and "score" in node.home:
             tracer.line = node.where
             _backward(tracer, node, grads)
-    score = next((n for n in primal.nodes if n.op == "input" and n.value == "score"), None)
-    if score is None or score not in grads:
-        result = tracer.cast(0.0, torch.float32)
-    else:
-        result = grads[score]
+    reached = [grads[n] for n in primal.nodes if n.op == "input" and n.value == "score" and n in grads]
+    result = reached[0] if reached else tracer.cast(0.0, torch.float32)
     return Graph("grad", (result._node,), graph.captures)
 
 
@@ -47,5 +44,4 @@ def _backward(tracer: Tracer, node: Node, grads: dict[Node, Proxy]) -> None:
         if part is None or "score" not in argument.home or not strong(argument.dtype).is_floating_point:
             continue
         part = tracer.cast(part, strong(argument.dtype))
-        grads[argument] = grads[argument] + part if argument in grads else part
-
+        grads[argument] = tracer.apply("add", (grads[argument], part)) if argument in grads else part

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexmod.ir.graph import DType, Graph, Node
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Traced
 
@@ -40,7 +40,7 @@ def evaluate(
 
 
 def replay(traced: Traced) -> Callable[..., Any]:
-    """A mask_mod that does what a traced mask does: on proxies, so that it can be traced again, and on tensors."""
+    """A mask_mod that does what a traced mask does: on tensors, and on proxies, so that it traces again."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         if isinstance(b, Proxy):
@@ -60,11 +60,15 @@ def _strong(value: Any, dtype: DType, real: torch.dtype, device: torch.device) -
     target = real_dtype(dtype, real)
     if isinstance(value, torch.Tensor):
         return value.to(device=device, dtype=target)
-    return torch.tensor(value, dtype=target, device=device)
+    return number(value, target).to(device)
 
 
 def _value(
-    node: Node, values: dict[Node, Any], inputs: dict[str, Any], tensors: Sequence[torch.Tensor], real: torch.dtype
+    node: Node,
+    values: dict[Node, Any],
+    inputs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    real: torch.dtype,
 ) -> Any:
     if node.op == "input":
         return inputs[node.value].to(real_dtype(node.dtype, real))  # type: ignore[index]
@@ -72,14 +76,25 @@ def _value(
         return node.value
     if node.op == "load":
         tensor = tensors[node.value]  # type: ignore[call-overload]
-        loaded = tensor[tuple(values[a] for a in node.args)] if node.args else tensor
+        loaded = tensor[tuple(_index(values[a]) for a in node.args)] if node.args else tensor
         return loaded.to(real_dtype(node.dtype, real))
     if node.op == CAST:
         return _argument(values[node.args[0]], real_dtype(node.dtype, real))
     row = OPS[node.op]
-    at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
-    return row.torch(*(_argument(values[a], real_dtype(d, real)) for a, d in zip(node.args, at, strict=True)))
+    at = [real_dtype(d, real) for d in row.argument_dtypes([a.dtype for a in node.args], node.dtype)]
+    arguments = [
+        _argument(values[a], row.number_dtype(d) if a.is_const else d)
+        for a, d in zip(node.args, at, strict=True)
+    ]
+    if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch's own do it
+        return row.torch(*(a.float() for a in arguments)).to(at[0])
+    return row.torch(*arguments)
 
 
 def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+    return value.to(dtype) if isinstance(value, torch.Tensor) else number(value, dtype)
+
+
+def _index(value: Any) -> Any:
+    # torch refuses indices of 8 or 16 bits, or takes them for a mask
+    return value.long() if isinstance(value, torch.Tensor) and value.dtype.itemsize < 4 else value

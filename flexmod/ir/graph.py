@@ -1,7 +1,7 @@
 """The scalar graph: what flexmod knows of a user's function.
 
     Node  = input(name)                      score, b, h, q_idx, kv_idx; in derivative graphs also grad
-          | const(number)                    a Python number (weak dtype) or a 0-d tensor's value (strong dtype)
+          | const(number)                    a Python number (weak dtype), a 0-d tensor's value (strong dtype)
           | param(slot)                      a constant that became a run-time argument
           | load(capture, index nodes)       one element of a captured tensor
           | op(args)                         any row of `ops.py`; casts carry their target in `value`
@@ -85,18 +85,26 @@ class Builder:
             self._known[key] = Node("input", (), dtype, name, None, home)
         return self._known[key]
 
-    def const(self, value: bool | int | float, dtype: DType | None = None, where: Where | None = None) -> Node:
+    def const(
+        self, value: bool | int | float, dtype: DType | None = None, where: Where | None = None
+    ) -> Node:
         """A shared constant; `fresh_const` makes one that is not shared."""
         return self.node("const", (), dtype or type(value), value, where)
 
     def adopt(self, nodes: Iterable[Node]) -> None:
         """Share these nodes of another builder from now on."""
         for n in nodes:
-            key = ("input", n.value) if n.op == "input" else (n.op, tuple(map(id, n.args)), n.dtype, _freeze(n.value))
+            key = (
+                ("input", n.value)
+                if n.op == "input"
+                else (n.op, tuple(map(id, n.args)), n.dtype, _freeze(n.value))
+            )
             self._known[key] = n
 
     @staticmethod
-    def fresh_const(value: bool | int | float, dtype: DType | None = None, where: Where | None = None) -> Node:
+    def fresh_const(
+        value: bool | int | float, dtype: DType | None = None, where: Where | None = None
+    ) -> Node:
         """A constant of its own: two that are equal today may differ in the next call (see `skeleton`)."""
         return Node("const", (), dtype or type(value), value, where)
 
@@ -156,7 +164,7 @@ class Graph:
 
     @cached_property
     def key(self) -> str:
-        """A hash of the structure and the constants, the same in every process. Lines of code do not count."""
+        """A hash of the structure and the constants, the same in every process. Lines do not count."""
         parts = [self.kind, repr(self.captures), *self._lines(lambda n: f"{n.op}[{_freeze(n.value)!r}]")]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -176,7 +184,7 @@ class Graph:
 
     def __str__(self) -> str:
         head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)
-        body = []
+        body: list[str] = []
         names: dict[Node, str] = {}
         for n in self.nodes:
             if n.op == "input":
@@ -188,7 +196,9 @@ class Graph:
             else:
                 names[n] = f"%{len(body)}"
                 args = ", ".join(names[a] for a in n.args)
-                call = f"{self.captures[n.value].name}[{args}]" if n.op == "load" else f"{n.op}({args})"  # type: ignore[index]
+                call = f"{n.op}({args})"
+                if isinstance(n.value, int) and n.op == "load":
+                    call = f"{self.captures[n.value].name}[{args}]"
                 line = f"  {names[n]}: {dtype_name(n.dtype)} = {call}"
                 body.append(f"{line:<52}# {n.where}" if n.where else line)
         returns = ", ".join(names[r] for r in self.results)
@@ -227,4 +237,4 @@ def _number(value: object) -> str:
 
 def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
     """The numbers of the captures that the nodes load from, ascending."""
-    return tuple(sorted({n.value for n in nodes if n.op == "load"}))  # type: ignore[type-var, misc]
+    return tuple(sorted({n.value for n in nodes if n.op == "load" and isinstance(n.value, int)}))

@@ -6,13 +6,17 @@ A row holds everything that flexmod knows of an operation:
     torch_names the `__name__`s of the torch functions and Tensor methods that mean it
     at          the dtype that its arguments are brought to before it is applied, see `argument_dtypes`
     dtype       the dtype of its result, as torch's promotion has it for 0-d tensors
-    triton      its Triton text: one string, or one for each kind of argument ("bool", "int", "float")
+    triton      its Triton text: one string, or one for each kind of argument ("bool", "int", "float"); a kind
+                that is missing there is refused, as torch refuses it
     torch       its torch function, applied to arguments of the dtype `at`
     derivative  (grad, result, *arguments) -> a gradient for each argument, None where there is none to give.
                 Written in plain torch, so that it runs on graph proxies and on tensors alike.
                 Absent: the operation has no derivative, and asking for one is refused.
-    interval    (*(lowest, highest)) -> (lowest, highest) of the result, from `intervals.py`'s point of view;
+    interval    (*(lowest, highest)) -> (lowest, highest) of an integer or bool result, see `bounds.py`;
                 absent: nothing is known.
+    exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
+                floor(q_idx / 49) is what torch has. A score is spared the cost.
+    unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
 
 `COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
 """
@@ -29,6 +33,7 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.graph import DType
 
+HALF = (torch.float16, torch.bfloat16)
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -37,7 +42,9 @@ def strong(dtype: DType) -> torch.dtype:
     """The torch dtype of a value; a Python number gets torch's default."""
     if dtype is float:
         return torch.get_default_dtype()
-    return {bool: torch.bool, int: torch.int64}.get(dtype, dtype)  # type: ignore[call-overload, no-any-return]
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.bool if dtype is bool else torch.int64
 
 
 def _category(dtype: DType) -> int:
@@ -48,13 +55,13 @@ def _category(dtype: DType) -> int:
 
 def promote(*dtypes: DType) -> torch.dtype:
     """torch.result_type for 0-d tensors and Python numbers."""
-    tensors = [d for d in dtypes if isinstance(d, torch.dtype)]
-    result = tensors[0] if tensors else strong(dtypes[0])
+    tensors: list[torch.dtype] = [d for d in dtypes if isinstance(d, torch.dtype)]
+    result: torch.dtype = tensors[0] if tensors else strong(dtypes[0])
     for d in tensors[1:]:
         result = torch.promote_types(result, d)
-    for d in dtypes:
-        if not isinstance(d, torch.dtype) and _category(d) > _category(result):
-            result = strong(d)
+    for weak in dtypes:
+        if not isinstance(weak, torch.dtype) and _category(weak) > _category(result):
+            result = strong(weak)
     return result
 
 
@@ -77,6 +84,7 @@ def _first(first: DType, *rest: DType) -> torch.dtype:
 
 
 Derivative = Callable[..., tuple[Any, ...]]
+Strong = torch.dtype  # `torch` is a field of Op
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,10 @@ class Op:
     torch: Callable[..., Any]
     derivative: Derivative | None = None
     interval: Callable[..., bounds.Bounds] | None = None
+    exact: str | None = None
+    unmixed: bool = False
 
-    def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[torch.dtype, ...]:
+    def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
         """The dtype that each argument is cast to.
 
         "result": the result's. "common": what the arguments promote to. "bool": bool. "where": bool, then the
@@ -107,7 +117,21 @@ class Op:
             return (torch.bool, out, out)
         return tuple(strong(d) for d in dtypes)
 
-    def text(self, dtype: torch.dtype) -> str:
+    def number_dtype(self, at: Strong) -> Strong:
+        """The dtype to which a Python number is rounded: torch's arithmetic on halves keeps it in float32."""
+        return torch.float32 if at in HALF and self.name in ("add", "sub", "mul", "div") else at
+
+    def refused(self, dtypes: Sequence[DType], result: DType) -> DType | None:
+        """The dtype among the arguments' that torch does not take here either."""
+        at = self.argument_dtypes(dtypes, result)
+        if self.at == "where":
+            return None if strong(dtypes[0]) == torch.bool else dtypes[0]
+        if isinstance(self.triton, str):
+            return None
+        judged = (*dtypes, *at) if self.unmixed else at
+        return next((d for d in judged if kind(strong(d)) not in self.triton), None)
+
+    def text(self, dtype: Strong) -> str:
         """The Triton text for arguments of this dtype."""
         if isinstance(self.triton, str):
             return self.triton
@@ -140,42 +164,54 @@ def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     return by_base, by_exponent
 
 
+def _bits(text: str) -> dict[str, str]:
+    """A text for whole numbers alone."""
+    return {"bool": text, "int": text}
+
+
 _ROWS = [
     # arithmetic
-    Op("add", ("add",), "result", promote, {"bool": "{0} | {1}", "int": "{0} + {1}", "float": "{0} + {1}"},
+    Op("add", ("add",), "result", promote,
+       {"bool": "{0} | {1}", "int": "{0} + {1}", "float": "{0} + {1}"},
        torch.add, lambda g, y, a, b: (g, g), bounds.add),
-    Op("sub", ("sub", "subtract"), "result", promote, "{0} - {1}",
-       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub),
-    Op("mul", ("mul", "multiply"), "result", promote, {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
+    Op("sub", ("sub", "subtract"), "result", promote, {"int": "{0} - {1}", "float": "{0} - {1}"},
+       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub, unmixed=True),
+    Op("mul", ("mul", "multiply"), "result", promote,
+       {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
        torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul),
     Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
-       torch.div, lambda g, y, a, b: (g / b, -g * y / b)),
+       torch.div, lambda g, y, a, b: (g / b, -g * y / b), exact="tl.div_rn({0}, {1})"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
        torch.floor_divide, _zero, bounds.floor_divide),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
-       lambda a, b: torch.div(a, b, rounding_mode="trunc"), _zero),
+       lambda a, b: torch.div(a, b, rounding_mode="trunc"), _zero, bounds.trunc_divide,
+       exact="trunc(tl.div_rn({0}, {1}))"),
     Op("remainder", ("remainder", "mod"), "result", promote,
-       {"int": "remainder({0}, {1})", "float": "remainder({0}, {1})"},
+       {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
        torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder),
-    Op("fmod", ("fmod",), "result", promote, "{0} % {1}",
-       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b))),
-    Op("pow", ("pow", "float_power"), "result", promote, {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
-       torch.pow, _pow_derivative),
-    Op("neg", ("neg", "negative"), "result", _first, "-{0}", torch.neg, lambda g, y, x: (-g,), bounds.neg),
-    Op("abs", ("abs", "absolute"), "result", _first, "tl.abs({0})",
+    Op("fmod", ("fmod",), "result", promote, {"int": "{0} % {1}", "float": "fmod({0}, {1})"},
+       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod),
+    Op("pow", ("pow", "float_power"), "result", promote,
+       {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
+       torch.pow, _pow_derivative, bounds.power),
+    Op("neg", ("neg", "negative"), "result", _first, {"int": "-{0}", "float": "-{0}"},
+       torch.neg, lambda g, y, x: (-g,), bounds.neg),
+    Op("abs", ("abs", "absolute"), "result", _first, {"int": "tl.abs({0})", "float": "tl.abs({0})"},
        torch.abs, lambda g, y, x: (g * torch.sign(x),), bounds.absolute),
     Op("sign", ("sign", "sgn"), "result", _first, {"int": "sign({0})", "float": "sign({0})", "bool": "{0}"},
-       torch.sign, _zero),
+       torch.sign, _zero, bounds.sign),
     Op("minimum", ("minimum", "min"), "result", promote,
-       {"bool": "{0} & {1}", "int": "tl.minimum({0}, {1})", "float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+       {"bool": "{0} & {1}", "int": "tl.minimum({0}, {1})",
+        "float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        torch.minimum, lambda g, y, a, b: _pick(a < b, b < a, g), bounds.minimum),
     Op("maximum", ("maximum", "max"), "result", promote,
-       {"bool": "{0} | {1}", "int": "tl.maximum({0}, {1})", "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
+       {"bool": "{0} | {1}", "int": "tl.maximum({0}, {1})",
+        "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum),
-    Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})",
-       torch.where, lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where),
+    Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})", torch.where,
+       lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where),
     # comparisons
     Op("eq", ("eq",), "common", _bool, "{0} == {1}", torch.eq, _zero, bounds.eq),
     Op("ne", ("ne", "not_equal"), "common", _bool, "{0} != {1}", torch.ne, _zero, bounds.ne),
@@ -188,13 +224,18 @@ _ROWS = [
     Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either),
     Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero),
     Op("logical_not", ("logical_not",), "bool", _bool, "{0} == 0", torch.logical_not, _zero, bounds.invert),
-    Op("bitwise_and", ("bitwise_and", "and"), "result", promote, "{0} & {1}", torch.bitwise_and, _zero),
-    Op("bitwise_or", ("bitwise_or", "or"), "result", promote, "{0} | {1}", torch.bitwise_or, _zero),
-    Op("bitwise_xor", ("bitwise_xor", "xor"), "result", promote, "{0} ^ {1}", torch.bitwise_xor, _zero),
-    Op("bitwise_not", ("bitwise_not", "invert"), "result", _first, "~{0}", torch.bitwise_not, _zero),
-    Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, "{0} << {1}", torch.bitwise_left_shift, _zero),
-    Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote, "{0} >> {1}",
-       torch.bitwise_right_shift, _zero),
+    Op("bitwise_and", ("bitwise_and", "and"), "result", promote, _bits("{0} & {1}"),
+       torch.bitwise_and, _zero, bounds.bitwise_and),
+    Op("bitwise_or", ("bitwise_or", "or"), "result", promote, _bits("{0} | {1}"),
+       torch.bitwise_or, _zero, bounds.bitwise_or),
+    Op("bitwise_xor", ("bitwise_xor", "xor"), "result", promote, _bits("{0} ^ {1}"),
+       torch.bitwise_xor, _zero, bounds.bitwise_xor),
+    Op("bitwise_not", ("bitwise_not", "invert"), "result", _first, _bits("~{0}"),
+       torch.bitwise_not, _zero, bounds.bitwise_not),
+    Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, {"int": "shift_left({0}, {1})"},
+       torch.bitwise_left_shift, _zero, bounds.shift_left),
+    Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote,
+       {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right),
     # exponentials and their like
     Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,)),
     Op("exp2", ("exp2", "special_exp2"), "result", promote_float, "tl.exp2({0})",
@@ -206,13 +247,17 @@ _ROWS = [
        torch.log2, lambda g, y, x: (g * LOG2_E / x,)),
     Op("log1p", ("log1p", "special_log1p"), "result", promote_float, "log1p({0})",
        torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
-    Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})", torch.sqrt, lambda g, y, x: (g * 0.5 / y,)),
+    Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})",
+       torch.sqrt, lambda g, y, x: (g * 0.5 / y,), exact="tl.sqrt_rn({0})"),
     Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse),
-    Op("sin", ("sin",), "result", promote_float, "tl.sin({0})", torch.sin, lambda g, y, x: (g * torch.cos(x),)),
-    Op("cos", ("cos",), "result", promote_float, "tl.cos({0})", torch.cos, lambda g, y, x: (-g * torch.sin(x),)),
+    Op("sin", ("sin",), "result", promote_float, "tl.sin({0})",
+       torch.sin, lambda g, y, x: (g * torch.cos(x),)),
+    Op("cos", ("cos",), "result", promote_float, "tl.cos({0})",
+       torch.cos, lambda g, y, x: (-g * torch.sin(x),)),
     Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),)),
-    Op("tanh", ("tanh",), "result", promote_float, "tanh({0})", torch.tanh, lambda g, y, x: (g * (1.0 - y * y),)),
+    Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),)),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),)),
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
@@ -220,13 +265,16 @@ _ROWS = [
     # rounding
     Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero),
     Op("ceil", ("ceil",), "result", _first, {"int": "{0}", "float": "tl.ceil({0})"}, torch.ceil, _zero),
-    Op("round", ("round",), "result", _first, {"int": "{0}", "float": "round_half_even({0})"}, torch.round, _zero),
-    Op("trunc", ("trunc", "fix"), "result", _first, {"int": "{0}", "float": "trunc({0})"}, torch.trunc, _zero),
+    Op("round", ("round",), "result", _first, {"int": "{0}", "float": "round_half_even({0})"},
+       torch.round, _zero),
+    Op("trunc", ("trunc", "fix"), "result", _first, {"int": "{0}", "float": "trunc({0})"},
+       torch.trunc, _zero),
     # tests
     Op("isnan", ("isnan",), "own", _bool, {"int": "{0} != {0}", "bool": "{0} != {0}", "float": "{0} != {0}"},
        torch.isnan, _zero),
     Op("isinf", ("isinf",), "own", _bool,
-       {"int": "{0} != {0}", "bool": "{0} != {0}", "float": 'tl.abs({0}) == float("inf")'}, torch.isinf, _zero),
+       {"int": "{0} != {0}", "bool": "{0} != {0}", "float": 'tl.abs({0}) == float("inf")'},
+       torch.isinf, _zero),
 ]  # fmt: skip
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
@@ -236,9 +284,23 @@ CAST = "cast"
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    if min is not None:
-        x = x.maximum(min)
-    return x if max is None else x.minimum(max)
+    return _at_most(x if min is None else _at_least(x, min), max)
+
+
+def _at_least(x: Any, low: Any) -> Any:
+    # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
+    return torch.where(x < low, low, x) if x.is_floating_point() else x.maximum(low)
+
+
+def _at_most(x: Any, high: Any) -> Any:
+    if high is None:
+        return x
+    return torch.where(x > high, high, x) if x.is_floating_point() else x.minimum(high)
+
+
+def _relu(x: Any) -> Any:
+    # the gradient at 0 is 0, as in torch
+    return torch.where(x <= 0, 0, x) if x.is_floating_point() else x.maximum(0)
 
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
@@ -260,10 +322,10 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "rsub": _rsub,
     "clamp": _clamp,
     "clip": _clamp,
-    "clamp_min": lambda x, min: x.maximum(min),
-    "clamp_max": lambda x, max: x.minimum(max),
-    "relu": lambda x, inplace=False: x.maximum(0),
-    "silu": lambda x, inplace=False: x * torch.sigmoid(x),
+    "clamp_min": _at_least,
+    "clamp_max": _at_most,
+    "relu": _relu,
+    "silu": lambda x: x * torch.sigmoid(x),
     "gelu": _gelu,
     "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
@@ -287,5 +349,11 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
     """The value of an operation on numbers, as torch computes it on 0-d tensors."""
     row = OPS[op]
     at = row.argument_dtypes(dtypes, result)
-    out = row.torch(*(torch.tensor(v, dtype=d) for v, d in zip(values, at, strict=True)))
-    return out.item()  # type: ignore[no-any-return]
+    out = row.torch(*(number(v, d) for v, d in zip(values, at, strict=True)))
+    return out.item()
+
+
+def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:
+    """A Python number as a 0-d tensor; one that an integer dtype does not hold wraps, as torch has it."""
+    widest = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
+    return torch.tensor(value, dtype=widest).to(dtype)

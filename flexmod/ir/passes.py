@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import Builder, Graph, Node, rebuild
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.graph import POSITIONS, Builder, DType, Graph, Node, rebuild
+from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
 
-INT32 = (-(2**31), 2**31 - 1)
+Extents = tuple[int, int, int, int]
+"""B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
+
+TRUTH: bounds.Bounds = (0, 1)
+# Far beyond any integer dtype; numbers stay small enough to be compared with inf.
+LARGEST = 2**200
 
 
 def fold(graph: Graph) -> Graph:
@@ -27,7 +33,10 @@ def fold(graph: Graph) -> Graph:
         if not args or not all(a.is_const for a in args):
             return None
         if node.op == CAST:
-            value = torch.tensor(args[0].value).to(node.dtype).item()  # type: ignore[arg-type]
+            source, target = args[0], strong(node.dtype)
+            # a Python number goes straight to the target, a tensor's value is one of its own dtype
+            at = target if isinstance(source.dtype, type) else source.dtype
+            value = number(source.value, at).to(target).item()  # type: ignore[arg-type]
         elif node.op in OPS:
             value = fold_values(node.op, [a.dtype for a in args], node.dtype, [a.value for a in args])
         else:
@@ -44,7 +53,11 @@ def simplify(graph: Graph) -> Graph:
         for rule in _RULES.get(node.op, ()):
             new = rule(builder, node, args)
             if new is not None:
-                return new if new.dtype == node.dtype else builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
+                return (
+                    new
+                    if new.dtype == node.dtype
+                    else builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
+                )
         return None
 
     return rebuild(graph, change)
@@ -69,7 +82,9 @@ def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
 
 def _integers_only(rule: Callable[..., Node | None]) -> Callable[..., Node | None]:
     # -0.0 + 0 is 0.0: not an identity for floats
-    return lambda builder, node, args: None if strong(node.dtype).is_floating_point else rule(builder, node, args)
+    return lambda builder, node, args: (
+        None if strong(node.dtype).is_floating_point else rule(builder, node, args)
+    )
 
 
 def _absorbing(value: bool) -> Callable[..., Node | None]:
@@ -120,11 +135,13 @@ def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         return None
     if exponent.value == 1:
         return base
-    if exponent.value in (2, 3, 4):
+    if exponent.value == 2 or exponent.value in (3, 4) and strong(node.dtype) not in HALF:
         square = builder.node("mul", (base, base), node.dtype, None, node.where)
         if exponent.value == 2:
             return square
-        return builder.node("mul", (square, square if exponent.value == 4 else base), node.dtype, None, node.where)
+        return builder.node(
+            "mul", (square, square if exponent.value == 4 else base), node.dtype, None, node.where
+        )
     if exponent.value == 0.5 and strong(node.dtype).is_floating_point:
         return builder.node("sqrt", (base,), node.dtype, None, node.where)
     return None
@@ -219,6 +236,8 @@ def _split_once(builder: Builder, node: Node) -> tuple[Node, Node] | None:
 def _as_float(builder: Builder, node: Node) -> Node:
     if node.dtype == torch.float32:
         return node
+    if node.is_const:
+        return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
     return builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
 
@@ -235,32 +254,78 @@ def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
 
 
 def integer_bounds(
-    graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None
+    graph: Graph,
+    extents: Mapping[str, int],
+    numbers: Mapping[int, int | float] | None = None,
+    *,
+    may_wrap: bool = False,
 ) -> dict[Node, bounds.Bounds]:
-    """What each node's value lies between when positions run below `extents`; UNKNOWN after a load."""
+    """What each node's value lies between when positions run below `extents`; UNKNOWN after a load.
+
+    int32 arithmetic is taken to be exact, which is what `widen` sees to; with `may_wrap` a value that int32
+    might not hold is UNKNOWN, as one of any other dtype always is.
+    """
     known: dict[Node, bounds.Bounds] = {}
     for node in graph.nodes:
-        known[node] = _bounds_of(node, known, extents, numbers or {})
+        found = _bounds_of(node, known, extents, numbers or {})
+        known[node] = _held(found, strong(node.dtype), may_wrap)
     return known
 
 
+def _held(found: bounds.Bounds, dtype: torch.dtype, may_wrap: bool) -> bounds.Bounds:
+    """The bounds, as far as a dtype keeps to them."""
+    if dtype.is_floating_point:
+        return bounds.UNKNOWN
+    if dtype == torch.bool:
+        return found if TRUTH[0] <= found[0] and found[1] <= TRUTH[1] else TRUTH
+    if dtype == torch.int32 and not may_wrap:
+        low, high = (x if math.isinf(x) else max(-LARGEST, min(LARGEST, x)) for x in found)
+        return low, high
+    if _fits(found, dtype):
+        return found
+    return (0, 255) if dtype == torch.uint8 else bounds.UNKNOWN
+
+
+def _fits(found: bounds.Bounds, dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return limits.min <= found[0] and found[1] <= limits.max
+
+
 def _bounds_of(
-    node: Node, known: Mapping[Node, bounds.Bounds], extents: Mapping[str, int], numbers: Mapping[int, int | float]
+    node: Node,
+    known: Mapping[Node, bounds.Bounds],
+    extents: Mapping[str, int],
+    numbers: Mapping[int, int | float],
 ) -> bounds.Bounds:
     if node.op == "input" and node.value in extents:
         return 0, extents[node.value] - 1  # type: ignore[index]
     if node.op in ("const", "param"):
         value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
         return (int(value), int(value)) if isinstance(value, (bool, int)) else bounds.UNKNOWN
-    if node.op == CAST and not strong(node.dtype).is_floating_point and node.dtype != torch.bool:
-        return known[node.args[0]]
+    dtypes = [a.dtype for a in node.args]
+    if node.op == CAST:
+        return _cast_bounds(known[node.args[0]], strong(dtypes[0]), strong(node.dtype))
     row = OPS.get(node.op)
     if row is None or row.interval is None or strong(node.dtype).is_floating_point:
         return bounds.UNKNOWN
-    return row.interval(*(known[a] for a in node.args))
+    at = row.argument_dtypes(dtypes, node.dtype)
+    return row.interval(*(_cast_bounds(known[a], a.dtype, d) for a, d in zip(node.args, at, strict=True)))
 
 
-def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None) -> bool:
+def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bounds.Bounds:
+    """The bounds of a value that is brought to another dtype."""
+    if target == torch.bool and strong(source) != torch.bool:
+        is_zero, may_be_zero = bounds.eq(found, (0, 0))
+        return 1 - may_be_zero, 1 - is_zero
+    if target.is_floating_point or target == torch.bool or _fits(found, target):
+        return found
+    # a Python number that int32 does not hold is for `needs_int64` to see
+    return found if target == torch.int32 and isinstance(source, type) else bounds.UNKNOWN
+
+
+def needs_int64(
+    graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None
+) -> bool:
     """Can index arithmetic leave int32 when positions run below `extents`?
 
     Only what positions and constants make is judged: a captured int32 value wraps as it does in torch.
@@ -273,7 +338,7 @@ def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, 
             values += [a for a in node.args if a.op in ("const", "param")]
         for value in values:
             low, high = known[value]
-            if math.isfinite(low) and math.isfinite(high) and not (INT32[0] <= low and high <= INT32[1]):
+            if math.isfinite(low) and math.isfinite(high) and not _fits((low, high), torch.int32):
                 return True
     return False
 
@@ -291,3 +356,9 @@ def widen(graph: Graph) -> Graph:
 
     return rebuild(graph, change)
 
+
+@lru_cache(4096)
+def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
+    """The graph, widened if positions below `extents` and parameters of these values ask for it."""
+    places = dict(zip(POSITIONS, extents, strict=True))
+    return widen(graph) if needs_int64(graph, places, dict(numbers)) else graph

@@ -24,6 +24,8 @@ class _Traced:
 
     __slots__ = ("_tracer",)
     _tracer: Tracer
+    __hash__ = object.__hash__
+    __array_ufunc__ = None  # numpy's numbers leave their operators to ours
 
     @classmethod
     def __torch_function__(
@@ -35,6 +37,17 @@ class _Traced:
     def device(self) -> torch.device:
         return self._tracer.device
 
+    def __bool__(self) -> bool:
+        raise errors.ControlFlowError(where=user_line())
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise errors.MutationError(operation="__setitem__", where=user_line())
+
+    def __matmul__(self, other: Any) -> Any:
+        raise errors.ReductionError(operation="@", where=user_line())
+
+    __rmatmul__ = __matmul__
+
     def __getattr__(self, name: str) -> Any:
         """Tensor methods: score.tanh(), q_idx.to(...), row.sum()."""
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -42,7 +55,9 @@ class _Traced:
         method = getattr(torch.Tensor, name)
         if not callable(method):
             raise errors.UnknownOperationError(
-                operation=f"the attribute .{name}", where=user_line(), advice="use the value in torch functions."
+                operation=f"the attribute .{name}",
+                where=user_line(),
+                advice="use the value in torch functions.",
             )
         return lambda *args, **kwargs: self._tracer.call(method, (self, *args), kwargs)
 
@@ -51,7 +66,6 @@ class Proxy(_Traced):
     """A traced scalar: behaves like a 0-d tensor whose value is not known yet."""
 
     __slots__ = ("_node",)
-    __hash__ = object.__hash__
 
     def __init__(self, tracer: Tracer, node: Node) -> None:
         self._tracer = tracer
@@ -74,8 +88,8 @@ class Proxy(_Traced):
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    def __bool__(self) -> bool:
-        raise errors.ControlFlowError(where=user_line())
+    def __pos__(self) -> Proxy:
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         raise errors.CaptureIndexError(
@@ -88,9 +102,10 @@ class Proxy(_Traced):
 
 
 BINARY = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-    "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "pow": "pow",
+    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
 UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 CONCRETE = ("int", "float", "index", "complex", "len", "iter", "contains")
@@ -113,13 +128,12 @@ def _install_operators() -> None:
         return refuse
 
     for dunder, name in BINARY.items():
-        setattr(Proxy, f"__{dunder}__", binary(name))
-        setattr(Proxy, f"__r{dunder}__", reflected(name))
+        setattr(_Traced, f"__{dunder}__", binary(name))
+        setattr(_Traced, f"__r{dunder}__", reflected(name))
     for dunder, name in UNARY.items():
-        setattr(Proxy, f"__{dunder}__", unary(name))
+        setattr(_Traced, f"__{dunder}__", unary(name))
     for name in CONCRETE:
         setattr(Proxy, f"__{name}__", concrete(name))
-    Proxy.__pos__ = lambda self: self  # type: ignore[attr-defined]
 
 
 _install_operators()
@@ -174,12 +188,15 @@ class CaptureView(_Traced):
 
     def _expand(self, entries: tuple[Any, ...]) -> list[Node | None]:
         sizes = self.shape
+        if any(e is None for e in entries):
+            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
         dots = [i for i, e in enumerate(entries) if e is Ellipsis]
         if dots:
             missing = len(sizes) - (len(entries) - 1)
             entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
         if len(entries) > len(sizes):
-            self._refuse(f"with {len(entries)} indices", f"give at most {len(sizes)}.")
+            many = "1 index" if len(entries) == 1 else f"{len(entries)} indices"
+            self._refuse(f"with {many}", f"give at most {len(sizes)}.")
         return [self._entry(e, sizes[d]) for d, e in enumerate(entries)]
 
     def _entry(self, entry: Any, size: int) -> Node | None:
@@ -187,14 +204,12 @@ class CaptureView(_Traced):
             if entry.start is None and entry.stop is None and entry.step is None:
                 return None
             self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
-        if entry is None:
-            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
-        if isinstance(entry, int) and not isinstance(entry, bool) and not -size <= entry < size:
-            self._refuse(f"with {entry}", f"use an index from {-size} to {size - 1}.")
         node = self._tracer.node(entry, f"an index of {self.name}")
         dtype = promote(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
             raise errors.IndexDtypeError(name=self.name, dtype=dtype_name(dtype), where=user_line())
+        if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
+            self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
         return node
 
     def _refuse(self, problem: str, advice: str) -> None:

@@ -8,6 +8,7 @@ import keyword
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ EXAMPLES = {
     "score": "def score_mod(score, b, h, q_idx, kv_idx): return score",
 }
 
-_NOT_THE_USER = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (errors, torch))  # type: ignore[type-var]
+SEARCHED = 1000  # values that are searched for the names of captured tensors
+
+_NOT_THE_USER = tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) + os.sep for m in (errors, torch))
 _LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks.py", "mods.py"))
 
 
@@ -45,6 +48,8 @@ def user_line() -> Where | None:
 
 def positional_count(mod: Callable[..., Any]) -> int:
     """How many positional arguments without defaults a mod takes."""
+    if isinstance(mod, torch.nn.Module):
+        mod = mod.forward
     if inspect.isfunction(mod) and not hasattr(mod, "__wrapped__"):  # the usual case, forty times faster
         return mod.__code__.co_argcount - len(mod.__defaults__ or ())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -62,7 +67,9 @@ def mod_kind(mod: Callable[..., Any]) -> str:
         return "score"
     if count == len(MASK_ARGUMENTS):
         return "mask"
-    raise errors.ModArityError(mod=mod_name(mod), count=count, expected=f"{EXAMPLES['mask']}, or {EXAMPLES['score']}")
+    raise errors.ModArityError(
+        mod=mod_name(mod), count=count, expected=f"{EXAMPLES['mask']}, or {EXAMPLES['score']}"
+    )
 
 
 def check_arity(mod: Callable[..., Any], kind: str) -> None:
@@ -94,12 +101,16 @@ def capture_names(
     """
     wanted = {id(t) for t in tensors}
     found = dict(given or {})
-    for name, value in _surroundings(mod, 0):
-        if id(value) in wanted:
-            found.setdefault(id(value), name)
+    for name, tensor in _surroundings(mod):
+        if wanted <= found.keys():
+            break
+        found.setdefault(id(tensor), name)
     names: list[str] = []
     for i, tensor in enumerate(tensors):
-        name = re.sub(r"\W", "_", found.get(id(tensor), f"captured{i}"), flags=re.ASCII).strip("_") or f"captured{i}"
+        name = (
+            re.sub(r"\W", "_", found.get(id(tensor), f"captured{i}"), flags=re.ASCII).strip("_")
+            or f"captured{i}"
+        )
         if keyword.iskeyword(name) or name[0].isdigit():
             name = f"captured_{name}"
         while name in names:
@@ -108,37 +119,53 @@ def capture_names(
     return names
 
 
-def _surroundings(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """(name, value) of everything near a callable that it may have captured."""
-    if depth > 6:
-        return
-    near: list[tuple[str, Any]] = []
+def _surroundings(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a callable may have captured, the nearest first."""
+    seen = {id(mod): mod}
+    queue = deque([mod])
+    while queue and len(seen) < SEARCHED:
+        for name, item in _near(queue.popleft()):
+            if isinstance(item, torch.Tensor):
+                yield name, item
+            elif id(item) not in seen and _may_hold_tensors(item):
+                seen[id(item)] = item
+                queue.append(item)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    if isinstance(value, (type, str)) or inspect.ismodule(value) or inspect.isbuiltin(value):
+        return False
+    return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
+
+
+def _near(value: Any) -> list[tuple[str, Any]]:
+    """(name, value) of what one function, object or container holds."""
     if isinstance(value, functools.partial):
-        near += [(f"argument{i}", a) for i, a in enumerate(value.args)]
-        near += [*value.keywords.items(), ("", value.func)]
-    elif inspect.ismethod(value):
-        near += [*vars(value.__self__).items()] if hasattr(value.__self__, "__dict__") else []
-        near += [*getattr(value.__self__, "_parameters", {}).items(), *getattr(value.__self__, "_buffers", {}).items()]
-        near += [("", value.__func__)]
-    elif inspect.isfunction(value):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        near += [(name, c.cell_contents) for name, c in cells if _is_full(c)]
-        near += [(n, value.__globals__[n]) for n in value.__code__.co_names if n in value.__globals__]
-        near += [(f"default{i}", d) for i, d in enumerate(value.__defaults__ or ())]
-        near += [*(value.__kwdefaults__ or {}).items()]
-    elif isinstance(value, (tuple, list)):
-        near += [("", v) for v in value[:64]]
-    elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
-        near += [*vars(value).items(), ("", type(value).__call__)]
-        near += [*getattr(value, "_parameters", {}).items(), *getattr(value, "_buffers", {}).items()]
-    for name, item in near:
-        if isinstance(item, torch.Tensor):
-            yield name or "captured", item
-        elif isinstance(item, (functools.partial, tuple, list)) or inspect.ismethod(item) or inspect.isfunction(item):
-            yield from _surroundings(item, depth + 1)
-        elif name in ("self", "") or callable(item) and hasattr(item, "__dict__") and not inspect.ismodule(item):
-            if not isinstance(item, type) and not inspect.isbuiltin(item):
-                yield from ((n, v) for n, v in getattr(item, "__dict__", {}).items() if isinstance(v, torch.Tensor))
+        arguments = [(f"argument{i}", a) for i, a in enumerate(value.args)]
+        return [*value.keywords.items(), *arguments, ("", value.func)]
+    if inspect.ismethod(value):
+        return [("", value.__func__), *_near(value.__self__)]
+    if inspect.isfunction(value):
+        return _near_function(value)
+    if isinstance(value, (tuple, list)):
+        return [(f"item{i}", v) for i, v in enumerate(value[:64])]
+    if isinstance(value, dict):
+        return [(str(k), v) for k, v in value.items()]
+    held = [*getattr(value, "__dict__", {}).items()]
+    if isinstance(value, torch.nn.Module):
+        held += [*value._parameters.items(), *value._buffers.items(), *value._modules.items()]
+    return [*held, ("", type(value).__call__)] if callable(value) else held
+
+
+def _near_function(function: Any) -> list[tuple[str, Any]]:
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    near = [(name, cell.cell_contents) for name, cell in cells if _is_full(cell)]
+    if _is_users(code.co_filename):  # what torch's own functions use is nobody's capture
+        near += [(n, function.__globals__[n]) for n in code.co_names if n in function.__globals__]
+    defaults = function.__defaults__ or ()
+    near += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
+    return [*near, *(function.__kwdefaults__ or {}).items()]
 
 
 def _is_full(cell: Any) -> bool:

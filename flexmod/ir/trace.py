@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir.graph import Builder, Capture, Graph, Node, dtype_name
-from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, kind, promote
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
@@ -44,10 +44,11 @@ REDUCTIONS = {
     "einsum", "bincount", "count_nonzero", "unique",
 }  # fmt: skip
 RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
-    "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform", "exponential", "random",
-    "gumbel_softmax",
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
+    "exponential", "random", "gumbel_softmax",
 }  # fmt: skip
+ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
 OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 
@@ -100,8 +101,8 @@ class Tracer:
         """The number of a captured tensor, by identity."""
         if tensor.dtype not in VALUE_DTYPES or tensor.layout != torch.strided:
             raise errors.ModDtypeError(
-                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {tensor.layout}", where=user_line(),
-                accepted="strided bool, integer and floating-point tensors",
+                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {tensor.layout}",
+                where=user_line(), accepted="strided bool, integer and floating-point tensors",
             )  # fmt: skip
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
@@ -115,7 +116,9 @@ class Tracer:
         if not self.tensors or self.mod is None:
             return ()
         names = capture_names(self.mod, self.tensors, self._given_names)
-        return tuple(Capture(n, t.dtype, t.dim(), _is_wide(t)) for n, t in zip(names, self.tensors, strict=True))
+        return tuple(
+            Capture(n, t.dtype, t.dim(), _is_wide(t)) for n, t in zip(names, self.tensors, strict=True)
+        )
 
     def load(self, number: int, indices: Sequence[Node]) -> Node:
         return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
@@ -133,6 +136,8 @@ class Tracer:
                 tensor = traced.tensors[number]
                 self._given_names[id(tensor)] = traced.graph.captures[number].name
                 new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
+            elif n.is_const:
+                new[n] = n  # one of its own still, see `Builder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
         return Proxy(self, new[traced.graph.result])
@@ -148,26 +153,30 @@ class Tracer:
         """Any operand as a Node."""
         if isinstance(value, Proxy):
             return value._node
-        if isinstance(value, (bool, int, float)):
-            return Builder.fresh_const(value, where=self.where())
         if isinstance(value, (torch.Tensor, CaptureView)):
             return self._tensor_operand(value, operation)
-        if hasattr(value, "__float__"):  # numpy scalars, sympy numbers
-            number = value.__index__() if hasattr(value, "__index__") else float(value)
-            return Builder.fresh_const(number, where=self.where())
-        raise errors.OperationArgumentError(
-            operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
-            advice="give it traced scalars, numbers or elements of captured tensors.",
-        )  # fmt: skip
+        number = plain_number(value)
+        if number is None:
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
+                advice="give it traced scalars, numbers or elements of captured tensors.",
+            )  # fmt: skip
+        if type(number) is int and not -(2**63) <= number < 2**63:
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"{number}, which needs more than 64 bits", where=user_line(),
+                advice="use a smaller integer, or a float.",
+            )  # fmt: skip
+        return Builder.fresh_const(number, where=self.where())
 
     def _tensor_operand(self, tensor: torch.Tensor | CaptureView, operation: str) -> Node:
         rank = tensor.dim()
         if rank:
             name = tensor.name if isinstance(tensor, CaptureView) else self.name_of(tensor)
-            indices = ", ".join(("b", "h", "q_idx", "kv_idx")[-rank:])
+            indices = ", ".join(MASK_ARGUMENTS[-rank:])
+            indices = f"..., {indices}" if isinstance(tensor, CaptureView) else indices
             raise errors.NotScalarError(
                 what=f"{operation} was given {name}", shape=tuple(tensor.shape), where=user_line(),
-                example=f"{name}[..., {indices}]" if isinstance(tensor, CaptureView) else f"{name}[{indices}]",
+                example=f"{name}[{indices}]",
             )  # fmt: skip
         assert isinstance(tensor, torch.Tensor)
         if tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype in VALUE_DTYPES:
@@ -180,11 +189,17 @@ class Tracer:
         nodes = [self.node(a, name) for a in args]
         dtypes = [n.dtype for n in nodes]
         dtype = row.dtype(*dtypes)
-        at = row.argument_dtypes(dtypes, dtype)[-1]
-        if isinstance(row.triton, dict) and kind(at) not in row.triton:
+        refused = row.refused(dtypes, dtype)
+        if refused is not None:
+            target = torch.bool if row.name == "where" else torch.int32
             raise errors.OperationArgumentError(
-                operation=name, problem=f"{dtype_name(at)} operands", where=user_line(),
-                advice="cast them first, e.g. with .to(torch.int32).",
+                operation=name, problem=f"{dtype_name(refused)} operands", where=user_line(),
+                advice=f"cast them first, e.g. with .to({target}).",
+            )  # fmt: skip
+        if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
+            raise errors.OperationArgumentError(
+                operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
+                where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
             )  # fmt: skip
         return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
 
@@ -192,8 +207,8 @@ class Tracer:
         node = self.node(value, "a cast")
         if dtype not in VALUE_DTYPES:
             raise errors.ModDtypeError(
-                name="the target of a cast", dtype=str(dtype), accepted="bool, integer and floating-point dtypes",
-                where=user_line(),
+                name="the target of a cast", dtype=str(dtype),
+                accepted="bool, integer and floating-point dtypes", where=user_line(),
             )  # fmt: skip
         if node.dtype == dtype:
             return Proxy(self, node)
@@ -213,7 +228,9 @@ class Tracer:
             raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=node.where)
         if kind == "score" and is_bool:
             raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=node.where)
-        return node if is_bool else self.cast(Proxy(self, node), torch.float32)._node
+        if is_bool or node.dtype == torch.float32:
+            return node
+        return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
     # torch functions
 
@@ -221,6 +238,7 @@ class Tracer:
         """A torch function or method with a traced value among its arguments."""
         name = getattr(func, "__name__", str(func))
         self.refuse_impure(name, kwargs)
+        kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
         if name == "__getitem__":
             return self.index(*args)
         bare = name.strip("_")
@@ -228,6 +246,9 @@ class Tracer:
             reverse = bare not in BINARY and bare[1:] in BINARY
             bare = BINARY.get(bare[1:] if reverse else bare, bare)
             args = args[::-1] if reverse else args
+        if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
+            kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
+            args = ()
         if bare in CASTS:
             return self.cast(args[0], CASTS[bare])
         if bare in FILLS:
@@ -237,8 +258,7 @@ class Tracer:
         if bare in BY_TORCH_NAME:
             return self.table_row(bare, args, kwargs)
         if bare in COMPOSED:
-            first = Proxy(self, self.node(args[0], bare))
-            return COMPOSED[bare](first, *args[1:], **kwargs)
+            return self.composed(bare, args, kwargs)
         if bare in REDUCTIONS:
             raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
         if bare in CONCRETE:
@@ -251,29 +271,46 @@ class Tracer:
     def refuse_impure(self, name: str, kwargs: dict[str, Any]) -> None:
         """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
         bare = name.strip("_")
-        if bare in RANDOM:
-            raise errors.RandomNumberError(operation=f"torch.{bare}", where=user_line())
         dunder = name.startswith("__")
+        if bare in RANDOM and not dunder:  # `__rand__` is the & of a number with a tensor
+            raise errors.RandomNumberError(operation=f"torch.{bare}", where=user_line())
         in_place = dunder and bare[:1] == "i" and bare[1:] in BINARY
         if in_place or name in ("__setitem__", "__set__") or (name.endswith("_") and not dunder):
             raise errors.MutationError(operation=name, where=user_line())
-        if kwargs.get("out") is not None:
-            raise errors.MutationError(operation=f"{name}(out=...)", where=user_line())
+        for option in ("out", "inplace"):
+            if kwargs.get(option) is not None and kwargs[option] is not False:
+                raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
+
+    def composed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch call that stands for several operations of the table."""
+        operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
+        options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+        try:
+            return COMPOSED[name](Proxy(self, self.node(operands[0], name)), *operands[1:], **options)
+        except errors.FlexmodError:
+            raise
+        except TypeError as error:
+            raise errors.OperationArgumentError(
+                operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
+                advice=f"leave out what is not elementwise ({error}).",
+            ) from error  # fmt: skip
 
     def table_row(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """A torch call with its keywords as an operation of the table."""
         operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
         options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
         rounding = options.pop("rounding_mode", None)
-        if rounding:
-            name = "floor_divide" if rounding == "floor" else "trunc_divide"
+        if rounding in ROUNDINGS:
+            name = ROUNDINGS[rounding]
+        elif rounding is not None:
+            options["rounding_mode"] = rounding
         alpha = options.pop("alpha", 1)
         if alpha != 1:
             operands = (operands[0], self.apply("mul", (operands[1], alpha)))
         if name == "float_power":
             operands = tuple(self.cast(a, torch.float64) for a in operands)
         arity = {"where": 3}.get(name, 1 if name in _UNARY else 2)
-        if name in ("min", "max") and len(operands) == 1:
+        if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
             raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
         if len(operands) != arity or any(v is not None for v in options.values()):
             problem = f"the argument {min(options)!r}" if options else f"{len(operands)} operands"
@@ -314,8 +351,22 @@ class Tracer:
         return self.cast(value, dtype)
 
 
+def plain_number(value: Any) -> bool | int | float | None:
+    """A Python or numpy number, an enum's, a sympy one, as a plain Python number; None for anything else."""
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    for plain in (bool, int, float):
+        if isinstance(value, plain):
+            return plain(value)
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    return float(value) if hasattr(value, "__float__") else None
+
+
 def _is_wide(tensor: torch.Tensor) -> bool:
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 2**31
+    return (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 2**31
+    )
 
 
 _SPECIAL: dict[str, Callable[..., Proxy]] = {

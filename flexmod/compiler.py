@@ -1,0 +1,175 @@
+"""The pipeline, on one screen: from a user's function to a loaded module of kernels.
+
+    trace      the function runs once on proxies                                ir/trace.py
+    check      the result, dtypes, captures: refused by name                    ir/trace.py, attention.py
+    promote    constants that differ from call to call become arguments         `Constants`, below
+    optimize   fold, simplify; -inf branches of a score_mod split off as a mask  ir/passes.py
+    widen      index arithmetic in 64 bits where 32 would overflow              ir/passes.py
+    derive     the score_mod's derivative, where gradients are asked for        ir/derivative.py
+    place      loads and arithmetic by program, row, column or element          codegen/triton_text.py
+    write      device functions as Triton text                                  codegen/triton_text.py
+    render     templates + text + KernelSpec -> one complete module             codegen/render.py
+    load       a content-hashed file in the cache folder, imported              codegen/cache.py
+
+Everything after `trace` is keyed on what was traced, never on the identity of a function: a closure that has
+changed cannot meet a stale kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+from flexmod import config
+from flexmod.codegen import cache
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.render import render
+from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.triton_text import write
+from flexmod.ir.derivative import differentiate
+from flexmod.ir.graph import Graph
+from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
+
+Numbers = tuple[bool | int | float, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A mod after the graph stages.
+
+    `score` is None where a score_mod leaves the score as it is; `split` is the mask that its -inf branches
+    make. For a mask_mod `score` is the mask's own graph and `split` None.
+    """
+
+    score: Graph | None
+    split: Graph | None
+
+    @cached_property
+    def grad(self) -> Graph | None:
+        return None if self.score is None else stage("derive", lambda: optimize(differentiate(self.score)))  # type: ignore[arg-type]
+
+    @cached_property
+    def text(self) -> ModText | None:
+        return None if self.score is None else stage("write", lambda: write(self.score))  # type: ignore[arg-type]
+
+    @cached_property
+    def grad_text(self) -> ModText | None:
+        return None if self.grad is None else stage("write", lambda: write(self.grad))  # type: ignore[arg-type]
+
+
+def lower(
+    graph: Graph, extents: Extents, numbers: Mapping[int, int | float] | None = None, *, split: bool
+) -> Lowered:
+    """A traced graph through the graph stages. `numbers` are the values of its parameters, by place."""
+    return _lower(fitted(graph, extents, tuple((numbers or {}).items())), split)
+
+
+@lru_cache(4096)
+def _lower(graph: Graph, split: bool) -> Lowered:
+    show("traced", graph)
+    graph = stage("optimize", lambda: optimize(graph))
+    show("optimized", graph)
+    if not split:
+        return (
+            Lowered(graph, None)
+            if graph.kind == "mask" or graph.result.op != "input"
+            else Lowered(None, None)
+        )
+    return Lowered(*split_mask(graph))
+
+
+class Constants:
+    """Which constants of a graph have become run-time arguments.
+
+    The first graph of a skeleton keeps its numbers. When it comes back with others, all that differ are
+    promoted at once; later values of these compile nothing.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Numbers, frozenset[int]]] = {}
+        self._lock = threading.Lock()
+
+    def promote(self, graph: Graph) -> tuple[Graph, Numbers]:
+        """The graph to compile, and the numbers of this call by place."""
+        skeleton, numbers = graph.skeleton
+        with self._lock:
+            first, promoted = self._known.setdefault(skeleton, (numbers, frozenset()))
+            differing = {i for i, (a, b) in enumerate(zip(first, numbers, strict=True)) if not _same(a, b)}
+            if not differing <= promoted:
+                promoted = promoted | differing
+                self._known[skeleton] = (first, promoted)
+        return (promote_constants(graph, promoted) if promoted else graph), numbers
+
+
+def _same(a: object, b: object) -> bool:
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+CONSTANTS = Constants()
+
+
+@dataclass(frozen=True, eq=False)
+class Mod:
+    """One mod of a call, ready for kernels: what was lowered, and the numbers that its parameters take."""
+
+    lowered: Lowered
+    numbers: Numbers
+
+
+def compile_mod(graph: Graph, extents: Extents) -> Mod:
+    """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
+    promoted, numbers = CONSTANTS.promote(graph)
+    places = dict(enumerate(numbers)) if promoted is not graph else {}
+    return Mod(lower(promoted, extents, places, split=False), numbers)
+
+
+@lru_cache(4096)
+def kernels_for(
+    spec: KernelSpec,
+    score: Lowered | None,
+    mask: Lowered | None,
+    options: tuple[tuple[str, Any], ...] = (),
+    interpreted: bool = False,
+) -> Kernels:
+    """The kernels of a spec and its mods; they are rendered and loaded when they are first launched."""
+    score_text = score.text if score else None
+    mask_text = mask.text if mask else None
+    grad_text = score.grad_text if score and spec.backward else None
+    return Kernels(
+        spec, lambda s: build(s, score_text, mask_text, grad_text), score_text, mask_text, grad_text,
+        dict(options), interpreted,
+    )  # fmt: skip
+
+
+def build(spec: KernelSpec, score: ModText | None, mask: ModText | None, grad: ModText | None) -> ModuleType:
+    """render and load."""
+    text = stage("render", lambda: render(spec, score, mask, grad))
+    name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
+    module = stage("load", lambda: cache.load(text, name))
+    if config.debug_level() >= 3:
+        print(f"flexmod: source {module.__file__}", file=sys.stderr)
+    return module
+
+
+def stage(name: str, work: Callable[[], T]) -> T:
+    """Run one stage; FLEXMOD_DEBUG=1 prints how long it took."""
+    if config.debug_level() < 1:
+        return work()
+    start = time.perf_counter()
+    result = work()
+    print(f"flexmod: {name:<8} {(time.perf_counter() - start) * 1e6:8.0f} us", file=sys.stderr)
+    return result
+
+
+def show(title: str, graph: Graph) -> None:
+    """FLEXMOD_DEBUG=2 prints graphs."""
+    if config.debug_level() >= 2:
+        print(f"flexmod: {title}\n{graph}", file=sys.stderr)

@@ -1,0 +1,180 @@
+"""Generated source: files, modules, and what can go wrong between them."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import triton
+
+from flexmod import config
+from flexmod.codegen import cache
+
+ROOT = Path(__file__).parents[2]
+
+KERNEL = '''"""A kernel."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_one(X, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(X + i, mask=i < N)
+    tl.store(X + i, x + 1, mask=i < N)
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder of the test's own, and a process that has loaded nothing."""
+    path = tmp_path / "kernels"
+    monkeypatch.setenv(config.CACHE_DIR, str(path))
+    forget()
+    yield path
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    config.config.cache_clear()
+    cache._modules.clear()
+    cache._warn_once.cache_clear()
+
+
+def file_of(module: ModuleType) -> Path:
+    assert module.__file__ is not None
+    return Path(module.__file__)
+
+
+def test_a_readable_file_is_written(folder: Path) -> None:
+    module = cache.load(KERNEL, "add one")
+    path = file_of(module)
+    assert path.parent == folder
+    assert path.read_text() == KERNEL
+    stem, digest = path.stem.rsplit("_", 1)
+    assert stem == "add_one"
+    assert len(digest) == 12
+    assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_source_is_found() -> None:
+    module = cache.load(KERNEL, "kernel")
+    assert isinstance(module.add_one, triton.JITFunction)
+    assert inspect.getsource(module.add_one.fn) == KERNEL[KERNEL.index("@triton") :]
+    assert inspect.getsource(module) == KERNEL
+
+
+def test_one_module_for_one_text() -> None:
+    first = cache.load(KERNEL, "kernel")
+    assert cache.load(KERNEL, "kernel") is first
+    assert cache.load(KERNEL + "\n", "kernel") is not first
+
+
+def test_a_file_that_is_right_is_left_alone() -> None:
+    path = file_of(cache.load(KERNEL, "kernel"))
+    os.utime(path, (1, 1))
+    cache._modules.clear()
+    cache.load(KERNEL, "kernel")
+    assert path.stat().st_mtime == 1
+
+
+@pytest.mark.parametrize("damaged", ["", KERNEL[:60], "raise RuntimeError('stale')\n"])
+def test_a_damaged_file_is_rewritten(damaged: str) -> None:
+    path = file_of(cache.load(KERNEL, "kernel"))
+    path.write_text(damaged)
+    cache._modules.clear()
+    module = cache.load(KERNEL, "kernel")
+    assert path.read_text() == KERNEL
+    assert "x + 1" in inspect.getsource(module.add_one.fn)
+
+
+def test_source_outlives_the_file() -> None:
+    module = cache.load(KERNEL, "kernel")
+    file_of(module).unlink()
+    assert "x + 1" in inspect.getsource(module.add_one.fn)
+
+
+def test_text_that_raises_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError):
+        cache.load("1 / 0\n", "broken")
+    assert not [name for name in sys.modules if name.startswith("flexmod_generated.broken")]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    monkeypatch.setenv(config.CACHE_DIR, str(blocker / "kernels"))
+    config.config.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot write to its cache folder .*Not a directory") as caught:
+        module = cache.load(KERNEL, "kernel")
+        cache.load(KERNEL + "\n", "kernel")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert file_of(module).read_text() == KERNEL
+
+
+def test_a_read_only_folder_is_used_for_what_it_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file_of(cache.load(KERNEL, "kernel"))
+    cache._modules.clear()
+    forbid_writing(folder, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert file_of(cache.load(KERNEL, "kernel")) == path
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        assert file_of(cache.load(KERNEL + "\n", "kernel")).parent != folder
+
+
+def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the folder's permissions would, which do not bind a test that root runs."""
+    make = tempfile.mkstemp
+
+    def refuse(*, dir: Path, **options: str) -> tuple[int, str]:
+        if dir == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
+        return make(dir=dir, **options)
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+
+
+def test_threads_get_one_module() -> None:
+    found: list[ModuleType] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.load(KERNEL, "kernel"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_processes_write_at_once(folder: Path) -> None:
+    script = (
+        "import sys; from flexmod.codegen import cache\n"
+        "sys.stdin.readline()\n"
+        "for n in range(100): print(cache.load(f'value = {n}\\n', 'shared').value)\n"
+    )
+    command = [sys.executable, "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    outputs = []
+    for process in started:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert not err
+        outputs.append(out.split())
+    assert outputs == [list(map(str, range(100)))] * 2
+    assert len(list(folder.iterdir())) == 100

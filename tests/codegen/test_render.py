@@ -1,0 +1,106 @@
+"""The text of the modules: whole files held in tests/golden, and rules that every text keeps."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
+
+from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.codegen.render import parameters, render
+from flexmod.codegen.spec import KernelSpec
+
+HALF = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 64, 64, mask_block=(128, 128))
+SINGLE = KernelSpec(torch.float32, torch.float32, torch.float32, 80, 64)
+
+
+def test_golden_causal_forward(golden: Callable[[str, str], None]) -> None:
+    golden(render(HALF, mask=CAUSAL), "causal_forward.txt")
+
+
+def test_golden_alibi_documents(golden: Callable[[str, str], None]) -> None:
+    spec = replace(HALF, head_dim=80, backward=True, shared_kv=True)
+    golden(render(spec, ALIBI, DOCUMENT, ALIBI_GRAD), "alibi_document_backward.txt")
+
+
+def test_golden_without_mods(golden: Callable[[str, str], None]) -> None:
+    golden(render(replace(SINGLE, backward=True)), "plain_backward_float32.txt")
+
+
+ALL = [
+    (replace(spec, mask_block=block, positive_scale=positive, shared_kv=shared, backward=True), mods)
+    for spec, block, positive, shared, mods in product(
+        (HALF, SINGLE),
+        (None, (64, 128)),
+        (True, False),
+        (True, False),
+        (
+            (None, None, None),
+            (None, DOCUMENT, None),
+            (SOFTCAP, None, SOFTCAP_GRAD),
+            (ALIBI, CAUSAL, ALIBI_GRAD),
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("spec, mods", ALL, ids=range(len(ALL)))
+def test_a_careful_text(
+    spec: KernelSpec, mods: tuple[ModText | None, ModText | None, ModText | None]
+) -> None:
+    text = render(spec, *mods)
+    lines = text.split("\n")
+    assert max(map(len, lines)) <= 110
+    assert all(line == line.rstrip() for line in lines)
+    assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
+    for before, line in zip(lines, lines[1:], strict=False):
+        assert line or not before.endswith((":", "(")), f"a blank line opens a block after: {before}"
+    compile(text, "module", "exec")
+    assert unused_names(text) == []
+
+
+def unused_names(text: str) -> list[str]:
+    """Local names and parameters of functions that nothing reads; do_not_specialize must name parameters."""
+    found = []
+    functions = [
+        f for f in symtable.symtable(text, "module", "exec").get_children() if f.get_type() == "function"
+    ]
+    for f in functions:
+        found += [
+            f"{f.get_name()}: {s.get_name()}"
+            for s in f.get_symbols()
+            if s.is_local() and not s.is_referenced()
+        ]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and isinstance(node.decorator_list[0], ast.Call):
+            listed = ast.literal_eval(node.decorator_list[0].keywords[0].value)
+            found += [name for name in listed if name not in {a.arg for a in node.args.args}]
+    # a mod's main function takes all positions, whatever it reads
+    free = {"b", "h", "q_idx", "kv_idx", "score"}
+    return [name for name in found if name.rpartition(" ")[2] not in free]
+
+
+def test_parameters_of_equal_names() -> None:
+    assert [p.name for p in parameters(SOFTCAP, SOFTCAP_GRAD)] == ["cap"]
+    other = ModText("", "", parameters=(Parameter("cap", "pointer", 0),))
+    with pytest.raises(ValueError, match="two mods use the parameter name cap for different things"):
+        parameters(SOFTCAP, other)
+
+
+def test_a_backward_needs_the_derivative() -> None:
+    with pytest.raises(ValueError, match="a score_mod's text and its derivative's, or neither"):
+        render(replace(HALF, backward=True), SOFTCAP)
+
+
+def test_what_the_mods_call_of_the_prelude_is_there() -> None:
+    mod = ModText(
+        "@triton.jit\ndef mask_mod(b, h, q_idx, kv_idx):\n    return remainder(q_idx, 3) == 0", CAUSAL.call
+    )
+    text = render(HALF, mask=mod)
+    assert text.count("def remainder(a, b):") == 1 and "def floor_divide(" not in text

@@ -1,0 +1,68 @@
+"""KernelSpec and the ladder of tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder, padded, statistics_rows
+from flexmod.errors import BlockSizeError, OptionValueError
+
+KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv")
+SPEC = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 128, 128)
+
+
+@pytest.mark.parametrize(
+    "dim, expected", [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (192, 256), (512, 512)]
+)
+def test_padded(dim: int, expected: int) -> None:
+    assert padded(dim) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("block", [None, (16, 16), (48, 128), (64, 64), (128, 128), (1024, 256)], ids=str)
+def test_tiles_divide_the_blocks_of_the_mask(kernel: KernelName, block: tuple[int, int] | None) -> None:
+    for dtype, dim in product((torch.float16, torch.float32), (8, 64, 100, 256, 512, 700)):
+        tiles = ladder(replace(SPEC, q_dtype=dtype, head_dim=dim, mask_block=block), kernel, {})
+        assert len(set(tiles)) == len(tiles) > 0
+        for tile in tiles:
+            assert min(tile.block_m, tile.block_n) >= 16
+            if block:
+                assert block[0] % tile.block_m == 0 and block[1] % tile.block_n == 0
+
+
+@pytest.mark.parametrize("block", [(8, 128), (128, 24)], ids=str)
+def test_blocks_that_no_tile_divides(block: tuple[int, int]) -> None:
+    with pytest.raises(BlockSizeError, match="is no multiple of 16 on both sides"):
+        ladder(replace(SPEC, mask_block=block), "forward", {})
+
+
+def test_options_stand_on_every_rung() -> None:
+    options = {
+        "BLOCK_M": 32,
+        "BLOCK_N": 64,
+        "num_warps": 2,
+        "num_stages": 1,
+        "bwd_num_warps": 8,
+        "BLOCK_N2": 16,
+    }
+    assert ladder(SPEC, "forward", options) == (Tile(32, 64, 2, 1),)
+    assert {(t.block_n, t.warps, t.stages) for t in ladder(SPEC, "dq", options)} == {(16, 8, 1)}
+    assert {(t.warps, t.stages) for t in ladder(SPEC, "dkdv", options)} == {(8, 1)}
+
+
+def test_an_option_that_the_blocks_forbid() -> None:
+    spec = replace(SPEC, mask_block=(64, 128))
+    assert ladder(spec, "dkdv", {"BLOCK_N1": 128})[0].block_n == 128
+    with pytest.raises(
+        OptionValueError, match="kernel option BLOCK_M1 is 128.\n  Instead: give a divisor of"
+    ):
+        ladder(spec, "dkdv", {"BLOCK_M1": 128})
+
+
+@pytest.mark.parametrize("dim, rows", [(16, 128), (128, 64), (512, 16), (2048, 16)])
+def test_statistics_rows(dim: int, rows: int) -> None:
+    assert statistics_rows(replace(SPEC, value_dim=dim)) == rows

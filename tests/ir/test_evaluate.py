@@ -1,0 +1,128 @@
+"""evaluate(): dtypes, shapes, index widths, float64, and replay()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod.ir.evaluate import evaluate, replay
+from flexmod.ir.passes import optimize, widen
+from flexmod.ir.trace import Traced, trace
+
+docs = torch.tensor([0, 0, 1, 1])
+heads = torch.tensor([0.1, 0.2], dtype=torch.bfloat16)
+
+
+def place(*sizes: int, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
+    """b, h, q_idx and kv_idx, each along its own axis."""
+    names = ("b", "h", "q_idx", "kv_idx")
+    return {
+        name: torch.arange(n, dtype=dtype).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, (name, n) in enumerate(zip(names, sizes, strict=True))
+    }
+
+
+def value(traced: Traced, **inputs: Any) -> torch.Tensor:
+    (result,) = evaluate(traced.graph, traced.tensors, **inputs)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint8])
+def test_positions_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    traced = trace(lambda b, h, q, k: q - k > -2, "mask")
+    expected = torch.arange(4)[:, None] - torch.arange(5) > -2
+    assert torch.equal(value(traced, **place(1, 1, 4, 5, dtype=dtype))[0, 0], expected)
+
+
+def test_results_are_as_large_as_what_they_read() -> None:
+    sizes = place(2, 3, 4, 5)
+    assert value(trace(lambda b, h, q, k: q > 1, "mask"), **sizes).shape == (1, 1, 4, 1)
+    assert value(trace(lambda b, h, q, k: (q > 1) & (b == h), "mask"), **sizes).shape == (2, 3, 4, 1)
+    assert value(trace(lambda b, h, q, k: True, "mask"), **sizes).shape == ()
+    assert value(trace(lambda b, h, q, k: docs[1] == 0, "mask"), **sizes).shape == ()
+
+
+def test_result_dtypes() -> None:
+    sizes = place(1, 1, 2, 2)
+    assert value(trace(lambda b, h, q, k: True, "mask"), **sizes).dtype == torch.bool
+    score = trace(lambda s, b, h, q, k: q, "score")
+    assert value(score, **sizes).dtype == torch.float32
+    (wide,) = evaluate(score.graph, (), **sizes, real=torch.float64)
+    assert wide.dtype == torch.float64
+
+
+def test_int32_wraps_until_it_is_widened() -> None:
+    graph = trace(lambda b, h, q, k: q * 2**20 > 0, "mask").graph
+    (narrow,) = evaluate(graph, (), **place(1, 1, 2049, 1))
+    (wide,) = evaluate(widen(graph), (), **place(1, 1, 2049, 1))
+    assert not narrow[0, 0, 2048]
+    assert wide[0, 0, 2048]
+
+
+def test_float64_is_the_truth() -> None:
+    """Floats of every dtype become float64, numbers are exact."""
+    traced = trace(lambda s, b, h, q, k: s * 0.1 + heads[h] + torch.tensor(0.3), "score")
+    score = torch.full((1, 2, 1, 1), 0.7, dtype=torch.float64)
+    (found,) = evaluate(traced.graph, traced.tensors, **place(1, 2, 1, 1), score=score, real=torch.float64)
+    expected = 0.7 * 0.1 + heads.double() + torch.tensor(0.3).double()
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-15, atol=0)
+
+
+def test_optimized_graphs_say_the_same() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((q >= k) & True, s**2 * 1.0 + 0.0, -(s.neg()) / 4) + docs[q] * 1
+
+    traced = trace(mod, "score")
+    score = torch.randn(1, 1, 4, 4)
+    before = evaluate(traced.graph, traced.tensors, **place(1, 1, 4, 4), score=score)
+    after = evaluate(optimize(traced.graph), traced.tensors, **place(1, 1, 4, 4), score=score)
+    torch.testing.assert_close(before, after)
+
+
+def test_gradients_flow_to_captures() -> None:
+    weights = torch.randn(4, requires_grad=True)
+    traced = trace(lambda s, b, h, q, k: s * weights[q] + weights[k], "score")
+    (result,) = evaluate(traced.graph, traced.tensors, **place(1, 1, 4, 4), score=torch.ones(1, 1, 4, 4))
+    (found,) = torch.autograd.grad(result.sum(), weights)
+    torch.testing.assert_close(found, torch.full((4,), 8.0))
+
+
+def test_several_results() -> None:
+    traced = trace(lambda b, h, q, k: (q > 1) & (k > 0), "mask")
+    left, right = traced.graph.result.args
+    graph = type(traced.graph)("mask", (left, right))
+    q, k = evaluate(graph, (), **place(1, 1, 3, 2))
+    assert q.flatten().tolist() == [False, False, True]
+    assert k.flatten().tolist() == [False, True]
+
+
+# replay
+
+
+def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (docs[q] == docs[k]) & (q - k <= 2) & (k - q <= 2)
+
+
+def test_replay_on_tensors() -> None:
+    traced = trace(same_document, "mask")
+    places = place(1, 1, 4, 4)
+    assert torch.equal(replay(traced)(**places), value(traced, **places))
+
+
+def test_replay_traces_to_the_same_graph() -> None:
+    traced = trace(same_document, "mask")
+    again = trace(replay(traced), "mask")
+    assert again.graph == traced.graph
+    assert again.graph.skeleton == traced.graph.skeleton
+    assert str(again.graph) == str(traced.graph), "names and lines too"
+    assert again.tensors[0] is docs
+
+
+def test_replay_inside_another_mod() -> None:
+    inner = replay(trace(same_document, "mask"))
+    traced = trace(lambda b, h, q, k: inner(b, h, q + 1, k) & (docs[k] > 0), "mask")
+    assert [c.name for c in traced.graph.captures] == ["docs"]
+    expected = [[bool(same_document(0, 0, q + 1, k) & (docs[k] > 0)) for k in range(4)] for q in range(3)]
+    assert value(traced, **place(1, 1, 3, 4))[0, 0].tolist() == expected

@@ -1,0 +1,439 @@
+"""The table of operations, row by row: dtypes, Triton text, derivatives and intervals against torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from mod_kernel import run
+
+from flexmod import errors
+from flexmod.ir import ops
+from flexmod.ir.bounds import UNKNOWN
+from flexmod.ir.derivative import differentiate
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.graph import Builder, Capture, Graph
+from flexmod.ir.ops import OPS, Op
+from flexmod.ir.proxy import Proxy
+from flexmod.ir.trace import Tracer, trace
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+KINDS = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
+CPU = torch.device("cpu")
+
+
+def arity(row: Op) -> int:
+    return 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
+
+
+rows = pytest.mark.parametrize("row", OPS.values(), ids=OPS)
+
+
+# dtypes
+
+
+def operand(dtype: Any) -> Any:
+    return dtype(1) if isinstance(dtype, type) else torch.tensor(1, dtype=dtype)
+
+
+def torch_dtype(row: Op, dtypes: tuple[Any, ...]) -> torch.dtype | None:
+    """The dtype that torch gives, None where it refuses."""
+    first = [torch.tensor(True)] if row.name == "where" else []
+    operands = [operand(d) for d in dtypes]
+    try:
+        return row.torch(*first, *operands).dtype
+    except TypeError:  # this function takes tensors alone: what would it be if it took numbers too?
+        pass
+    except (RuntimeError, NotImplementedError):
+        return None
+    try:
+        row.torch(*first, *map(torch.as_tensor, operands))
+    except (RuntimeError, NotImplementedError):
+        return None
+    is_truth = row.dtype is ops.OPS["eq"].dtype
+    return (
+        torch.bool if is_truth else torch.result_type(*operands) if len(operands) > 1 else operands[0].dtype
+    )
+
+
+def traced_dtype(row: Op, dtypes: tuple[Any, ...]) -> torch.dtype | None:
+    tracer = Tracer(None, CPU)
+    operands = [d(1) if isinstance(d, type) else Proxy(tracer, tracer.builder.input(f"x{i}", d))
+                for i, d in enumerate(dtypes)]  # fmt: skip
+    if row.name == "where":
+        operands.insert(0, Proxy(tracer, tracer.builder.input("condition", torch.bool)))
+    try:
+        return tracer.apply(row.torch_names[0], operands).dtype
+    except errors.OperationArgumentError:
+        return None
+
+
+@rows
+def test_result_dtype_is_torchs(row: Op) -> None:
+    """For all pairs of dtypes and Python numbers; what torch refuses is refused."""
+    wrong = []
+    for dtypes in itertools.product((*DTYPES, bool, int, float), repeat=min(arity(row), 2)):
+        if all(isinstance(d, type) for d in dtypes):
+            continue
+        if row.name == "pow" and dtypes == (torch.bool, bool):
+            continue  # torch knows b ** True alone of the powers of truth values
+        expected, found = torch_dtype(row, dtypes), traced_dtype(row, dtypes)
+        if expected != found:
+            wrong.append((dtypes, expected, found))
+    assert not wrong
+
+
+@pytest.mark.parametrize("condition", [torch.uint8, torch.int32, torch.float32])
+def test_where_takes_a_bool_condition(condition: torch.dtype) -> None:
+    tracer = Tracer(None, CPU)
+    with pytest.raises(errors.OperationArgumentError):
+        tracer.apply("where", [Proxy(tracer, tracer.builder.input("condition", condition)), 1, 2])
+
+
+def test_every_row_has_a_test_of_its_kinds() -> None:
+    for row in OPS.values():
+        assert isinstance(row.triton, str) or set(row.triton) <= set(KINDS)
+
+
+# Triton text
+
+FLOATS = torch.tensor(
+    [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -3.0, 7.0, 0.1, -0.1, 10.0, -10.0, 49.0, 88.5,
+     -100.0, 1e-3, -1e-3, 1e-6, 1e-30, -1e-30, 1e-40, 3e4, -3e4, 1e30, -1e30, math.inf, -math.inf, math.nan]
+)  # fmt: skip
+INTS = torch.tensor([0, 1, -1, 2, -2, 3, -3, 5, 7, -7, 31, 32, 33, 64, 100, -100, 46340, 2**31 - 1, -(2**31)])
+# row: (relative, absolute); exact where a row is missing
+TOLERANCE = {
+    "div": (2e-7, 0.0),
+    "pow": (2e-5, 1e-38),
+    "exp": (1e-6, 2e-38), "exp2": (1e-6, 2e-38), "expm1": (2e-6, 1e-38),
+    "log": (1e-6, 3e-7), "log2": (1e-6, 3e-7), "log1p": (2e-6, 1e-38),
+    "sqrt": (2e-7, 1e-22), "rsqrt": (4e-7, 0.0),
+    "sin": (1e-6, 3e-7), "cos": (1e-6, 3e-7), "tan": (2e-5, 3e-7),
+    "tanh": (0.0, 3e-7), "sigmoid": (1e-6, 2e-38), "erf": (1e-6, 2e-7),
+}  # fmt: skip
+
+
+def samples(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.tensor([False, True])
+    if dtype.is_floating_point:
+        return torch.cat([FLOATS, torch.randn(16, generator=generator) * 3]).to(dtype)
+    limits = torch.iinfo(dtype)
+    known = torch.tensor([n for n in INTS.tolist() if limits.min <= n <= limits.max])
+    spread = torch.randint(max(limits.min, -1000), min(limits.max, 1000), (13,), generator=generator)
+    return torch.cat([known, spread]).to(dtype)
+
+
+def defined(row: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where both sides say more than noise: no division of integers by zero, nor one that overflows; no float
+    remainder of 2**28 turns and more."""
+    if row.name in ("floor_divide", "remainder", "trunc_divide", "fmod"):
+        if not a.is_floating_point():
+            return (b != 0) & ~((b == -1) & (a == torch.iinfo(a.dtype).min))
+        return ~((a.abs() / b.abs() > 2**28) & a.isfinite() & (b != 0))
+    if row.name == "pow" and a.is_floating_point():
+        return ~((a == 0) & a.signbit() & (b < 0))  # the sign of -0.0 ** -1 is not kept
+    if row.name in ("sin", "cos", "tan"):
+        return a.float().abs() < 1e5
+    return torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.bool)
+
+
+def graph_of(row: Op, dtype: torch.dtype) -> Graph:
+    """The operation on x[q_idx] and y[kv_idx]."""
+    builder = Builder()
+    q_idx, kv_idx = builder.input("q_idx", torch.int32), builder.input("kv_idx", torch.int32)
+    x = builder.node("load", (q_idx,), dtype, 0)
+    y = builder.node("load", (kv_idx,), dtype, 1)
+    if row.name == "where":
+        arguments = (builder.node("gt", (q_idx, kv_idx), torch.bool), x, y)
+    else:
+        arguments = (x, y)[: arity(row)]
+    result = builder.node(row.name, arguments, row.dtype(*(a.dtype for a in arguments)))
+    return Graph("score", (result,), (Capture("x", dtype, 1), Capture("y", dtype, 1)))
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        pytest.param(row, dtype, id=f"{name}-{kind}")
+        for name, row in OPS.items()
+        for kind, dtype in KINDS.items()
+        if row.refused((dtype,) * arity(row), row.dtype(*(dtype,) * arity(row))) is None or name == "where"
+    ],
+)
+def test_triton_text_does_what_torch_does(row: Op, dtype: torch.dtype, device: torch.device) -> None:
+    x, y = samples(dtype), samples(dtype)
+    a, b = x[:, None], y[None, :]
+    kept = defined(row, a, b)
+    b = b if arity(row) == 1 else torch.where(kept, b, torch.ones_like(b))
+    places = dict(zip(("b", "h", "q_idx", "kv_idx"), positions((1, 1, len(x), len(y))), strict=True))
+    graph = graph_of(row, dtype)
+    found = run(graph, (x.to(device), y.to(device)), (1, 1, len(x), len(y)), device=device)[0, 0].cpu()
+    if row.name == "where":
+        expected = torch.where(torch.arange(len(x))[:, None] > torch.arange(len(y)), a, b)
+    else:
+        expected = row.torch(*(a, b)[: arity(row)])
+    expected = expected.expand(found.shape)
+    assert found.dtype == expected.dtype
+    kept = kept.expand(found.shape)
+    rtol, atol = TOLERANCE.get(row.name, (0.0, 0.0)) if found.is_floating_point() else (0.0, 0.0)
+    torch.testing.assert_close(found[kept], expected[kept], rtol=rtol, atol=atol, equal_nan=True)
+    if kept.all():
+        (evaluated,) = evaluate(graph, (x, y), **places)
+        torch.testing.assert_close(evaluated[0, 0].expand(found.shape), expected, equal_nan=True)
+
+
+BINARY = [
+    pytest.param(row, kind, id=f"{name}-{kind}")
+    for name, row in OPS.items()
+    for kind, dtype in KINDS.items()
+    if arity(row) == 2 and row.refused((dtype, dtype), row.dtype(dtype, dtype)) is None
+]
+NUMBERS_OF_A_KIND: dict[str, bool | int | float] = {"bool": True, "int": 3, "float": 2.5}
+
+
+@pytest.mark.parametrize("promoted", [False, True], ids=["a number", "an argument"])
+@pytest.mark.parametrize("number_first", [False, True], ids=["second", "first"])
+@pytest.mark.parametrize(("row", "kind"), BINARY)
+def test_python_numbers_as_operands(
+    row: Op, kind: str, number_first: bool, promoted: bool, device: torch.device
+) -> None:
+    """x op 3 and 3 op x, the number in the text or a kernel's argument."""
+    dtype, number = KINDS[kind], NUMBERS_OF_A_KIND[kind]
+    x = samples(dtype)
+    x = x[x != 0] if kind == "int" else x
+    x = x[x.isfinite() & (x.abs() < 50) & (x.abs() > 0.01)] if kind == "float" else x
+    builder = Builder()
+    load = builder.node("load", (builder.input("q_idx", torch.int32),), dtype, 0)
+    other = builder.node("param", (), type(number), 0) if promoted else builder.const(number)
+    arguments = (other, load) if number_first else (load, other)
+    result = builder.node(row.name, arguments, row.dtype(*(a.dtype for a in arguments)))
+    graph = Graph("score", (result,), (Capture("x", dtype, 1),))
+    found = run(graph, (x.to(device),), (1, 1, len(x), 1), numbers=(number,), device=device)[0, 0, :, 0].cpu()
+    values = (ops.number(number, dtype), x) if number_first else (x, ops.number(number, dtype))
+    expected = row.torch(*values)
+    rtol, atol = TOLERANCE.get(row.name, (0.0, 0.0)) if found.is_floating_point() else (0.0, 0.0)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def positions(extents: tuple[int, ...]) -> list[torch.Tensor]:
+    """b, h, q_idx and kv_idx, each along its own axis of four."""
+    return [
+        torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(extents)
+    ]
+
+
+CASTS = [
+    (source, target)
+    for source in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32)
+    for target in DTYPES
+    if source != target
+]
+
+
+@pytest.mark.parametrize(("source", "target"), CASTS, ids=lambda d: str(d).removeprefix("torch."))
+def test_casts(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
+    """Every value that the target can say; what a number outside a float's range becomes is the chip's."""
+    x = samples(torch.float32 if source.is_floating_point else source).to(source)
+    if source.is_floating_point and not target.is_floating_point and target != torch.bool:
+        x = x[x.isfinite() & (x.abs() < 100)]
+    builder = Builder()
+    load = builder.node("load", (builder.input("q_idx", torch.int32),), source, 0)
+    graph = Graph("score", (builder.node(ops.CAST, (load,), target, target),), (Capture("x", source, 1),))
+    found = run(graph, (x.to(device),), (1, 1, len(x), 1), device=device)[0, 0, :, 0].cpu()
+    expected = x.to(target)
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_positions_divide_exactly(device: torch.device) -> None:
+    """floor(q_idx / 49), and the like, never miss the integer below by a rounding."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        whole = torch.floor(q_idx * 49 / 49) + torch.floor(q_idx / (kv_idx + 1))
+        return whole + torch.sqrt(q_idx * q_idx) + torch.div(q_idx * 0.5, 0.5, rounding_mode="trunc")
+
+    traced = trace(score_mod, "score")
+    extents = (1, 1, 512, 64)
+    found = run(traced.graph, (), extents, device=device).cpu()
+    q, k = torch.arange(512)[:, None], torch.arange(64)
+    torch.testing.assert_close(found[0, 0], (3 * q + q // (k + 1)).float(), rtol=0, atol=0)
+
+
+# derivatives
+
+
+POSITIVE_ONLY = {"log", "log2", "sqrt", "rsqrt", "pow"}
+
+
+def takes_floats(row: Op) -> bool:
+    return isinstance(row.triton, str) or "float" in row.triton
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in OPS.values() if r.derivative and takes_floats(r)], ids=lambda r: r.name
+)
+def test_derivative_is_autograds(row: Op) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw() -> torch.Tensor:
+        x = torch.rand(40, generator=generator, dtype=torch.float64) * 3 + 0.15
+        return x if row.name in POSITIVE_ONLY else x * torch.where(torch.arange(40) % 2 == 0, 1, -0.3)
+
+    arguments = [draw().requires_grad_() for _ in range(min(arity(row), 2))]
+    if row.name == "where":
+        arguments.insert(0, draw() > 0)
+    y = row.torch(*arguments)
+    grad = torch.rand(40, generator=generator, dtype=torch.float64)
+    wanted = [a for a in arguments if a.requires_grad]
+    expected: tuple[Any, ...] = (None,) * len(wanted)
+    if y.requires_grad and row.name != "floor_divide":  # which torch does not differentiate
+        expected = torch.autograd.grad(y, wanted, grad, allow_unused=True)
+    with torch.no_grad():
+        assert row.derivative is not None
+        found = [
+            g for g, a in zip(row.derivative(grad, y, *arguments), arguments, strict=True) if a.requires_grad
+        ]
+    for mine, torchs in zip(found, expected, strict=True):
+        zero = torch.zeros_like(grad)
+        torch.testing.assert_close(zero if mine is None else mine + zero, zero if torchs is None else torchs)
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_a_tie_halves_the_gradient(name: str) -> None:
+    a, b = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    expected = torch.autograd.grad(OPS[name].torch(a, b).sum(), (a, b))
+    rule = OPS[name].derivative
+    assert rule is not None
+    torch.testing.assert_close(rule(torch.ones(3), None, a.detach(), b.detach()), expected)
+
+
+def derivative_of(function: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
+    """What `differentiate` makes of a score_mod, in float64."""
+    graph = differentiate(trace(lambda score, b, h, q_idx, kv_idx: function(score), "score").graph)
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 1))
+    places = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+    return evaluate(graph, (), **places, score=x, grad=torch.ones_like(x), real=torch.float64)[0].expand(
+        x.shape
+    )
+
+
+# what torch has a name for and other rows can say
+
+NUMBERS = torch.cat([FLOATS[FLOATS.abs() < 1e4], torch.linspace(-4, 4, 33)])
+COMPOSED: dict[str, Callable[[Any], Any]] = {
+    "rsub": lambda x: torch.rsub(x, 2.0, alpha=3),
+    "clamp": lambda x: torch.clamp(x, -1.0, 1.0),
+    "clamp, one side": lambda x: x.clamp(min=0.5),
+    "clamp, keyword input": lambda x: torch.clamp(input=x, max=0.5),
+    "clip": lambda x: torch.clip(x, max=0.5),
+    "clamp_min": lambda x: torch.clamp_min(x, 0.5),
+    "clamp_max": lambda x: x.clamp_max(0.5),
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "square": torch.square,
+    "reciprocal": torch.reciprocal,
+    "softplus": F.softplus,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "log10": torch.log10,
+    "isfinite": lambda x: torch.where(torch.isfinite(x), x, 0.0),
+    "masked_fill": lambda x: x.masked_fill(x > 1, 5.0),
+    "lerp": lambda x: torch.lerp(x, x * 2, 0.25),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5),
+    "positive": torch.positive,
+    "clone": torch.clone,
+    "contiguous": lambda x: x.contiguous(),
+}
+
+
+def test_all_composed_functions_are_tested() -> None:
+    assert {name.split(",")[0] for name in COMPOSED} == set(ops.COMPOSED)
+
+
+@pytest.mark.parametrize("function", COMPOSED.values(), ids=COMPOSED)
+def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]) -> None:
+    graph = trace(lambda score, b, h, q_idx, kv_idx: function(score), "score").graph
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 1))
+    (found,) = evaluate(graph, (), b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=NUMBERS)
+    torch.testing.assert_close(found, function(NUMBERS), rtol=1e-5, atol=1e-6, equal_nan=True)
+    x = NUMBERS.double().requires_grad_()
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    smooth = expected.isfinite()
+    torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
+
+
+# intervals
+
+
+def interval_arguments(row: Op) -> list[Any]:
+    limits = (0, 1) if row.at == "bool" else (-40, 40)
+    first = st.tuples(st.integers(*limits), st.integers(*limits)).map(sorted)
+    if row.name == "where":
+        return [st.tuples(st.integers(0, 1), st.integers(0, 1)).map(sorted), first, first]
+    if row.name == "pow":
+        small = st.tuples(st.integers(-6, 6), st.integers(-6, 6)).map(sorted)
+        return [small, small]
+    return [first] * arity(row)
+
+
+@pytest.mark.parametrize("row", [r for r in OPS.values() if r.interval], ids=lambda r: r.name)
+def test_interval_holds_every_value(row: Op) -> None:
+    @settings(max_examples=80, derandomize=True)
+    @given(st.tuples(*interval_arguments(row)), st.data())
+    def holds(bounds: Any, data: st.DataObject) -> None:
+        values = [data.draw(st.integers(*b)) for b in bounds]
+        if row.name in ("floor_divide", "trunc_divide", "remainder", "fmod"):
+            assume(values[1] != 0)
+        dtypes = [torch.int64] * len(values)
+        dtypes[0] = torch.bool if row.name == "where" else torch.int64
+        at = row.argument_dtypes(dtypes, torch.int64)
+        result = int(row.torch(*(torch.tensor(v, dtype=d) for v, d in zip(values, at, strict=True))))
+        assert row.interval is not None
+        low, high = row.interval(*map(tuple, bounds))
+        assert low <= result <= high
+
+    holds()
+
+
+@pytest.mark.parametrize("row", [r for r in OPS.values() if r.interval], ids=lambda r: r.name)
+def test_interval_of_the_unknown(row: Op) -> None:
+    """Every rule takes an argument of which nothing is known."""
+    for known in (
+        (UNKNOWN,) * arity(row),
+        ((3, 5), *(UNKNOWN,) * (arity(row) - 1)),
+        (*(UNKNOWN,) * (arity(row) - 1), (3, 5)),
+    ):
+        assert row.interval is not None
+        low, high = row.interval(*known)
+        assert low <= high
+
+
+# folding
+
+
+def test_folding_is_torchs_arithmetic() -> None:
+    assert (
+        ops.fold("add", (torch.float16, float), torch.float16, (0.1, 0.2))
+        == (torch.tensor(0.1).half() + 0.2).item()
+    )
+    assert ops.fold("floor_divide", (torch.int64, int), torch.int64, (-7, 2)) == -4
+    assert ops.fold("logical_and", (torch.int64, torch.bool), torch.bool, (3, True)) is True
+
+
+def test_a_number_wraps_where_the_dtype_does_not_hold_it() -> None:
+    assert (torch.tensor(1, dtype=torch.int8) + 300).item() == 1 + ops.number(300, torch.int8).item()
+    assert ops.number(0.1, torch.float64).item() == 0.1

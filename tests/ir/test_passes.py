@@ -1,0 +1,313 @@
+"""Passes, one before-and-after pair a rule, as the graphs' own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.graph import Graph
+from flexmod.ir.passes import (
+    fold,
+    integer_bounds,
+    needs_int64,
+    optimize,
+    promote_constants,
+    simplify,
+    split_mask,
+    widen,
+)
+from flexmod.ir.trace import trace
+
+docs = torch.arange(8)
+flags = torch.ones(8, dtype=torch.bool)
+heads = torch.ones(4)
+small = torch.ones(8, dtype=torch.int8)
+
+
+def text(graph: Graph | None) -> str:
+    """The graph's body, a line an operation, without the user's lines."""
+    if graph is None:
+        return "None"
+    return "; ".join(line.partition("  #")[0].strip() for line in str(graph).splitlines()[1:])
+
+
+def score(mod: Callable[..., Any]) -> Graph:
+    return trace(mod, "score").graph
+
+
+def mask(mod: Callable[..., Any]) -> Graph:
+    return trace(mod, "mask").graph
+
+
+number = torch.tensor
+
+FOLD = {
+    "numbers": (
+        lambda s, b, h, q, k: s + torch.full_like(s, 2) * 3,
+        "%0: float32 = add(score, 6.0); return %0",
+    ),
+    "a cast": (lambda s, b, h, q, k: s + torch.full_like(q, 2.9), "%0: float32 = add(score, 2); return %0"),
+    "a double is exact": (
+        lambda s, b, h, q, k: torch.full_like(s, 0.1, dtype=torch.float64) * s,
+        "%0: float64 = mul(0.1, score); %1: float32 = cast(%0); return %1",
+    ),
+    "halves round": (
+        lambda s, b, h, q, k: s * torch.full_like(s, 0.1, dtype=torch.float16),
+        "%0: float32 = mul(score, 0.0999755859375); return %0",
+    ),
+    "truths": (lambda s, b, h, q, k: torch.where(torch.ones_like(q > 1) & False, s, 1.0), None),
+    "loads stay": (
+        lambda s, b, h, q, k: s + heads[h],
+        "%0: float32 = heads[h]; %1: float32 = add(score, %0); return %1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mod", "after"), FOLD.values(), ids=FOLD)
+def test_fold(mod: Callable[..., Any], after: str | None) -> None:
+    expected = after or "%0: float32 = where(False, score, 1.0); return %0"
+    assert text(fold(score(mod))) == expected
+
+
+KEPT = object()
+SIMPLIFY: dict[str, tuple[Callable[..., Any], Any]] = {
+    "x + 0 of integers": (lambda s, b, h, q, k: s * (q + 0), "%0: float32 = mul(score, q_idx); return %0"),
+    "x + 0 of floats stays: -0.0": (lambda s, b, h, q, k: s + 0.0, KEPT),
+    "x - 0": (lambda s, b, h, q, k: s - 0.0, "return score"),
+    "x * 1": (lambda s, b, h, q, k: 1 * s * 1.0, "return score"),
+    "an integer * 1.0 becomes a float": (lambda s, b, h, q, k: q * 1.0, KEPT),
+    "x / 1": (lambda s, b, h, q, k: s / 1, "return score"),
+    "an integer / 1 becomes a float": (lambda s, b, h, q, k: q / 1, KEPT),
+    "score / number": (lambda s, b, h, q, k: s / 4, "%0: float32 = mul(score, 0.25); return %0"),
+    "a position / number stays exact": (lambda s, b, h, q, k: s + q / 49, KEPT),
+    "score / 0 stays": (lambda s, b, h, q, k: s / 0, KEPT),
+    "x ** 1": (lambda s, b, h, q, k: s**1, "return score"),
+    "x ** 2": (lambda s, b, h, q, k: s**2, "%0: float32 = mul(score, score); return %0"),
+    "x ** 3": (
+        lambda s, b, h, q, k: s**3,
+        "%0: float32 = mul(score, score); %1: float32 = mul(%0, score); return %1",
+    ),
+    "x ** 4": (
+        lambda s, b, h, q, k: s**4,
+        "%0: float32 = mul(score, score); %1: float32 = mul(%0, %0); return %1",
+    ),
+    "x ** 0.5": (lambda s, b, h, q, k: s**0.5, "%0: float32 = sqrt(score); return %0"),
+    "a half ** 3 rounds once": (lambda s, b, h, q, k: s.half() ** 3, KEPT),
+    "x ** 7 stays": (lambda s, b, h, q, k: s**7, KEPT),
+    "- - x": (lambda s, b, h, q, k: -torch.neg(s), "return score"),
+    "~ ~ x": (lambda s, b, h, q, k: s * (~~q), "%0: float32 = mul(score, q_idx); return %0"),
+    "not not truth": (
+        lambda s, b, h, q, k: torch.where(torch.logical_not(torch.logical_not(q > k)), s, 0),
+        "%0: bool = gt(q_idx, kv_idx); %1: float32 = where(%0, score, 0); return %1",
+    ),
+    "not not number is a truth": (lambda s, b, h, q, k: s * torch.logical_not(torch.logical_not(q)), KEPT),
+    "c & True": (
+        lambda s, b, h, q, k: torch.where((q > k) & True, s, 0),
+        "%0: bool = gt(q_idx, kv_idx); %1: float32 = where(%0, score, 0); return %1",
+    ),
+    "c & False": (
+        lambda s, b, h, q, k: torch.where((q > k) & False, s, 0.5),
+        "%0: float32 = cast(0.5); return %0",
+    ),
+    "c | True": (lambda s, b, h, q, k: torch.where((q > k) | True, s, 0.5), "return score"),
+    "c | False, c & c": (
+        lambda s, b, h, q, k: torch.where(((q > k) | False) & (q > k), s, 0),
+        "%0: bool = gt(q_idx, kv_idx); %1: float32 = where(%0, score, 0); return %1",
+    ),
+    "bits are no truths": (lambda s, b, h, q, k: s * (q & 1) * (q | 0), KEPT),
+    "where(c, x, x)": (lambda s, b, h, q, k: torch.where(q > k, s, s), "return score"),
+    "min(x, x)": (lambda s, b, h, q, k: torch.minimum(s, s), "return score"),
+    "nothing": (lambda s, b, h, q, k: torch.tanh(s) * 2, KEPT),
+}
+
+
+@pytest.mark.parametrize(("mod", "after"), SIMPLIFY.values(), ids=SIMPLIFY)
+def test_simplify(mod: Callable[..., Any], after: Any) -> None:
+    graph = score(mod)
+    found = text(simplify(simplify(graph)))
+    assert found == (text(graph) if after is KEPT else after)
+
+
+CAUSAL = "%0: bool = ge(q_idx, kv_idx); return %0"
+SPLIT: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "nothing": (lambda s, b, h, q, k: s, "None", "None"),
+    "no mask": (lambda s, b, h, q, k: s * 2, "%0: float32 = mul(score, 2); return %0", "None"),
+    "causal": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), "None", CAUSAL),
+    "the other way round": (
+        lambda s, b, h, q, k: torch.where(q < k, -float("inf"), s * 2),
+        "%0: float32 = mul(score, 2); return %0",
+        "%0: bool = lt(q_idx, kv_idx); %1: bool = logical_not(%0); return %1",
+    ),
+    "masked_fill": (
+        lambda s, b, h, q, k: s.masked_fill(q < k, -float("inf")),
+        "None",
+        "%0: bool = lt(q_idx, kv_idx); %1: bool = logical_not(%0); return %1",
+    ),
+    "two": (
+        lambda s, b, h, q, k: torch.where(q >= k, torch.where(k > 2, s, -float("inf")), -float("inf")),
+        "None",
+        "%0: bool = ge(q_idx, kv_idx); %1: bool = gt(kv_idx, 2); %2: bool = bitwise_and(%0, %1); return %2",
+    ),
+    "added": (lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, -float("inf")), "None", CAUSAL),
+    "added to more": (
+        lambda s, b, h, q, k: torch.where(q >= k, q * 0.5, -float("inf")) + s,
+        "%0: float32 = mul(q_idx, 0.5); %1: float32 = add(score, %0); return %1",
+        CAUSAL,
+    ),
+    "an infinite tensor": (
+        lambda s, b, h, q, k: torch.where(q >= k, s, torch.full_like(s, -float("inf"))),
+        "None",
+        CAUSAL,
+    ),
+    "integers where kept": (
+        lambda s, b, h, q, k: torch.where(q >= k, q, -float("inf")),
+        "%0: float32 = cast(q_idx); return %0",
+        CAUSAL,
+    ),
+    "of the score": (
+        lambda s, b, h, q, k: torch.where(s > 0, s, -float("inf")),
+        "%0: bool = gt(score, 0); %1: float32 = where(%0, score, -inf); return %1",
+        "None",
+    ),
+    "+inf": (
+        lambda s, b, h, q, k: torch.where(q >= k, s, float("inf")),
+        "%0: bool = ge(q_idx, kv_idx); %1: float32 = where(%0, score, inf); return %1",
+        "None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mod", "left", "mask_text"), SPLIT.values(), ids=SPLIT)
+def test_split_mask(mod: Callable[..., Any], left: str, mask_text: str) -> None:
+    graph = optimize(score(mod))
+    rest, split = split_mask(graph)
+    assert (text(rest), text(split)) == (left, mask_text)
+
+
+def test_split_keeps_the_meaning() -> None:
+    places = {
+        n: torch.arange(6).view(s)
+        for n, s in (("b", (-1, 1, 1, 1)), ("h", (-1, 1, 1)), ("q_idx", (-1, 1)), ("kv_idx", (-1,)))
+    }
+    tile = torch.randn(6, 6, 6, 6)
+    for mod, _, _ in SPLIT.values():
+        whole = optimize(score(mod))
+        rest, split = split_mask(whole)
+        (expected,) = evaluate(whole, (), **places, score=tile)
+        found = tile if rest is None else evaluate(rest, (), **places, score=tile)[0]
+        keep = torch.tensor(True) if split is None else evaluate(split, (), **places)[0]
+        found = torch.where(keep, found, -torch.inf).expand(tile.shape)
+        torch.testing.assert_close(found, expected.expand(tile.shape), rtol=0, atol=0)
+
+
+def test_promote_constants() -> None:
+    graph = mask(lambda b, h, q, k: (q - k <= 64) & (k >= 3))
+    assert text(promote_constants(graph, frozenset({1}))) == (
+        "%0: int32 = sub(q_idx, kv_idx); %1: bool = le(%0, 64); %2: bool = ge(kv_idx, param1); "
+        "%3: bool = bitwise_and(%1, %2); return %3"
+    )
+
+
+def test_promotion_is_by_place_not_by_value() -> None:
+    graph = mask(lambda b, h, q, k: (q - k <= 64) & (k - q <= 64))
+    assert len(graph.skeleton[1]) == 2
+    assert "param0" in text(promote_constants(graph, frozenset({0})))
+    assert "64" in text(promote_constants(graph, frozenset({0})))
+
+
+def test_widen() -> None:
+    graph = mask(lambda b, h, q, k: (q * 7 + docs[q] > k.to(torch.int16)) & (q * 0.5 > 1))
+    assert text(widen(graph)) == (
+        "%0: int64 = mul(q_idx, 7); %1: int64 = docs[q_idx]; %2: int64 = add(%0, %1); "
+        "%3: int16 = cast(kv_idx); "
+        "%4: bool = gt(%2, %3); %5: float32 = mul(q_idx, 0.5); %6: bool = gt(%5, 1); "
+        "%7: bool = bitwise_and(%4, %6); return %7"
+    )
+
+
+LONG, SHORT = 1 << 17, 1 << 10
+INT64: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    "a comparison": (lambda b, h, q, k: q >= k, LONG, False),
+    "a product": (lambda b, h, q, k: q * k > 5, LONG, True),
+    "a small product": (lambda b, h, q, k: q * k > 5, SHORT, False),
+    "a product below": (lambda b, h, q, k: q * -k > 5, LONG, True),
+    "a power": (lambda b, h, q, k: q**2 > k, LONG, True),
+    "a small power": (lambda b, h, q, k: q**2 > k, SHORT, False),
+    "a shift": (lambda b, h, q, k: (q << 20) > k, LONG, True),
+    "a shift back": (lambda b, h, q, k: (q >> 3) > k, LONG, False),
+    "a number": (lambda b, h, q, k: q < 2**40, SHORT, True),
+    "an intermediate": (lambda b, h, q, k: (q * 100000) // 100000 > k, LONG, True),
+    "a remainder": (lambda b, h, q, k: (q % 100) * 1000 > k, LONG, False),
+    "a clamp": (lambda b, h, q, k: (q - k).clamp(-5, 5) * 100000 > k, LONG, False),
+    "a float": (lambda b, h, q, k: q * 1e9 > k, LONG, False),
+    "bits": (lambda b, h, q, k: (q & 1023) * 1000000 > k, LONG, False),
+    "already long": (lambda b, h, q, k: q.long() * k > 5, LONG, False),
+    "a captured number wraps as in torch": (lambda b, h, q, k: docs.int()[q] * q > k, LONG, False),
+}
+
+
+@pytest.mark.parametrize(("mod", "extent", "wide"), INT64.values(), ids=INT64)
+def test_needs_int64(mod: Callable[..., Any], extent: int, wide: bool) -> None:
+    extents = {"b": 2, "h": 2, "q_idx": extent, "kv_idx": extent}
+    assert needs_int64(mask(mod), extents) is wide
+
+
+def test_a_promoted_number_counts() -> None:
+    graph = promote_constants(mask(lambda b, h, q, k: q * 1000 > k), frozenset({0}))
+    extents = {"b": 2, "h": 2, "q_idx": LONG, "kv_idx": LONG}
+    assert not needs_int64(graph, extents, {0: 1000})
+    assert needs_int64(graph, extents, {0: 100000})
+    assert not needs_int64(graph, extents)
+
+
+BOUNDED: tuple[Callable[..., Any], ...] = (
+    lambda q, k: q - 2 * k + 3,
+    lambda q, k: torch.where((q > 3) & (k > 2), q, -1),
+    lambda q, k: torch.where(flags[q % 8], q, -5),
+    lambda q, k: torch.where(torch.logical_and(q, k), q, -5),
+    lambda q, k: q.to(torch.int8) + 0,
+    lambda q, k: (q * 20).to(torch.uint8) + 300,
+    lambda q, k: q * 20 * (q > k),
+    lambda q, k: (q - k).clamp(-3, 4) % 5,
+    lambda q, k: (q - k) // 3 + (q + 1) // (k + 1),
+    lambda q, k: small[q % 8] * q,
+    lambda q, k: torch.where(q * 0.5 > k, q, -k),
+    lambda q, k: abs(q - k) ** 2 - (q << 3) + (k >> 1),
+    lambda q, k: (q & k) + (q | k) - (q ^ k) + ~q,
+    lambda q, k: torch.sign(q - k) * torch.fmod(q - k, 4),
+    lambda q, k: (q + k).to(torch.int16) * 3000,
+    lambda q, k: torch.maximum(q, k) - torch.minimum(q, torch.tensor(5)),
+)
+
+
+@pytest.mark.parametrize("number", range(len(BOUNDED)))
+@pytest.mark.parametrize("may_wrap", [False, True])
+def test_bounds_of_a_graph_hold_its_values(number: int, may_wrap: bool) -> None:
+    graph = score(lambda s, b, h, q, k: BOUNDED[number](q, k))
+    extents = {"b": 1, "h": 1, "q_idx": 40, "kv_idx": 30}
+    known = integer_bounds(graph, extents, may_wrap=may_wrap)
+    q, k = torch.arange(40)[:, None], torch.arange(30)
+    values = [n for n in graph.nodes if not n.is_const and n.dtype != torch.float32]
+    one = torch.zeros((), dtype=torch.int32)
+    tensors = trace(lambda s, b, h, q, k: BOUNDED[number](q, k), "score").tensors
+    found = evaluate(Graph("score", tuple(values), graph.captures), tensors, b=one, h=one, q_idx=q, kv_idx=k)
+    for node, value in zip(values, found, strict=True):
+        low, high = known[node]
+        assert low <= value.min().item(), node
+        assert value.max().item() <= high, node
+
+
+@settings(max_examples=30, derandomize=True)
+@given(st.integers(1, 2**31), st.integers(1, 2**31), st.integers(-(2**31), 2**31))
+def test_what_needs_no_int64_does_not_overflow(queries: int, keys: int, factor: int) -> None:
+    graph = mask(lambda b, h, q, k: q * factor - k > 3)
+    extents = {"b": 1, "h": 1, "q_idx": queries, "kv_idx": keys}
+    ends = [q * factor - k for q in (0, queries - 1) for k in (0, keys - 1)] + [(queries - 1) * factor]
+    exceeds = any(not -(2**31) <= e < 2**31 for e in (*ends, factor))
+    assert needs_int64(graph, extents) is exceeds

@@ -1,0 +1,786 @@
+"""What a mod may not do: each refusal with its whole message, which names the user's line.
+
+The offending line of each mod below ends with the mark that `MARK` holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexmod import errors
+from flexmod.ir import ops
+from flexmod.ir.derivative import differentiate
+from flexmod.ir.source import mod_kind
+from flexmod.ir.trace import trace
+
+MARK = "# <-"
+doc = torch.arange(8)
+table = torch.zeros(4, 8)
+complex_table = torch.zeros(8, dtype=torch.complex64)
+sparse = torch.eye(8).to_sparse()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mod and what becomes of it: `what`, the marked line (None: no line is named), `instead`."""
+
+    mod: Callable[..., Any]
+    error: type[errors.FlexmodError]
+    what: str
+    instead: str
+    kind: str = "mask"
+    line: bool = True
+
+
+def marked_line(mod: Callable[..., Any]) -> str:
+    """file:line: source of the line of a mod that bears the mark."""
+    lines, first = inspect.getsourcelines(mod)
+    (at,) = [i for i, line in enumerate(lines) if MARK in line]
+    return f"{inspect.getsourcefile(mod)}:{first + at}: {lines[at].strip()}"
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(error: type[errors.FlexmodError], what: str, instead: str, **rest: Any) -> Callable[..., Any]:
+    def add(mod: Callable[..., Any]) -> Callable[..., Any]:
+        ROWS[mod.__name__] = Row(mod, error, what, instead, **rest)
+        return mod
+
+    return add
+
+
+# truth
+
+TRUTH = (
+    "Python asked for the truth of a traced value (if, while, and, or, not, in): it has no value yet.",
+    "use torch.where(condition, a, b), and & | ~ in place of and, or, not.",
+)
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def if_on_an_index(b, h, q, k):
+    result = k > 3
+    if q >= k:  # <-
+        result = q > 3
+    return result
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def a_choice(b, h, q, k):
+    return True if q >= k else k == 0  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def and_of_conditions(b, h, q, k):
+    return q >= k and k > 2  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def or_of_conditions(b, h, q, k):
+    return q >= k or k > 2  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def not_a_condition(b, h, q, k):
+    return not q >= k  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def while_on_an_index(b, h, q, k):
+    while q > k:  # <-
+        q = q - 1
+    return q == k
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def a_chained_comparison(b, h, q, k):
+    return 0 <= q < k  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def in_a_tuple(b, h, q, k):
+    return q in (1, 2)  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def largest_of_python(b, h, q, k):
+    return max(q, k) > 3  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def truth_of_a_row(b, h, q, k):
+    return q >= k if table[h] else q < k  # <-
+
+
+# values
+
+SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+
+
+def value_of(operation: str) -> tuple[str, str]:
+    return (
+        f"{operation} needs the value of a traced scalar, which has none while the mod is compiled.",
+        SYMBOLIC,
+    )
+
+
+@row(errors.ConcreteValueError, *value_of(".item()"))
+def item(b, h, q, k):
+    return q.item() >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of(".tolist()"))
+def tolist(b, h, q, k):
+    return q.tolist() >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("int()"))
+def to_int(b, h, q, k):
+    return int(q) >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("float()"))
+def to_float(b, h, q, k):
+    return float(q) >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("float()"))
+def floor_of_math(b, h, q, k):
+    return math.floor(q / 2) >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("len()"))
+def length(b, h, q, k):
+    return len(q) >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("iter()"))
+def unpacked(b, h, q, k):
+    first, second = q  # <-
+    return first >= second
+
+
+@row(errors.ConcreteValueError, *value_of("contains()"))
+def in_an_index(b, h, q, k):
+    return 3 in q  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("index()"))
+def index_of_a_list(b, h, q, k):
+    return [1, 2, 3][q] >= k  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("index()"))
+def loop_over_an_index(b, h, q, k):
+    for _ in range(q):  # <-
+        k = k + 1
+    return k > 3
+
+
+# reductions
+
+BEFORE = "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]."
+
+
+def reduces(operation: str) -> tuple[str, str]:
+    return f"{operation} reduces over elements, but a mod sees one (query, key) pair.", BEFORE
+
+
+@row(errors.ReductionError, *reduces("torch.sum"))
+def sum_of_a_scalar(b, h, q, k):
+    return q.sum() >= k  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.any"))
+def any_of_a_row(b, h, q, k):
+    return table[h].any()  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.max"))
+def max_of_a_row(b, h, q, k):
+    return torch.max(table[h]) > q  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.min"))
+def min_over_a_dimension(b, h, q, k):
+    return q.min(0) > k  # <-
+
+
+@row(errors.ReductionError, *reduces("@"))
+def product_of_rows(b, h, q, k):
+    return table[h] @ table[h] > q  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.dot"))
+def dot_of_rows(b, h, q, k):
+    return torch.dot(table[h], table[h]) > q  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.softmax"), kind="score")
+def softmax(s, b, h, q, k):
+    return torch.softmax(s, -1)  # <-
+
+
+# random numbers
+
+DRAW = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
+
+
+def random(operation: str) -> tuple[str, str]:
+    return f"{operation} draws random numbers inside a mod: they would change with the tiling.", DRAW
+
+
+@row(errors.RandomNumberError, *random("torch.rand"), kind="score")
+def rand(s, b, h, q, k):
+    return s + torch.rand(())  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.randn_like"), kind="score")
+def randn_like(s, b, h, q, k):
+    return s + torch.randn_like(s)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.dropout"), kind="score")
+def dropout(s, b, h, q, k):
+    return F.dropout(s, 0.1)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.bernoulli"))
+def bernoulli(b, h, q, k):
+    return torch.bernoulli(table)[h, q] > 0  # <-
+
+
+# writes
+
+PURE = "use the form that returns a new value, or do the write before the call."
+
+
+def writes(operation: str) -> tuple[str, str]:
+    return f"{operation} writes in place inside a mod; a mod is a pure function.", PURE
+
+
+@row(errors.MutationError, *writes("__setitem__"))
+def write_to_a_capture(b, h, q, k):
+    doc[0] = 3  # <-
+    return doc[q] > k
+
+
+@row(errors.MutationError, *writes("__setitem__"))
+def write_at_an_index(b, h, q, k):
+    doc[q] = k  # <-
+    return q > k
+
+
+@row(errors.MutationError, *writes("__setitem__"))
+def write_to_a_row(b, h, q, k):
+    table[h][q] = 1  # <-
+    return q > k
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = torch.zeros(8)
+
+    def mask(self, b, h, q, k):
+        self.count += 1  # <-
+        return self.count[q] > k
+
+
+ROWS["add to an attribute"] = Row(Counter().mask, errors.MutationError, *writes("add_"))
+
+
+@row(errors.MutationError, *writes("__ior__"))
+def or_into_a_capture(b, h, q, k):
+    global doc
+    doc |= 1  # <-
+    return doc[q] > k
+
+
+@row(errors.MutationError, *writes("add_"))
+def add_in_place(b, h, q, k):
+    return doc.add_(1)[q] > k  # <-
+
+
+@row(errors.MutationError, *writes("mul_"), kind="score")
+def scale_in_place(s, b, h, q, k):
+    return s.mul_(2)  # <-
+
+
+@row(errors.MutationError, *writes("add(out=...)"))
+def out_argument(b, h, q, k):
+    torch.add(doc, 1, out=doc)  # <-
+    return doc[q] > k
+
+
+@row(errors.MutationError, *writes("relu(inplace=...)"), kind="score")
+def relu_in_place(s, b, h, q, k):
+    return F.relu(s, inplace=True)  # <-
+
+
+# unknown operations
+
+TABLE = "write it with elementwise operations; flexmod/ir/ops.py is the table of those there are."
+
+
+@row(
+    errors.UnknownOperationError,
+    "torch.lgamma is not an operation that flexmod can trace.",
+    TABLE,
+    kind="score",
+)
+def unknown_function(s, b, h, q, k):
+    return torch.lgamma(s)  # <-
+
+
+@row(
+    errors.UnknownOperationError,
+    "torch.stack is not an operation that flexmod can trace.",
+    TABLE,
+    kind="score",
+)
+def stack(s, b, h, q, k):
+    return torch.stack([s, s])[0]  # <-
+
+
+@row(errors.UnknownOperationError, "torch.unsqueeze is not an operation that flexmod can trace.", TABLE)
+def unknown_method(b, h, q, k):
+    return q.unsqueeze(0) > k  # <-
+
+
+@row(
+    errors.UnknownOperationError,
+    "the attribute .T is not an operation that flexmod can trace.",
+    "use the value in torch functions.",
+)
+def unknown_attribute(b, h, q, k):
+    return k < q.T  # <-
+
+
+# arguments
+
+OPERANDS = "give it traced scalars, numbers or elements of captured tensors."
+
+
+@row(errors.OperationArgumentError, "add was called with a str.", OPERANDS)
+def add_a_string(b, h, q, k):
+    return q + "1" > k  # <-
+
+
+@row(errors.OperationArgumentError, "ge was called with a NoneType.", OPERANDS)
+def compare_with_none(b, h, q, k):
+    return q >= None  # <-
+
+
+@row(errors.OperationArgumentError, "mul was called with a complex.", OPERANDS, kind="score")
+def complex_number(s, b, h, q, k):
+    return s * 1j  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "lt was called with 18446744073709551616, which needs more than 64 bits.",
+    "use a smaller integer, or a float.",
+)
+def huge_number(b, h, q, k):
+    return q < 2**64  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "sub was called with bool operands.",
+    "cast them first, e.g. with .to(torch.int32).",
+)
+def difference_of_truths(b, h, q, k):
+    return (q > 1) - (k > 1) > 0  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "bitwise_and was called with float32 operands.",
+    "cast them first, e.g. with .to(torch.int32).",
+    kind="score",
+)
+def bits_of_a_float(s, b, h, q, k):
+    return s & 1  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "where was called with int32 operands.",
+    "cast them first, e.g. with .to(torch.bool).",
+    kind="score",
+)
+def where_of_an_integer(s, b, h, q, k):
+    return torch.where(q, s, 0)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "pow was called with integers and the negative exponent -1.",
+    "use a floating-point exponent, -1.0.",
+    kind="score",
+)
+def integer_to_a_negative_power(s, b, h, q, k):
+    return s + q**-1  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.where was called with 1 operands.",
+    "give it 3 scalar operands and nothing else.",
+)
+def where_of_one(b, h, q, k):
+    return torch.where(q > k)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.div was called with the argument 'rounding_mode'.",
+    "give it 2 scalar operands and nothing else.",
+)
+def unknown_rounding(b, h, q, k):
+    return torch.div(q, 2, rounding_mode="up") > k  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.round was called with the argument 'decimals'.",
+    "give it 1 scalar operand and nothing else.",
+    kind="score",
+)
+def round_to_decimals(s, b, h, q, k):
+    return torch.round(s, decimals=2)  # <-
+
+
+# tensors where a scalar is needed
+
+
+@row(
+    errors.NotScalarError,
+    "add was given doc, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. doc[kv_idx].",
+)
+def a_whole_tensor(b, h, q, k):
+    return q + doc > k  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "eq was given table, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. table[..., kv_idx].",
+)
+def comparison_of_a_row(b, h, q, k):
+    return table[h] == 1  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "add was given table, of shape (4, 8), where a scalar is needed: a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. table[q_idx, kv_idx].",
+    kind="score",
+)
+def sum_of_tensors(s, b, h, q, k):
+    return torch.add(s, table)  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "the result of mask_mod result_is_a_row was given table, of shape (8,), where a scalar is needed: "
+    "a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. table[..., kv_idx].",
+    line=False,
+)
+def result_is_a_row(b, h, q, k):
+    return table[h]
+
+
+@row(
+    errors.NotScalarError,
+    "new_zeros makes a tensor, of shape (3,), where a scalar is needed: "
+    "a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. x.new_zeros(()).",
+)
+def a_new_tensor(b, h, q, k):
+    return q.new_zeros((3,)) > k  # <-
+
+
+# indices
+
+
+def indexed(name: str, shape: str, problem: str) -> str:
+    return f"{name}, of shape {shape}, is indexed {problem}."
+
+
+@row(
+    errors.CaptureIndexError,
+    indexed("doc", "(8,)", "with a slice"),
+    "index one element at a time, or slice the tensor before the call.",
+)
+def a_slice(b, h, q, k):
+    return doc[q:k] > 0  # <-
+
+
+@row(
+    errors.CaptureIndexError,
+    indexed("table", "(8,)", "with a slice"),
+    "index one element at a time, or slice the tensor before the call.",
+)
+def slice_of_a_row(b, h, q, k):
+    return table[h][2:][q] > 0  # <-
+
+
+@row(
+    errors.CaptureIndexError,
+    indexed("doc", "(8,)", "with None"),
+    "leave the new dimension out: a mod works on scalars.",
+)
+def a_new_dimension(b, h, q, k):
+    return doc[None, q] > 0  # <-
+
+
+@row(errors.CaptureIndexError, indexed("doc", "(8,)", "with 2 indices"), "give at most 1.")
+def too_many_indices(b, h, q, k):
+    return doc[q, k] > 0  # <-
+
+
+@row(errors.CaptureIndexError, indexed("table", "(8,)", "with 9"), "use an index from -8 to 7.")
+def out_of_range(b, h, q, k):
+    return table[h][9] > 0  # <-
+
+
+@row(
+    errors.CaptureIndexError,
+    indexed("a traced scalar", "()", "like a tensor"),
+    "use it as it is: it has no dimensions.",
+)
+def an_index_of_a_scalar(b, h, q, k):
+    return q[0] > k  # <-
+
+
+@row(
+    errors.IndexDtypeError,
+    "doc is indexed with a float32 value; an index is an integer.",
+    "cast it, e.g. doc[index.to(torch.int32)].",
+)
+def a_float_index(b, h, q, k):
+    return doc[q / 2] > k  # <-
+
+
+@row(
+    errors.IndexDtypeError,
+    "doc is indexed with a bool value; an index is an integer.",
+    "cast it, e.g. doc[index.to(torch.int32)].",
+)
+def a_bool_index(b, h, q, k):
+    return doc[q > k] > k  # <-
+
+
+@row(errors.OperationArgumentError, "an index of doc was called with a list.", OPERANDS)
+def a_list_of_indices(b, h, q, k):
+    return doc[[q, k]] > k  # <-
+
+
+# dtypes
+
+
+@row(
+    errors.ModDtypeError,
+    "complex_table has dtype complex64, torch.strided, which a mod cannot use; "
+    "it takes strided bool, integer and floating-point tensors.",
+    "convert it before the call.",
+    kind="score",
+)
+def a_complex_capture(s, b, h, q, k):
+    return s + complex_table[q]  # <-
+
+
+@row(
+    errors.ModDtypeError,
+    "sparse has dtype float32, torch.sparse_coo, which a mod cannot use; "
+    "it takes strided bool, integer and floating-point tensors.",
+    "convert it before the call.",
+    kind="score",
+)
+def a_sparse_capture(s, b, h, q, k):
+    return s + sparse[q, k]  # <-
+
+
+@row(
+    errors.ModDtypeError,
+    "the target of a cast has dtype torch.complex64, which a mod cannot use; "
+    "it takes bool, integer and floating-point dtypes.",
+    "convert it before the call.",
+    kind="score",
+)
+def a_complex_cast(s, b, h, q, k):
+    return s.to(torch.complex64)  # <-
+
+
+# results
+
+
+@row(
+    errors.MaskResultError,
+    "mask_mod returned int32; a mask says True or False.",
+    "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod.",
+)
+def an_integer_mask(b, h, q, k):
+    return q - k  # <-
+
+
+@row(
+    errors.ScoreResultError,
+    "score_mod returned bool; a score is a floating-point number.",
+    "return the changed score, e.g. torch.where(condition, score, -float('inf')).",
+    kind="score",
+)
+def a_bool_score(s, b, h, q, k):
+    return q >= k  # <-
+
+
+@row(errors.NoResultError, "mask_mod no_result returned None.", "return one bool.", line=False)
+def no_result(b, h, q, k):
+    pass
+
+
+@row(
+    errors.NoResultError,
+    "score_mod two_results returned a tuple.",
+    "return the changed score.",
+    kind="score",
+    line=False,
+)
+def two_results(s, b, h, q, k):
+    return s, s
+
+
+# the function itself
+
+
+@row(
+    errors.ModArityError,
+    "mask_mod too_few takes 3 positional arguments without defaults; a score_mod takes 5 "
+    "(score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).",
+    "write def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx.",
+    line=False,
+)
+def too_few(b, q, k):
+    return q >= k
+
+
+@row(
+    errors.ModArityError,
+    "score_mod a_mask takes 4 positional arguments without defaults; a score_mod takes 5 "
+    "(score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).",
+    "write def score_mod(score, b, h, q_idx, kv_idx): return score.",
+    kind="score",
+    line=False,
+)
+def a_mask(b, h, q, k):
+    return q >= k
+
+
+ROWS["not a function"] = Row(
+    3,  # type: ignore[arg-type]
+    errors.NotCallable,
+    "mask_mod is a int, which cannot be called.",
+    "pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx.",
+    line=False,
+)
+
+
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_message(case: Row) -> None:
+    at = [f"  at {marked_line(case.mod)}"] if case.line else []
+    with pytest.raises(case.error) as caught:
+        trace(case.mod, case.kind)
+    if caught.value.where is not None and not case.line:  # the line that asked for the trace
+        at = [f"  at {caught.value.where}"]
+    assert str(caught.value) == "\n".join([case.what, *at, f"  Instead: {case.instead}"])
+
+
+def test_unknown_keywords_of_composed_functions() -> None:
+    with pytest.raises(
+        errors.OperationArgumentError, match="softplus was called with arguments that it does not take"
+    ):
+        trace(lambda s, b, h, q, k: F.softplus(s, beta=2.0), "score")
+
+
+def test_arity_without_a_kind() -> None:
+    with pytest.raises(errors.ModArityError) as caught:
+        mod_kind(functools.partial(too_few, 1))
+    assert str(caught.value) == (
+        "too_few takes 2 positional arguments without defaults; a score_mod takes 5 "
+        "(score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).\n"
+        "  Instead: write def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx, or "
+        "def score_mod(score, b, h, q_idx, kv_idx): return score."
+    )
+
+
+def test_an_operation_without_a_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_derivative(s, b, h, q, k):
+        return torch.sin(s)  # <-
+
+    monkeypatch.setitem(
+        ops.OPS, "sin", ops.Op("sin", ("sin",), "result", ops.promote_float, "tl.sin({0})", torch.sin)
+    )
+    with pytest.raises(errors.NoDerivativeError) as caught:
+        differentiate(trace(no_derivative, "score").graph)
+    assert str(caught.value) == (
+        "sin has no derivative in flexmod, and a gradient through it is asked for.\n"
+        f"  at {marked_line(no_derivative)}\n"
+        "  Instead: write it with differentiable operations, or detach what it reads."
+    )
+
+
+def test_the_line_is_the_users_own_helpers() -> None:
+    def helper(q, k):
+        return bool(q > k)  # <-
+
+    with pytest.raises(errors.ControlFlowError) as caught:
+        trace(lambda b, h, q, k: helper(q, k), "mask")
+    assert f"  at {marked_line(helper)}\n" in str(caught.value)
+
+
+def test_captured_tensors_are_left_alone() -> None:
+    """A write is refused before it is done."""
+    before = doc.clone(), table.clone()
+    for name in (
+        "write_to_a_capture",
+        "write_at_an_index",
+        "add_in_place",
+        "out_argument",
+        "write_to_a_row",
+        "or_into_a_capture",
+    ):
+        with pytest.raises(errors.MutationError):
+            trace(ROWS[name].mod, "mask")
+    assert all(map(torch.equal, before, (doc, table)))
+
+
+def test_names_of_random_operators_are_not_random_numbers() -> None:
+    """`__rand__` is the & of a number with a tensor."""
+    trace(lambda b, h, q, k: (True & torch.tensor(True)) & (q > k), "mask")
+
+
+def test_every_refusal_of_a_mod_is_here() -> None:
+    section = inspect.getsource(errors).split("# The mod\n")[1].split("# Options")[0]
+    classes = {line.split()[1].split("(")[0] for line in section.splitlines() if line.startswith("class ")}
+    elsewhere = {
+        "CaptureGradientError",
+        "MaskCaptureGradientError",
+        "LibraryArgumentError",
+        "NoDerivativeError",
+    }
+    assert classes - elsewhere == {r.error.__name__ for r in itertools.chain(ROWS.values())}
