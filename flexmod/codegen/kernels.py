@@ -12,7 +12,7 @@ import torch
 
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.render import parameters
-from flexmod.codegen.spec import KernelName, KernelSpec
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
 
 
 class Captured(NamedTuple):
@@ -46,15 +46,32 @@ class Kernels:
         return self.build(self.spec)
 
     @cached_property
-    def rungs(self) -> dict[tuple[KernelName, torch.device], int]:
-        """How far down the ladder each kernel had to go on each device; the launcher keeps it."""
+    def tiles(self) -> dict[tuple[KernelName, torch.device], Tile]:
+        """The tile that each kernel has settled on, on each device; the launcher keeps it."""
         return {}
+
+    def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
+        """The tiles to try; see `spec.ladder`."""
+        if kernel not in self._ladders:
+            self._ladders[kernel] = ladder(self.spec, kernel, self.options)
+        return self._ladders[kernel]
 
     def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:
         """The launch arguments that the mods of a kernel need, by name."""
-        scores = (self.score, self.grad) if kernel != "forward" else (self.score,)
-        return _values(parameters(*scores), score) | _values(parameters(self.mask), mask)
+        wanted = self._scores_forward if kernel in ("forward", "delta") else self._scores_backward
+        values = {p.name: p.value(score.tensors, score.numbers) for p in wanted}
+        for p in self.mask.parameters if self.mask else ():
+            values[p.name] = p.value(mask.tensors, mask.numbers)
+        return values
 
+    @cached_property
+    def _ladders(self) -> dict[KernelName, tuple[Tile, ...]]:
+        return {}
 
-def _values(wanted: Sequence[Parameter], captured: Captured) -> dict[str, object]:
-    return {p.name: p.value(captured.tensors, captured.numbers) for p in wanted}
+    @cached_property
+    def _scores_forward(self) -> tuple[Parameter, ...]:
+        return parameters(self.score)
+
+    @cached_property
+    def _scores_backward(self) -> tuple[Parameter, ...]:
+        return parameters(self.score, self.grad)

@@ -18,7 +18,7 @@ def render(
     spec: KernelSpec, score: ModText | None = None, mask: ModText | None = None, grad: ModText | None = None
 ) -> str:
     """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
-    (`statistics_kernel`, `dq_kernel`, `dkdv_kernel`).
+    (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
 
     `grad` is the derivative of the score_mod; a backward with a score_mod needs it. What the mods' texts call
     of `prelude.py` is in the module too.
@@ -34,9 +34,10 @@ def render(
             score=score,
             mask=mask,
             grad=grad,
-            prelude=prelude.used_by(*(mod.text for mod in (score, mask, grad) if mod)),
+            prelude=prelude.used_by(*(mod.text for mod in (score, mask, grad) if mod), single=spec.exact),
             head=_head(spec, score, mask),
             single=spec.q_dtype is torch.float32,
+            exact=spec.exact,
         )
     )
 
@@ -90,7 +91,12 @@ def _unspecialized(*names: str | ModText | None) -> str:
     own = [name for name in names if isinstance(name, str) and name]
     mods = [mod for mod in names if isinstance(mod, ModText)]
     captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number")]
-    return ", ".join(f'"{name}"' for name in [*own, *captured])
+    inside = ", ".join(f'"{name}"' for name in [*own, *captured])
+    return (
+        inside
+        if len(inside) < 80
+        else "\n" + textwrap.fill(inside, 104, initial_indent="    ", subsequent_indent="    ") + "\n"
+    )
 
 
 def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:

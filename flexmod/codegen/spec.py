@@ -13,7 +13,7 @@ import torch
 
 from flexmod.errors import BlockSizeError, OptionValueError
 
-KernelName = Literal["forward", "dq", "dkdv"]
+KernelName = Literal["forward", "delta", "dq", "dkdv"]
 
 # tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
@@ -23,9 +23,10 @@ SMALLEST_TILE = 16
 class KernelSpec:
     """The facts that a module of kernels is rendered from, besides its mods.
 
-    `mask_block` is (queries, keys) of a block of the mask's lists, or None where every tile runs. `precision`
-    is tl.dot's input_precision for float32. `positive_scale` allows the running maximum of raw scores.
-    `shared_kv`: several query heads, or the whole batch, read one head of keys (only the backward asks).
+    `mask_block` is (queries, keys) of a block of the mask's lists, or None where every tile runs;
+    `full_tiles_padded`: full ones may reach over an end. `precision` is tl.dot's input_precision for float32.
+    `positive_scale` allows the running maximum of raw scores. `shared_kv`: several query heads, or the whole
+    batch, read one head of keys (only the backward asks).
     """
 
     q_dtype: torch.dtype
@@ -34,10 +35,16 @@ class KernelSpec:
     head_dim: int
     value_dim: int
     mask_block: tuple[int, int] | None = None
+    full_tiles_padded: bool = False
     precision: Literal["ieee", "tf32"] = "ieee"
     positive_scale: bool = True
     shared_kv: bool = False
     backward: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """float32 inputs and products: sums are compensated, and the backward gets more than the lse."""
+        return self.q_dtype is torch.float32 and self.precision == "ieee"
 
     @property
     def head_tile(self) -> int:
@@ -67,8 +74,8 @@ def padded(dim: int) -> int:
 
 
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
-# begins with the fastest and goes on to what fits less: the 99 KB of small cards, the 64 KB of AMD's. One stage
-# costs Hopper registers (operands pass through them), so two stages of a smaller tile come before it.
+# begins with the fastest and goes on to what fits less: the 99 KB of small cards, the 64 KB of AMD's. One
+# stage costs Hopper registers (operands pass through them): two stages of a smaller tile come before it.
 _Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
@@ -79,18 +86,25 @@ _HALF: _Table = {
     },
     "dq": {
         64: ((64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
-        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: (
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+            (64, 64, 4, 2),
+            (64, 32, 4, 2),
+            (64, 32, 4, 1),
+            (32, 32, 4, 1),
+        ),
         256: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
         512: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
     },
     "dkdv": {
-        64: ((128, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 1)),
-        128: ((64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+        64: ((128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 1)),
+        128: ((64, 128, 8, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1)),
         256: ((32, 64, 8, 2), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
         512: ((16, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
     },
 }
-_SINGLE: _Table = {
+_TF32: _Table = {
     "forward": {
         64: ((128, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
         128: ((64, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -110,6 +124,27 @@ _SINGLE: _Table = {
         512: ((16, 16, 8, 1), (16, 16, 4, 1)),
     },
 }
+# float32 products without tensor cores: a thread holds whole rows of its operands, and spills soon.
+_IEEE: _Table = {
+    "forward": {
+        64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 1)),
+        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
+        256: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
+        512: ((16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
+        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 8, 1),),
+        512: ((16, 16, 8, 1),),
+    },
+    "dkdv": {
+        64: ((32, 32, 8, 2), (16, 16, 4, 1)),
+        128: ((16, 32, 8, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 8, 1),),
+        512: ((16, 16, 8, 1),),
+    },
+}
 # kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel
 _SIDES: dict[KernelName, tuple[str, str]] = {
     "forward": ("BLOCK_M", "BLOCK_N"),
@@ -127,11 +162,17 @@ def ladder(spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> 
         BlockSizeError: a block of the mask is no multiple of 16 on a side.
         OptionValueError: a tile side that the mask's blocks are no multiple of.
     """
-    table = _SINGLE if spec.q_dtype is torch.float32 else _HALF
+    single = _IEEE if spec.precision == "ieee" else _TF32
+    table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
-    rows = table[kernel][min(max(widest, 64), 512)]
+    rows = table[_like(kernel)][min(max(widest, 64), 512)]
     tiles = [_chosen(_inside(Tile(*row), spec), spec, kernel, options) for row in rows]
     return tuple(dict.fromkeys(tiles))
+
+
+def _like(kernel: KernelName) -> KernelName:
+    """delta_kernel takes the tiles of dq_kernel: its sums must come out the same."""
+    return "dq" if kernel == "delta" else kernel
 
 
 def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:
@@ -163,7 +204,7 @@ def _inside(tile: Tile, spec: KernelSpec) -> Tile:
 
 def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> Tile:
     """The tile with what the options say in its place."""
-    m_name, n_name = _SIDES[kernel]
+    m_name, n_name = _SIDES[_like(kernel)]
     block_m = option(options, kernel, m_name, tile.block_m)
     block_n = option(options, kernel, n_name, tile.block_n)
     q_block, kv_block = spec.mask_block or (0, 0)

@@ -2,7 +2,8 @@
 
 What they mend, as found in Triton 3.6 to 3.9: bfloat16 is held as raw 16 bits and most operations work on the
 bits (a dot is wrong by orders of magnitude, an addition gives NaN); float32 to bfloat16 cuts off where a chip
-rounds to nearest even; float64 and integers to bfloat16 convert to a 16-bit integer; an index is read from a
+rounds to nearest even; float64 and integers to bfloat16 convert to a 16-bit integer; a comparison keeps
+its operands' type, so that one of two numbers is floats when it meets a block; an index is read from a
 one-element array, which newer numpy refuses.
 """
 
@@ -47,8 +48,10 @@ def correct(interpreter: Any, tl: Any) -> None:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
         if lhs.dtype.scalar == bfloat16:
-            return pack(op(numbers(lhs), numbers(rhs)), bfloat16)
-        return plain_binary(self, lhs, rhs, op)
+            result = pack(op(numbers(lhs), numbers(rhs)), bfloat16)
+        else:
+            result = plain_binary(self, lhs, rhs, op)
+        return handle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
     def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
         return pack(op(numbers(arg)), arg.dtype.scalar)

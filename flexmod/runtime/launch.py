@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelName, Tile, ladder, option
+from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import NoTileFits
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
+
+# Registers that a thread may spill before another tile is tried, and how many are: each one is compiled.
+SPILLS_ALLOWED = 64
+TILES_COMPARED = 3
 
 
 def launch(
@@ -26,40 +30,65 @@ def launch(
 ) -> None:
     """Run `forward_kernel`, `dq_kernel` or `dkdv_kernel` of the module, on the device's current stream.
 
-    `arguments` are all but the tile's. The rungs of the ladder are tried in order; one that does not fit is
-    refused by Triton before anything runs.
+    `arguments` are all but the tile's. The first call tries the rungs of the ladder in order. Triton refuses
+    one that does not fit before anything runs; one whose registers spill much gives way to the next, and the
+    one that spills least is kept. A kernel writes all of its results: a second try replaces the first.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
     """
-    rungs = ladder(kernels.spec, kernel, kernels.options)
-    first = kernels.rungs.get((kernel, device), 0)
-    refused = []
-    for number, tile in enumerate(rungs[first:], first):
+
+    def run(tile: Tile) -> int:
         chosen = _tile_arguments(kernels, kernel, tile)
+        return start(kernels, f"{kernel}_kernel", device, grid(tile), {**arguments, **chosen})
+
+    settled = kernels.tiles.get((kernel, device))
+    if settled is not None:
         try:
-            start(kernels, f"{kernel}_kernel", device, grid(tile), {**arguments, **chosen})
+            run(settled)
+            return
+        except OutOfResources:  # other strides make another variant of the kernel, which may need more
+            pass
+    kernels.tiles[kernel, device] = _settle(kernels.ladder(kernel), device, run)
+
+
+def _settle(rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], int]) -> Tile:
+    """Run the tile that later calls shall take, last."""
+    spilled: dict[Tile, int] = {}
+    refused = []
+    tile = rungs[0]
+    for tile in rungs:
+        try:
+            spilled[tile] = run(tile)
         except OutOfResources as e:
             refused.append((tile, e))
             continue
-        kernels.rungs[kernel, device] = number
-        return
-    raise NoTileFits(
-        limit=refused[-1][1].limit,
-        device=device,
-        tried=", ".join(f"{tile}: {e.required} bytes" for tile, e in refused),
-    )
+        if spilled[tile] <= SPILLS_ALLOWED or len(spilled) == TILES_COMPARED:
+            break
+    if not spilled:
+        raise NoTileFits(
+            limit=refused[-1][1].limit,
+            device=device,
+            tried=", ".join(f"{tile}: {e.required} bytes" for tile, e in refused),
+        )
+    best = min(spilled, key=lambda t: spilled[t])
+    if best != tile:
+        run(best)
+    return best
 
 
 def start(
     kernels: Kernels, name: str, device: torch.device, grid: tuple[int], arguments: Mapping[str, Any]
-) -> None:
-    """One launch of a kernel of the module: on a GPU, or through the interpreter on CPU tensors."""
+) -> int:
+    """One launch of a kernel of the module: on a GPU, or through the interpreter on CPU tensors.
+
+    Returns how many registers of a thread it spills.
+    """
     if kernels.interpreted:
         getattr(interpreted(kernels.module), name)[grid](**arguments)
-        return
+        return 0
     with torch.cuda.device(device):
-        getattr(kernels.module, name)[grid](**arguments)
+        return getattr(kernels.module, name)[grid](**arguments).n_spills
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""What every backend is given and what it hands back.
+
+A backend is a module with these two functions (`reference` has the first alone):
+
+    forward(problem, q, k, v, *, want_max, keep) -> Forward
+    backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs, kept) -> Gradients
+
+    q          [B, Hq, M, D]
+    k          [B or 1, Hkv, N, D]        Hq is a multiple of Hkv
+    v          [B or 1, Hkv, N, Dv]
+    out        [B, Hq, M, Dv]             in q's dtype; `grad_out` has its shape
+    lse        [B, Hq, M]                 natural log; float32, or float64 when q is float64
+    grad_lse   like lse, or None when lse was not used
+    needs      whether q, k and v want a gradient
+    keep       a list, where a backward will come: what the backend puts in it comes back as `kept`
+
+The caller has checked all shapes, dtypes and devices, so a backend does not check again. Scores are
+`scale * q.k`, changed by the score mod, -inf where the mask says no. A row with nothing to attend to gives
+out 0, lse -inf and gradients 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from flexmod.block_mask.format import BlockMask
+from flexmod.ir.graph import Graph
+from flexmod.ir.trace import Traced
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The attention variant: what is done to the scores, apart from the tensors of the call.
+
+    `score` is the score mod after the graph passes, None where it changes nothing. `score_grad` is its
+    derivative (inputs score, grad, b, h, q_idx, kv_idx; the captures of `score`), filled only where gradients
+    are asked for. For the generated kernels: `options`, the checked kernel options, and `precision`, that of
+    float32 products.
+    """
+
+    score: Traced | None
+    score_grad: Graph | None
+    mask: BlockMask | None
+    scale: float
+    options: tuple[tuple[str, Any], ...] = ()
+    precision: Literal["ieee", "tf32"] = "ieee"
+
+
+class Forward(NamedTuple):
+    """Results of a forward.
+
+    `max_scores` [B, Hq, M], in lse's dtype, is the largest score of each row after the score mod and the mask
+    (-inf for a row with nothing to attend to); None unless asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes and dtypes of their tensors; None where `needs` did not ask.
+
+    `captures` belongs to the tensors of `problem.score`; empty from a backend that computes none.
+    """
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    captures: tuple[Tensor | None, ...]

@@ -1,0 +1,166 @@
+"""A block mask as steps: which rows meet which columns, and where an element has to ask the mask.
+
+A tile that is not listed is not attended, whatever the mask mod says of it; a full tile is attended without
+asking; a partial tile asks element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, dense, tile_count
+
+# Small q blocks are taken together, and large ones cut, to about this many rows: enough for a fast product.
+ROWS = 128
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Columns of a step (`span`, counted within the step) whose elements ask the mask.
+
+    `tiles` int8 [rows, width of span] holds each element's tile kind; None where all of them are partial.
+    """
+
+    span: slice
+    tiles: Tensor | None
+
+    def allowed(self, said: Tensor) -> Tensor:
+        """What is attended, from what the mask mod said (bool, broadcastable to [..., rows, width])."""
+        if self.tiles is None:
+            return said
+        return (self.tiles == FULL) | ((self.tiles == PARTIAL) & said)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows and all columns that any of them attends to.
+
+    `columns` is a slice, or the positions (int64, ascending) where they have gaps.
+    """
+
+    rows: slice
+    columns: slice | Tensor
+    asked: tuple[Asked, ...]
+
+    @property
+    def row_count(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def column_count(self) -> int:
+        columns = self.columns
+        return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """q_idx [rows, 1] and kv_idx [columns]."""
+        columns = self.columns
+        if isinstance(columns, slice):
+            columns = torch.arange(columns.start, columns.stop, device=device)
+        return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None], columns
+
+
+def tile_table(mask: BlockMask) -> Tensor:
+    """int8 [B, H, Qb, KVb]: EMPTY, PARTIAL or FULL for each tile, from the lists by row.
+
+    B or H is 1 where the mask's lists are one list, expanded.
+    """
+    columns = tile_count(mask.seq_lengths[1], mask.BLOCK_SIZE[1])
+    lists = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    for dim in (0, 1):
+        if all(part.stride(dim) == 0 for part in lists):
+            lists = [part.narrow(dim, 0, 1) for part in lists]
+    table = dense((lists[0], lists[1]), columns).to(torch.int8) * PARTIAL
+    return table.masked_fill_(dense((lists[2], lists[3]), columns), FULL) if lists[2:] else table
+
+
+def shared_part(table: Tensor) -> Tensor:
+    """The table with B or H of 1 where the tiles of all batches or all heads are the same."""
+    for dim in (0, 1):
+        first = table.narrow(dim, 0, 1)
+        if bool((table == first).all()):
+            table = first
+    return table
+
+
+def element_table(mask: BlockMask, rows: int, columns: int) -> Tensor:
+    """`tile_table` spread over the elements: int8 [B, H, rows, columns]."""
+    table = tile_table(mask)
+    for dim, block, size in ((2, mask.BLOCK_SIZE[0], rows), (3, mask.BLOCK_SIZE[1], columns)):
+        table = table.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return table
+
+
+def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[Step]:
+    """Steps over everything; `budget` bounds rows x columns of a step, unless one row alone exceeds it."""
+    yield from _cut(slice(0, rows), slice(0, columns), (), budget)
+
+
+def steps_of_table(
+    table: Tensor, block_size: tuple[int, int], rows: int, columns: int, budget: int
+) -> Iterator[Step]:
+    """Steps of one [Qb, KVb] tile table, rows ascending. Rows that attend to nothing are in no step."""
+    q_block, kv_block = block_size
+    together = max(1, ROWS // q_block)
+    for first in range(0, table.shape[0], together):
+        group = table[first : first + together]
+        listed = (group != EMPTY).any(0)
+        tiles = listed.nonzero().flatten()
+        if len(tiles) == 0:
+            continue
+        span = slice(first * q_block, min((first + together) * q_block, rows))
+        group = group[:, tiles]
+        asked = tuple(_asked(group, block_size, span, _column_count(tiles, kv_block, columns)))
+        yield from _cut(span, _columns(tiles, kv_block, columns), asked, budget)
+
+
+def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) -> Iterator[Asked]:
+    q_block, kv_block = block_size
+    for first, last in _runs((group != FULL).any(0)):
+        span = slice(first * kv_block, min(last * kv_block, width))
+        kinds = group[:, first:last]
+        if bool((kinds == PARTIAL).all()):
+            yield Asked(span, None)
+            continue
+        spread = kinds.repeat_interleave(q_block, 0)[: rows.stop - rows.start]
+        yield Asked(span, spread.repeat_interleave(kv_block, 1)[:, : span.stop - span.start])
+
+
+def _cut(rows: slice, columns: slice | Tensor, asked: tuple[Asked, ...], budget: int) -> Iterator[Step]:
+    whole = Step(rows, columns, asked)
+    height = min(max(1, budget // whole.column_count), ROWS)
+    if whole.row_count <= height:
+        yield whole
+        return
+    for start in range(rows.start, rows.stop, height):
+        stop = min(start + height, rows.stop)
+        part = slice(start - rows.start, stop - rows.start)
+        here = tuple(Asked(a.span, None if a.tiles is None else a.tiles[part]) for a in asked)
+        yield Step(slice(start, stop), columns, here)
+
+
+def _columns(tiles: Tensor, block: int, columns: int) -> slice | Tensor:
+    """Positions of ascending tiles: a slice where they are one run."""
+    first, last = int(tiles[0]), int(tiles[-1])
+    if last - first + 1 == len(tiles):
+        return slice(first * block, min((last + 1) * block, columns))
+    positions = (tiles[:, None] * block + torch.arange(block, device=tiles.device)).flatten()
+    return positions[: _column_count(tiles, block, columns)]
+
+
+def _column_count(tiles: Tensor, block: int, columns: int) -> int:
+    """Only the last tile can reach over the end."""
+    return len(tiles) * block - max(0, (int(tiles[-1]) + 1) * block - columns)
+
+
+def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:
+    """First and one past the last of each run of True."""
+    edges = torch.nn.functional.pad(flags.to(torch.int8), (1, 1)).diff()
+    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    yield from zip(starts.tolist(), stops.tolist(), strict=True)

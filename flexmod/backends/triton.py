@@ -1,0 +1,250 @@
+"""The Triton backend: the generated kernels, on a GPU or in the interpreter.
+
+The compiler makes `Kernels` for a `kernel_spec`; `forward` and `backward` allocate, gather the arguments and
+launch. Shapes are those of `interface.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexmod.backends.interface import Forward, Gradients
+from flexmod.block_mask.format import BlockMask
+from flexmod.codegen.kernels import NOTHING, Captured, Kernels
+from flexmod.codegen.schedule import grid
+from flexmod.codegen.spec import KernelSpec, statistics_rows
+from flexmod.errors import BlockMaskPartsError
+from flexmod.runtime.launch import launch, start
+
+Arguments = dict[str, object]
+
+
+def kernel_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None,
+    *,
+    scale: float,
+    precision: Literal["ieee", "tf32"],
+    backward: bool,
+) -> KernelSpec:
+    """The spec that a call asks for. `precision` is for float32; half types take no heed of it."""
+    return KernelSpec(
+        q_dtype=q.dtype,
+        k_dtype=k.dtype,
+        v_dtype=v.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        mask_block=None if mask is None else (int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1])),
+        full_tiles_padded=mask is not None and mask.full_tiles_padded,
+        precision=precision if q.dtype is torch.float32 else "ieee",
+        positive_scale=scale > 0,
+        shared_kv=backward and q.shape[:2] != k.shape[:2],
+        backward=backward,
+    )
+
+
+def forward(
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: BlockMask | None = None,
+    score_captured: Captured = NOTHING,
+    mask_captured: Captured = NOTHING,
+    want_max: bool = False,
+    keep: list[Tensor] | None = None,
+) -> Forward:
+    """Attention of the variant that `kernels` were made for.
+
+    An exact spec keeps each row's largest score and sum: the lse, one number for both, is too coarse there.
+
+    Raises:
+        NoTileFits: see `launch`.
+        BlockSizeError, OptionValueError: see `ladder`.
+    """
+    batch, heads, length, _ = q.shape
+    out = _allocate(q, v.shape[3])
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    max_scores = torch.empty_like(lse) if want_max else None
+    if keep is not None and kernels.spec.exact:
+        keep += [torch.empty_like(lse), torch.empty_like(lse)]
+    arguments = {
+        **_strided("Q", "q", "m", q),
+        **_strided("K", "k", "n", k),
+        **_strided("V", "v", "n", v),
+        **_strided("OUT", "o", "m", out),
+        "LSE": lse,
+        "MAX_SCORES": max_scores,
+        **(dict(zip(("PEAK", "TOTAL"), keep or (None, None), strict=True)) if kernels.spec.exact else {}),
+        **(_lists(mask, "kv") if mask is not None else {}),
+        **kernels.mod_arguments("forward", score_captured, mask_captured),
+        **_sizes(q, k, scale),
+    }
+    launch(kernels, "forward", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+    return Forward(out, lse, max_scores)
+
+
+def backward(
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    kept: tuple[Tensor, ...] = (),
+    *,
+    scale: float,
+    mask: BlockMask | None = None,
+    score_captured: Captured = NOTHING,
+    mask_captured: Captured = NOTHING,
+) -> Gradients:
+    """Gradients of q, k and v where `needs` asks for them; the strides of `grad_out` and `grad_lse` may be 0.
+
+    Raises:
+        BlockMaskPartsError: the mask has no lists by column, and k or v needs a gradient.
+        NoTileFits, BlockSizeError, OptionValueError: as in the forward.
+    """
+    batch, heads, length, _ = q.shape
+    delta = torch.empty_like(lse)
+    weights = dict(zip(("PEAK", "TOTAL"), kept, strict=True)) if kept else {"LSE2": torch.empty_like(lse)}
+    grad_q = grad_k = grad_v = None
+    shared = {
+        **_strided("Q", "q", "m", q),
+        **_strided("K", "k", "n", k),
+        **_strided("V", "v", "n", v),
+        **_strided("GRAD_OUT", "g", "m", grad_out),
+        **weights,
+        "DELTA": delta,
+        **_sizes(q, k, scale),
+    }
+    if kernels.spec.exact:
+        arguments = {
+            **shared,
+            **_grad_lse(grad_lse),
+            **(_lists(mask, "kv") if mask is not None else {}),
+            **kernels.mod_arguments("delta", score_captured, mask_captured),
+        }
+        launch(kernels, "delta", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+    else:
+        _statistics(kernels, out, lse, grad_out, grad_lse, weights["LSE2"], delta)
+    if needs[0]:
+        grad_q = _allocate(q, q.shape[3])
+        arguments = {
+            **shared,
+            **_strided("GRAD_Q", "dq", "m", grad_q),
+            **(_lists(mask, "kv") if mask is not None else {}),
+            **kernels.mod_arguments("dq", score_captured, mask_captured),
+        }
+        launch(kernels, "dq", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+    if needs[1] or needs[2]:
+        grad_k, grad_v = _allocate(k, k.shape[3]), _allocate(v, v.shape[3])
+        arguments = {
+            **shared,
+            **_strided("GRAD_K", "dk", "n", grad_k),
+            **_strided("GRAD_V", "dv", "n", grad_v),
+            **(_lists(mask, "q") if mask is not None else {}),
+            **kernels.mod_arguments("dkdv", score_captured, mask_captured),
+            **({"BATCHES": batch // k.shape[0]} if kernels.spec.shared_kv else {}),
+        }
+        b, h, n, _ = k.shape
+        launch(kernels, "dkdv", q.device, lambda tile: grid(b, h, n, tile.block_n), arguments)
+    return Gradients(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, ())
+
+
+def _statistics(
+    kernels: Kernels,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    lse2: Tensor,
+    delta: Tensor,
+) -> None:
+    """Fill lse2 and delta, [B, Hq, M] float32 each."""
+    batch, heads, length = lse.shape
+    rows = statistics_rows(kernels.spec)
+    arguments = {
+        **_strided("OUT", "o", "m", out),
+        **_strided("GRAD_OUT", "g", "m", grad_out),
+        "LSE": lse,
+        **_grad_lse(grad_lse),
+        "LSE2": lse2,
+        "DELTA": delta,
+        "HQ": heads,
+        "M": length,
+        "BLOCK_M": rows,
+    }
+    start(kernels, "statistics_kernel", out.device, grid(batch, heads, length, rows), arguments)
+
+
+def _grad_lse(grad_lse: Tensor | None) -> Arguments:
+    strides = grad_lse.stride() if grad_lse is not None else (0, 0, 0)
+    return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
+
+
+def _allocate(like: Tensor, dim: int) -> Tensor:
+    """An uninitialized tensor of like's dtype and shape, but for a last dimension of `dim`.
+
+    Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
+    """
+    strides = like.stride()
+    order = sorted(range(3), key=lambda i: -strides[i])
+    memory = like.new_empty([*(like.shape[i] for i in order), dim])
+    return memory.permute([order.index(0), order.index(1), order.index(2), 3])
+
+
+def _strided(name: str, letters: str, row: str, tensor: Tensor) -> Arguments:
+    """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
+    b, h, m, d = tensor.stride()
+    return {
+        name: tensor,
+        f"stride_{letters}b": b if tensor.shape[0] > 1 else 0,
+        f"stride_{letters}h": h,
+        f"stride_{letters}{row}": m,
+        f"stride_{letters}d": d,
+    }
+
+
+def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
+    return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
+
+
+def _lists(mask: BlockMask, axis: Literal["kv", "q"]) -> Arguments:
+    """The mask's lists of blocks of keys ("kv") or of queries ("q"), contiguous, with the strides they share.
+
+    A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
+    """
+    names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
+    lists: list[Tensor | None] = [getattr(mask, name) for name in names]
+    if lists[0] is None or lists[1] is None:
+        raise BlockMaskPartsError(
+            problem="block_mask has no q_num_blocks and q_indices, and key or value needs a gradient",
+            advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
+        )
+    present = [t for t in lists if t is not None]
+    for dim in (0, 1):
+        if all(t.shape[dim] == 1 or t.stride(dim) == 0 for t in present):
+            present = [t.narrow(dim, 0, 1) for t in present]
+    counts, indices, *full = [t.contiguous() for t in present]
+    full_counts, full_indices = full if full else (None, None)
+    mask_batch, mask_heads, rows = counts.shape
+    return {
+        names[0].upper(): counts,
+        names[1].upper(): indices,
+        f"{axis}_slots": indices.shape[3],
+        names[2].upper(): full_counts,
+        names[3].upper(): full_indices,
+        f"full_{axis}_slots": full_indices.shape[3] if full_indices is not None else 0,
+        "stride_mask_b": mask_heads * rows if mask_batch > 1 else 0,
+        "stride_mask_h": rows if mask_heads > 1 else 0,
+    }

@@ -1,0 +1,303 @@
+"""The block-sparse CPU backend against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference_case import Case, Limit, assert_within, eager_error_bound, expected, make_case, problem_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import flexmod
+from flexmod.backends import cpu
+from flexmod.backends.interface import Forward, Gradients
+from flexmod.block_mask.format import BlockMask
+
+ALL = (True, True, True)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 20)
+
+
+def sinks_and_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Columns with a gap."""
+    return (kv_idx < 20) | ((q_idx >= kv_idx) & (q_idx - kv_idx <= 20))
+
+
+def late(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Dead rows: a whole tile and a part of the next."""
+    return (q_idx >= kv_idx) & (q_idx >= 37)
+
+
+REACH = torch.tensor([3, 50, 17, 90, 1, 30])
+DOCUMENT = torch.stack([torch.arange(200) // 30, torch.arange(200) // 77, torch.arange(200) // 50])
+
+
+def reach_of_the_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx).abs() <= REACH[h]
+
+
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return DOCUMENT[b, q_idx] == DOCUMENT[b, kv_idx]
+
+
+def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return document(b, h, q_idx, kv_idx) & reach_of_the_head(b, h, q_idx, kv_idx)
+
+
+SLOPES = 2.0 ** -torch.arange(1.0, 7.0)
+BIAS = torch.randn(3, 6, 200, generator=torch.Generator().manual_seed(1))
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 2 * torch.tanh(score / 2)
+
+
+def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * score + BIAS[b, h, kv_idx]
+
+
+def holes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where((q_idx + kv_idx) % 3 == h % 3, score, -float("inf"))
+
+
+def constant(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(kv_idx > 3, 1.0, 2.0)
+
+
+def block_mask(case: Case, mask_mod: Any, block: int | tuple[int, int] = 32) -> BlockMask:
+    batch, heads, rows, _ = case.q.shape
+    return flexmod.create_block_mask(
+        mask_mod, batch, heads, rows, case.k.shape[2], device="cpu", BLOCK_SIZE=block
+    )
+
+
+def run(
+    case: Case,
+    score_mod: Any = None,
+    mask: BlockMask | None = None,
+    grad_lse: Tensor | None = None,
+    needs: Any = ALL,
+) -> tuple[Forward, Gradients]:
+    problem = problem_of(case, score_mod, mask)
+    result = cpu.forward(problem, *case.inputs, want_max=True)
+    gradients = cpu.backward(problem, *case.inputs, result.out, result.lse, case.grad_out, grad_lse, needs)
+    return result, gradients
+
+
+def check(case: Case, score_mod: Any = None, mask: BlockMask | None = None) -> None:
+    """out and gradients within the limits of the case's dtype; lse and the maximum within float32's."""
+    truth = expected(case, score_mod, mask)
+    result, grads = run(case, score_mod, mask)
+    assert grads.query is not None and grads.key is not None and grads.value is not None
+    found = {"out": result.out, "dq": grads.query, "dk": grads.key, "dv": grads.value}
+    assert {x.dtype for x in found.values()} == {case.q.dtype}
+    if case.q.dtype == torch.float64:
+        for name, x in found.items():
+            torch.testing.assert_close(x, getattr(truth, name), rtol=1e-11, atol=1e-11)
+    else:
+        limits = eager_error_bound(case, truth, score_mod, mask)
+        if case.q.dtype == torch.float32:
+            # dk and dv are summed over the rows in another order than eager's, which a small maximum notices.
+            limits = {name: Limit(1.25 * limit.rms, 2 * limit.max) for name, limit in limits.items()}
+        assert_within(found, truth, limits)
+    wanted = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    assert result.max_scores is not None and (result.lse.dtype, result.max_scores.dtype) == (wanted, wanted)
+    for x, exact in ((result.lse, truth.lse), (result.max_scores, truth.max_scores)):
+        torch.testing.assert_close(x.double(), exact, rtol=3e-6, atol=3e-6)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"q_len": 1},
+    {"q_len": 1, "kv_len": 150},
+    {"q_len": 129, "kv_len": 1},
+    {"q_len": 200, "kv_len": 77, "value_dim": 40},
+    {"q_len": 77, "kv_len": 200, "head_dim": 5, "scale": 0.3},
+    {"heads": 6, "kv_heads": 2, "q_len": 130, "batch": 2},
+    {"heads": 6, "kv_heads": 2, "q_len": 50, "batch": 3, "kv_batch": 1},
+    {"heads": 3, "kv_heads": 1, "q_len": 140, "layout": "bshd", "batch": 2},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_mod", [None, causal])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: dict[str, Any], mask_mod: Any, dtype: torch.dtype) -> None:
+    case = make_case(dtype=dtype, **shape)
+    check(case, None, None if mask_mod is None else block_mask(case, mask_mod))
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"batch": 3, "heads": 6, "q_len": 150},
+    {"batch": 3, "heads": 6, "kv_heads": 2, "q_len": 150},
+    {"batch": 3, "heads": 6, "kv_heads": 3, "kv_batch": 1, "q_len": 150},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("mask_mod", [window, sinks_and_window, late, reach_of_the_head, document, both])
+def test_masks(mask_mod: Any, layout: dict[str, Any]) -> None:
+    case = make_case(dtype=torch.float64, **layout)
+    check(case, None, block_mask(case, mask_mod))
+
+
+@pytest.mark.parametrize("block", [16, 128, 512, (16, 64), (256, 32)], ids=str)
+@pytest.mark.parametrize("mask_mod", [causal, sinks_and_window, both])
+def test_block_sizes(mask_mod: Any, block: int | tuple[int, int]) -> None:
+    case = make_case(dtype=torch.float64, batch=2, heads=2, q_len=190, kv_len=150)
+    check(case, capped, block_mask(case, mask_mod, block))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_mod", [None, late, both])
+@pytest.mark.parametrize("score_mod", [alibi, capped, biased, holes, constant])
+def test_score_mods(score_mod: Any, mask_mod: Any, dtype: torch.dtype) -> None:
+    case = make_case(dtype=dtype, batch=2, heads=6, kv_heads=2, q_len=77, kv_len=101)
+    check(case, score_mod, None if mask_mod is None else block_mask(case, mask_mod))
+
+
+@pytest.mark.parametrize("budget", [1, 300, 2000, 20000])
+@pytest.mark.parametrize("mask_mod", [None, sinks_and_window, document])
+def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, batches and heads are cut apart as the budget asks, a single row at the least."""
+    monkeypatch.setattr(cpu, "BUDGET", budget)
+    case = make_case(dtype=torch.float64, batch=2, heads=6, kv_heads=2, q_len=50)
+    check(case, alibi, None if mask_mod is None else block_mask(case, mask_mod, (64, 16)))
+
+
+def test_lists_decide_before_the_mask_mod() -> None:
+    """In one group of q tiles, a column of tiles may be full, partial and not listed."""
+    generator = torch.Generator().manual_seed(2)
+    kinds = torch.randint(0, 3, (2, 1, 7, 6), generator=generator)
+    lists = []
+    for kind in (1, 2):
+        chosen = (kinds == kind).int()
+        lists += [
+            chosen.sum(-1, dtype=torch.int32),
+            chosen.argsort(dim=-1, descending=True, stable=True).int(),
+        ]
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(100, 90))
+    check(make_case(dtype=torch.float64, batch=2, q_len=100, kv_len=90), None, mask)
+
+
+def test_lists_without_full_tiles() -> None:
+    mask = flexmod.create_block_mask(causal, 1, 1, 90, 90, "cpu", 32, separate_full_blocks=False)
+    check(make_case(dtype=torch.float64, q_len=90), None, mask)
+
+
+def test_dead_rows() -> None:
+    case = make_case(q_len=100)
+    result, grads = run(case, None, block_mask(case, late), torch.full((1, 2, 100), torch.nan))
+    assert result.out[:, :, :37].eq(0).all() and result.lse[:, :, :37].eq(-torch.inf).all()
+    assert result.max_scores is not None and result.max_scores[:, :, :37].eq(-torch.inf).all()
+    assert grads.query is not None and grads.query[:, :, :37].eq(0).all()
+
+
+def test_nothing_is_attended() -> None:
+    case = make_case(q_len=40)
+    mask = block_mask(case, lambda b, h, q_idx, kv_idx: q_idx < 0)
+    result, grads = run(case, None, mask)
+    assert result.out.eq(0).all() and result.lse.eq(-torch.inf).all()
+    assert all(x is not None and x.eq(0).all() for x in (grads.query, grads.key, grads.value))
+
+
+def test_infinite_derivative_under_the_mask() -> None:
+    case = make_case(dtype=torch.float64, q_len=40)
+
+    def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.sqrt((score * score + 1) * torch.where(q_idx >= kv_idx, 1.0, 0.0))
+
+    check(case, root, block_mask(case, causal))
+
+
+@pytest.mark.parametrize("mask_mod", [None, late])
+def test_gradient_through_lse(mask_mod: Any) -> None:
+    case = make_case(dtype=torch.float64, heads=4, kv_heads=2, q_len=60)
+    mask = None if mask_mod is None else block_mask(case, mask_mod)
+    grad_lse = torch.randn(1, 4, 60, dtype=torch.float64)
+    truth = expected(case, capped, mask, grad_lse)
+    _, grads = run(case, capped, mask, grad_lse)
+    for x, exact in zip(grads[:3], (truth.dq, truth.dk, truth.dv), strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+def test_only_what_is_needed(needs: tuple[int, int, int]) -> None:
+    case = make_case(q_len=40)
+    _, everything = run(case, capped)
+    _, some = run(case, capped, needs=tuple(map(bool, needs)))
+    for need, x, whole in zip(needs, some[:3], everything[:3], strict=True):
+        assert torch.equal(x, whole) if need else x is None
+    assert some.captures == ()
+
+
+def test_maximum_only_when_asked() -> None:
+    case = make_case()
+    assert cpu.forward(problem_of(case), *case.inputs, want_max=False).max_scores is None
+
+
+def test_two_runs_agree_bit_for_bit() -> None:
+    case = make_case(batch=2, heads=6, kv_heads=2, q_len=300, head_dim=32)
+    first, second = (run(case, alibi, block_mask(case, sinks_and_window)) for _ in range(2))
+    for x, y in zip((*first[0], *first[1][:3]), (*second[0], *second[1][:3]), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("mask_mod", [None, late, reach_of_the_head])
+def test_gradcheck(mask_mod: Any) -> None:
+    case = make_case(dtype=torch.float64, batch=2, kv_batch=1, heads=2, kv_heads=1, q_len=40, head_dim=2)
+    mask = None if mask_mod is None else block_mask(case, mask_mod, 16)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flexmod.flex_attention(
+            q, k, v, score_mod=capped, block_mask=mask, enable_gqa=True, return_lse=True
+        )
+        return out, torch.exp(lse)
+
+    assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in case.inputs), fast_mode=True)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees every operation's results."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask, where scores would be 2048 x 2048, no tensor is larger than the budget or an input."""
+    monkeypatch.setattr(cpu, "BUDGET", 1 << 14)
+    case = make_case(q_len=2048, heads=1)
+    with LargestTensor() as seen:
+        run(case, capped)
+    assert seen.elements <= max(1 << 14, case.q.numel())
+
+
+def test_empty_tiles_are_skipped() -> None:
+    case = make_case(q_len=1024, heads=2)
+
+    def flops(mask: BlockMask | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run(case, None, mask)
+        return counter.get_total_flops()
+
+    mask = block_mask(case, causal, 128)
+    assert flops(mask) == pytest.approx(flops(None) * (1 - mask.sparsity() / 100))

@@ -1,0 +1,291 @@
+"""The generated kernels in the interpreter against dense float64: out, lse, row maximum, gradients.
+
+All memory that the backend allocates is full of NaN first, so that an element left unwritten shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    ALIBI,
+    ALIBI_GRAD,
+    CAUSAL,
+    DOCUMENT,
+    HOLES,
+    HOLES_GRAD,
+    SOFTCAP,
+    SOFTCAP_GRAD,
+    block_lists,
+    truth,
+)  # fmt: skip
+from torch import Tensor
+
+from flexmod.backends import triton
+from flexmod.backends.interface import Forward, Gradients
+from flexmod.codegen import cache
+from flexmod.codegen.kernels import NOTHING, Captured, Kernels
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.render import render
+from flexmod.errors import BlockMaskPartsError
+
+HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
+TOLERANCE = {HALF: 2e-3, BFLOAT: 1.5e-2, SINGLE: 5e-6}
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@dataclass
+class Case:
+    """One attention. `dense` is the mask, [Bm, Hm, M, N], in blocks of `block`; `eager` is the score_mod."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dense: Tensor | None = None
+    block: tuple[int, int] = (64, 64)
+    separate_full: bool = True
+    mask: ModText | None = None
+    score: ModText | None = None
+    grad: ModText | None = None
+    eager: Any = None
+    score_captured: Captured = NOTHING
+    mask_captured: Captured = NOTHING
+    scale: float = 0.25
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        self.lists: Any = None
+        if self.dense is not None:
+            self.lists = block_lists(self.dense, self.block, self.separate_full)
+
+    def kernels(self, backward: bool) -> Kernels:
+        spec = triton.kernel_spec(
+            self.q, self.k, self.v, self.lists, scale=self.scale, precision="ieee", backward=backward
+        )
+        score, mask, grad = self.score, self.mask, self.grad
+        return Kernels(
+            spec, lambda s: cache.load(render(s, score, mask, grad), "case"), score, mask, grad,
+            self.options or {}, interpreted=True,
+        )  # fmt: skip
+
+    def forward(self, want_max: bool = True) -> Forward:
+        self.kept: list[Tensor] = []
+        return triton.forward(
+            self.kernels(False), self.q, self.k, self.v, scale=self.scale, mask=self.lists, want_max=want_max,
+            keep=self.kept, score_captured=self.score_captured, mask_captured=self.mask_captured,
+        )  # fmt: skip
+
+    def backward(
+        self, forward: Forward, grad_out: Tensor, grad_lse: Tensor | None, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        return triton.backward(
+            self.kernels(True), self.q, self.k, self.v, forward.out, forward.lse, grad_out, grad_lse, needs,
+            tuple(self.kept), scale=self.scale, mask=self.lists,
+            score_captured=self.score_captured, mask_captured=self.mask_captured,
+        )  # fmt: skip
+
+    def check(self, backward: bool = True, grad_out: Tensor | None = None) -> None:
+        forward = self.forward()
+        assert forward.out.dtype == self.q.dtype and forward.lse.dtype == torch.float32
+        if grad_out is None:
+            grad_out = torch.randn_like(forward.out)
+        grad_lse = torch.randn_like(forward.lse)
+        expected = truth(self.q, self.k, self.v, self.scale, self.dense, self.eager, grad_out, grad_lse)
+        tolerance = TOLERANCE[self.k.dtype]
+        close(forward.out, expected.out, tolerance)
+        close(forward.lse, expected.lse, 1e-5)
+        close(forward.max_scores, expected.max_scores, 1e-5)
+        if backward:
+            found = self.backward(forward, grad_out, grad_lse, (True, True, True))
+            close(found.query, expected.grad_q, tolerance)
+            close(found.key, expected.grad_k, tolerance)
+            close(found.value, expected.grad_v, tolerance)
+
+
+def close(found: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
+    """Infinities in the same places, and elsewhere within `tolerance` of the largest magnitude."""
+    assert found is not None and expected is not None and found.shape == expected.shape
+    finite = torch.isfinite(expected)
+    assert torch.equal(found.double()[~finite], expected[~finite])
+    error = (found.double() - expected)[finite].abs()
+    assert (
+        bool((error <= tolerance * expected[finite].abs().clamp(min=1.0).max()).all()) if len(error) else True
+    )
+
+
+def random(
+    m: int, n: int, d: int = 16, dv: int = 16, *,
+    heads: tuple[int, int] = (1, 1), batch: tuple[int, int] = (1, 1), dtype: torch.dtype = SINGLE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k, v; `heads` and `batch` are those of q, then those of k and v."""
+    torch.manual_seed(m * 1000 + n)
+    q = torch.randn(batch[0], heads[0], m, d).to(dtype)
+    return (
+        q,
+        torch.randn(batch[1], heads[1], n, d).to(dtype),
+        torch.randn(batch[1], heads[1], n, dv).to(dtype),
+    )
+
+
+def positions(m: int, n: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(m)[:, None], torch.arange(n)[None, :]
+
+
+def causal(m: int, n: int) -> Tensor:
+    i, j = positions(m, n)
+    return (i >= j)[None, None]
+
+
+def documents(m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Document numbers of the positions, and the mask."""
+    doc = (torch.arange(max(m, n)) * 3 // max(m, n)).to(torch.int32)
+    return doc, (doc[:m, None] == doc[None, :n])[None, None]
+
+
+@pytest.mark.parametrize(
+    "m, n, d, dv", [(1, 1, 16, 16), (33, 130, 24, 16), (130, 65, 64, 40), (64, 128, 16, 64)]
+)
+def test_lengths_and_head_dims(m: int, n: int, d: int, dv: int) -> None:
+    Case(*random(m, n, d, dv)).check()
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1)], ids=str)
+def test_causal_lists(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    Case(*random(130, 130, 24, heads=heads, dtype=dtype), dense=causal(130, 130), mask=CAUSAL).check()
+
+
+def test_lists_without_full_ones() -> None:
+    Case(*random(65, 130), dense=causal(65, 130), mask=CAUSAL, separate_full=False).check()
+
+
+def test_full_tiles_that_reach_over_the_end() -> None:
+    case = Case(*random(65, 65), dense=torch.ones(1, 1, 65, 65, dtype=torch.bool))
+    for axis in ("kv", "q"):
+        partial, full = f"{axis}_num_blocks", f"full_{axis}_num_blocks"
+        setattr(case.lists, full, getattr(case.lists, full) + getattr(case.lists, partial))
+        getattr(case.lists, partial).zero_()
+        getattr(case.lists, f"full_{axis}_indices").copy_(torch.arange(2).expand(1, 1, 2, 2))
+    case.lists.full_tiles_padded = True
+    case.check()
+
+
+def test_blocks_of_several_tiles_and_of_unequal_sides() -> None:
+    options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
+    Case(*random(130, 130), dense=causal(130, 130), mask=CAUSAL, block=(64, 128), options=options).check()
+
+
+def test_mask_of_each_batch_entry_and_head() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.rand(2, 2, 3, 2, generator=generator) > 0.5
+    dense = dense.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    dense[0, 1] = False  # a head that sees nothing: its rows are dead
+    Case(*random(192, 128, heads=(2, 2), batch=(2, 2)), dense=dense).check()
+
+
+def test_expanded_lists_are_read_once() -> None:
+    case = Case(*random(65, 65, heads=(2, 2), batch=(2, 2)), dense=causal(65, 65), mask=CAUSAL)
+    for name, value in vars(case.lists).items():
+        if isinstance(value, Tensor):
+            setattr(case.lists, name, value.expand(2, 2, *value.shape[2:]))
+    assert triton._lists(case.lists, "kv")["stride_mask_b"] == 0
+    case.check()
+
+
+def test_document_mask_loads_by_row_and_column() -> None:
+    doc, dense = documents(130, 100)
+    captured = Captured((doc.repeat_interleave(2)[::2],))
+    Case(*random(130, 100), dense=dense, mask=DOCUMENT, mask_captured=captured).check()
+
+
+def test_alibi_with_documents() -> None:
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0])
+    doc, dense = documents(100, 100)
+    i, j = positions(100, 100)
+    Case(
+        *random(100, 100, heads=(4, 2), batch=(2, 2)),
+        dense=dense, mask=DOCUMENT, score=ALIBI, grad=ALIBI_GRAD,
+        eager=lambda s: s + slopes.double()[:, None, None] * (j - i),
+        score_captured=Captured((slopes,)), mask_captured=Captured((doc,)),
+    ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
+def test_softcap_with_a_promoted_number(dtype: torch.dtype) -> None:
+    Case(
+        *random(70, 65, dtype=dtype), score=SOFTCAP, grad=SOFTCAP_GRAD, score_captured=Captured((), (2.0,)),
+        eager=lambda s: 2 * torch.tanh(s / 2),
+    ).check()  # fmt: skip
+
+
+def test_score_mod_that_returns_minus_infinity() -> None:
+    i, j = positions(65, 65)
+    Case(
+        *random(65, 65), score=HOLES, grad=HOLES_GRAD,
+        eager=lambda s: torch.where(((i + j) % 3 > 0) & (i > 0), s, -torch.inf),
+    ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scale_that_is_not_positive(scale: float) -> None:
+    Case(*random(40, 65), dense=causal(40, 65), mask=CAUSAL, scale=scale).check()
+
+
+def test_keys_shared_by_the_batch() -> None:
+    Case(*random(65, 40, heads=(4, 2), batch=(3, 1)), dense=causal(65, 40), mask=CAUSAL).check()
+
+
+def test_any_strides() -> None:
+    m = n = 65
+    q = torch.randn(2, m, 3, 24).transpose(1, 2)
+    k = torch.randn(2, 3, 24, n).transpose(2, 3)
+    v = torch.randn(2, 3, 2 * n, 32)[:, :, ::2, ::2]
+    case = Case(q, k, v, dense=causal(m, n), mask=CAUSAL)
+    case.check(grad_out=torch.randn(1, 1, 1, 1).expand(2, 3, m, 16))
+    assert case.forward().out.transpose(1, 2).is_contiguous(), "the output lies in memory as the query does"
+
+
+def test_lower_precision_keys() -> None:
+    q, k, v = random(65, 65)
+    Case(q, k.to(BFLOAT), v.to(BFLOAT)).check(backward=False)
+
+
+def test_only_the_gradients_that_are_needed() -> None:
+    case = Case(*random(33, 33))
+    forward = case.forward(want_max=False)
+    assert forward.max_scores is None
+    found = case.backward(forward, torch.ones_like(forward.out), None, (False, False, True))
+    assert found.query is None and found.key is None and found.value is not None
+    found = case.backward(forward, torch.ones_like(forward.out), None, (True, False, False))
+    assert found.query is not None and found.key is None and found.value is None
+
+
+def test_reruns_agree_bit_for_bit() -> None:
+    case = Case(*random(65, 65, heads=(2, 1)), dense=causal(65, 65), mask=CAUSAL)
+    grad_out = torch.randn(1, 2, 65, 16)
+    runs = []
+    for _ in range(2):
+        forward = case.forward()
+        runs.append((*forward, *case.backward(forward, grad_out, None, (True, True, True))[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_backward_without_lists_by_column_is_refused() -> None:
+    case = Case(*random(33, 33), dense=causal(33, 33), mask=CAUSAL)
+    case.lists.q_num_blocks = case.lists.q_indices = None
+    forward = case.forward()
+    with pytest.raises(BlockMaskPartsError, match="block_mask has no q_num_blocks and q_indices"):
+        case.backward(forward, forward.out, None, (False, True, False))
+    assert case.backward(forward, forward.out, None, (True, False, False)).query is not None

@@ -1,0 +1,107 @@
+"""Walking the ladder on a device that has less shared memory than the first rungs ask for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import KernelSpec
+from flexmod.errors import NoTileFits
+from flexmod.runtime.launch import launch
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Device:
+    """Stands in for a kernel on a device: a launch asks for `block_m * block_n` bytes, `limit` are there.
+
+    `spills` has the registers that a tile of a `block_m` spills; others spill none.
+    """
+
+    def __init__(self, limit: int, spills: dict[int, int] | None = None) -> None:
+        self.limit = limit
+        self.spills = spills or {}
+        self.tried: list[dict[str, Any]] = []
+        self.ran: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(**arguments: Any) -> SimpleNamespace:
+            self.tried.append(arguments)
+            required = arguments["BLOCK_M"] * arguments["BLOCK_N"]
+            if required > self.limit:
+                raise OutOfResources(required, self.limit, "shared memory")
+            self.ran.append({"grid": grid, **arguments})
+            return SimpleNamespace(n_spills=self.spills.get(arguments["BLOCK_M"], 0))
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def no_device_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def kernels(kernel: Device, **options: Any) -> Kernels:
+    spec = KernelSpec(torch.float16, torch.float16, torch.float16, 64, 64)
+    return Kernels(spec, lambda _: SimpleNamespace(forward_kernel=kernel), options=options)  # type: ignore[arg-type]
+
+
+def run(compiled: Kernels) -> None:
+    launch(compiled, "forward", DEVICE, lambda tile: (1000 // tile.block_m,), {"M": 1000})
+
+
+def test_the_first_rung_that_fits_is_remembered() -> None:
+    device = Device(limit=64 * 64)
+    compiled = kernels(device)
+    run(compiled)
+    assert len(device.tried) > 1
+    assert device.ran == [
+        {"grid": (15,), "M": 1000, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    ]
+    device.tried.clear()
+    run(compiled)
+    assert len(device.tried) == 1 and len(device.ran) == 2
+
+
+def test_a_remembered_rung_that_fits_no_more_is_left() -> None:
+    device = Device(limit=128 * 128)
+    compiled = kernels(device)
+    run(compiled)
+    device.limit = 64 * 64
+    run(compiled)
+    assert [r["BLOCK_M"] for r in device.ran] == [128, 64]
+
+
+@pytest.mark.parametrize(
+    ("spills", "ran", "kept"),
+    [
+        ({}, [128], 128),
+        ({128: 60}, [128], 128),
+        ({128: 500}, [128, 128, 64], 64),
+        ({128: 80, 64: 90}, [128, 128, 64, 128], 128),
+    ],
+)
+def test_a_tile_that_spills_gives_way(spills: dict[int, int], ran: list[int], kept: int) -> None:
+    """Within one call, so that two runs agree; the last run is that of the tile that is kept."""
+    device = Device(1 << 20, spills)
+    compiled = kernels(device)
+    run(compiled)
+    assert [r["BLOCK_M"] for r in device.ran] == ran
+    device.ran.clear()
+    run(compiled)
+    assert [r["BLOCK_M"] for r in device.ran] == [kept]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(NoTileFits) as caught:
+        run(kernels(Device(limit=100), BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=2))
+    message = (
+        "no tile size fits the 100 bytes of shared memory of cuda:0; tried 16x16 (4 warps, 2 stages): 256"
+    )
+    assert str(caught.value).startswith(message)
