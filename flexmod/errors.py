@@ -243,7 +243,7 @@ class RandomNumberError(FlexmodError, NotImplementedError):
     instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
 
 
-class MutationError(FlexmodError, TypeError):
+class MutationError(FlexmodError, RuntimeError):  # a TypeError in `captured += 1` would mean: try `captured + 1`
     what = "{operation} writes in place inside a mod; a mod is a pure function."
     instead = "use the form that returns a new value, or do the write before the call."
 
@@ -344,11 +344,6 @@ class FlexOnCpuError(FlexmodError, NotImplementedError):
 class EnvironmentSwitchError(FlexmodError, ValueError):
     what = "environment variable {name} is {value!r}."
     instead = "set it to {accepted}."
-
-
-class UnsupportedTriton(FlexmodError, ImportError):
-    what = "Triton {version} is installed; flexmod needs {needed}."
-    instead = "pip install 'triton>={needed}'."
 
 
 class InterpreterOperationError(FlexmodError, NotImplementedError):

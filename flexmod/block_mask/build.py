@@ -18,6 +18,7 @@ from flexmod.block_mask.parts import block_pair, length, positive
 from flexmod.errors import DeviceMismatch, MaskExtentError, NotCallable
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
+from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
 
@@ -54,6 +55,7 @@ def create_block_mask(
     here = _device(device)
     traced = trace(mask_mod, "mask", here)
     _check_captures(traced, here)
+    traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     table = classify(traced, sizes, block, here)
     lists = tiles.lists_of(table, separate_full_blocks)
     whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
@@ -74,6 +76,7 @@ def create_mask(
     traced = trace(mod_fn, kind, here)
     _check_captures(traced, here)
     places = _places([(0, size) for size in sizes], here)
+    traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None
     (result,) = evaluate(traced.graph, traced.tensors, **places, score=score)
     mask = result if kind == "mask" else ~torch.isneginf(result)

@@ -25,6 +25,7 @@ from flexmod.block_mask.picture import picture
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
 from flexmod.block_mask.tiles import LISTS, Parts
 from flexmod.errors import BlockMaskCropError, NotABlockMask, SlicedTorchMaskError
+from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 
 MaskMod = Callable[..., Any]
@@ -163,8 +164,9 @@ class BlockMask:
 
     @property
     def traced(self) -> Traced:
-        """The graph of mask_mod and the tensors that it captures."""
-        return self._traced
+        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
+        batch, heads = self.kv_num_blocks.shape[:-1][-2:] if self.kv_num_blocks.dim() > 2 else (1, 1)
+        return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
 
     @property
     def seq_lengths(self) -> tuple[int, int]:

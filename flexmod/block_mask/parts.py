@@ -119,7 +119,9 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             continue
         axis, other, count = ("q", "kv", rows) if "q_" in name else ("kv", "q", columns)
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-        width = max(count, indices.shape[-1])  # lists made for longer keys may be cropped by assigning seq_lengths
+        width = max(
+            count, indices.shape[-1]
+        )  # lists made for longer keys may be cropped by assigning seq_lengths
         wrong = (listed & ((indices < 0) | (indices >= width))).any() | (counts > indices.shape[-1]).any()
         whole = count - ragged[axis]  # tiles that end before the length does
         over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]

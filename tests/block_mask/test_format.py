@@ -368,3 +368,21 @@ def test_from_torch_refuses():
         "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod "
         "first."
     )
+
+
+def test_values_of_lists_are_looked_at():
+    outside = BlockMask.from_kv_blocks
+    assert refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS, INDICES + 1)) == (
+        "kv_indices lists a tile that is not one of the 2.\n"
+        "  Instead: list tiles from 0 to 1, and count no more than are listed."
+    )
+    refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS, INDICES - 1))
+    refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS + 1, INDICES))
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((384, 256), False), ((384, 200), True), ((300, 256), True)])
+def test_full_tiles_over_an_end_are_noticed(lengths, padded):
+    counts = torch.full_like(COUNTS, 2)
+    mask = BlockMask.from_kv_blocks(counts * 0, INDICES, counts, INDICES, seq_lengths=lengths)
+    assert mask.full_tiles_padded == padded
+    assert not create_block_mask(noop_mask, None, None, *lengths, device="cpu").full_tiles_padded

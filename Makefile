@@ -1,0 +1,26 @@
+# make demo   environment, install, the comparison with SDPA on three masks
+# make test   environment, install, ruff, mypy, pytest
+# make clean  remove the environment and the caches of the tools
+#
+# PYTHON is the Python to start from, VENV the environment that is made from it.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test clean
+
+demo: $(VENV)/installed
+	$(RUN) -m flexmod compare causal sliding_window document
+
+test: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest
+
+$(VENV)/installed: pyproject.toml tools/environment
+	PYTHON="$(PYTHON)" tools/environment "$(VENV)"
+	touch $@
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,160 @@
+"""The cost around the kernels: compiling a mod, building a mask, one call, another value in a closure."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import flexmod
+from benchmarks.measure_row import compiled_flex
+from benchmarks.rows import SETS, document_ids
+from flexmod import masks
+
+PARTS = ("explain", "block mask", "call", "new value")
+
+
+def measure(part: str) -> dict[str, Any]:
+    """One part, as {line: {column: value}}."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+        "explain": explain,
+        "block mask": block_mask,
+        "call": call,
+        "new value": new_value,
+    }
+    return parts[part](device)
+
+
+def tables(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    titles = {
+        "explain": "trace to source, ms",
+        "block mask": "create_block_mask, ms and peak MiB",
+        "call": "CPU time of a call, us",
+        "new value": "first call after another window, s",
+    }
+    return [
+        tabulate(
+            [[line, *columns.values()] for line, columns in found[part].items()],
+            [title, *next(iter(found[part].values()))],
+            tablefmt="github",
+            floatfmt=".3g",
+        )
+        for part, title in titles.items()
+        if found.get(part)
+    ]
+
+
+def explain(device: torch.device) -> dict[str, dict[str, float]]:
+    """From a fresh mod to the text of its kernels."""
+    result = {}
+    for row in SETS["D128"]:
+        times = []
+        for _ in range(20):
+            mods = row.mods(row, device)
+            started = time.perf_counter()
+            _ = flexmod.explain(score_mod=mods.score_mod, mask_mod=mods.mask_mod).source
+            times.append((time.perf_counter() - started) * 1e3)
+        result[row.name] = {"first": times[0], "median": statistics.median(times)}
+    return result
+
+
+def block_mask(device: torch.device) -> dict[str, dict[str, float | str]]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    result: dict[str, dict[str, float | str]] = {}
+    for name, length in (("causal", 8192), ("documents", 8192), ("documents", 32768)):
+        length = length if device.type == "cuda" else length // 16
+        mask_mod = masks.causal()
+        if name == "documents":
+            mask_mod = masks.document(document_ids(length, 8, device), causal=True)
+        line = result.setdefault(f"{name} {length}", {})
+        for peer, create in (("flexmod", flexmod.create_block_mask), ("torch, eager", create_block_mask)):
+            build = partial(create, mask_mod, None, None, length, length, device=str(device))
+            ms, mebibytes = _build(build, device)
+            line |= {f"{peer}, ms": ms, f"{peer}, MiB": mebibytes}
+    return result
+
+
+def _build(create: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            started = time.perf_counter()
+            create()
+            torch.cuda.synchronize()
+            mebibytes = (torch.cuda.max_memory_allocated() - before) / 2**20
+        else:
+            create()
+            mebibytes = float("nan")
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[1:]), mebibytes
+
+
+def call(device: torch.device) -> dict[str, dict[str, float]]:
+    """Tiny kernels that the CPU cannot keep up with: the time is the CPU's own."""
+    query, key, value = (
+        torch.randn(1, 1, 128, 64, device=device, dtype=torch.float16, requires_grad=True) for _ in range(3)
+    )
+    mask = flexmod.create_block_mask(masks.causal(), None, None, 128, 128, device=device)
+    calls = {
+        "flexmod": lambda: flexmod.flex_attention(query, key, value, block_mask=mask),
+        "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True),
+    }
+    if device.type == "cuda":
+        compiled, create = compiled_flex()
+        theirs = create(masks.causal(), None, None, 128, 128, device=str(device))
+        calls["flex"] = lambda: compiled(query, key, value, block_mask=theirs)
+    result = {}
+    for name, forward in calls.items():
+        with torch.no_grad():
+            inference = _cpu_microseconds(forward)
+        training = _cpu_microseconds(lambda forward=forward: forward().sum().backward())  # type: ignore[misc]
+        result[name] = {"forward": inference, "forward + sum + backward": training}
+    return result
+
+
+def _cpu_microseconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(12):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(20):
+            run()
+        times.append((time.perf_counter() - started) / 20 * 1e6)
+    return statistics.median(times[2:])
+
+
+def new_value(device: torch.device) -> dict[str, dict[str, float]]:
+    """Windows of other sizes, one after another: from the function through mask, forward and backward."""
+    length = 1024
+    inputs = [
+        torch.randn(1, 2, length, 64, device=device, dtype=torch.float16, requires_grad=True)
+        for _ in range(3)
+    ]
+    peers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "flexmod": (flexmod.flex_attention, flexmod.create_block_mask)
+    }
+    if device.type == "cuda":
+        peers["flex"] = compiled_flex()
+    result: dict[str, dict[str, float]] = {}
+    for name, (attend, create) in peers.items():
+        line = result.setdefault(name, {})
+        for size in (100, 200, 300, 400):
+            started = time.perf_counter()
+            mask = create(masks.sliding_window(size), None, None, length, length, device=str(device))
+            attend(*inputs, block_mask=mask).sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            line[str(size)] = time.perf_counter() - started
+    return result

@@ -1,0 +1,145 @@
+"""flexmod beside torch's compiled flex_attention and SDPA (cuDNN, flash), all in one run.
+
+    python -m benchmarks.peers                              nine rows at D=128; the cost around the kernels
+    python -m benchmarks.peers --set D64 shapes             other sets of rows
+    python -m benchmarks.peers --rows causal "D64 no-op"    single rows
+    python -m benchmarks.peers --cpu-smoke                  tiny sizes without a GPU: does the script work
+
+Each row first checks out and gradients of one batch and key head against float64. Then the peers take turns
+for some rounds; a time is the median of the rounds' medians, each call with a cold L2. The card drifts:
+compare within one run, by the ratios. All results go to OUT/peers.json (--out), after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from benchmarks import overheads, workers
+from benchmarks.measure_row import PEERS, RowCase, measure_row, speed_of_a_matmul
+from benchmarks.rows import SETS
+
+
+def main() -> None:
+    options = arguments()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = options.rows or [row.name for name in options.set for row in SETS[name]]
+    rounds = 1 if options.cpu_smoke else options.rounds
+    cases = [RowCase(name, rounds, options.cpu_smoke) for name in names]
+    parts: list[Any] = ["matmul", *cases, *([] if options.no_overheads else overheads.PARTS), "matmul"]
+    if options.cpu_smoke:
+        parts = [part for part in parts if part != "matmul"]
+    results: list[dict[str, Any]] = []
+    outcomes = workers.run(
+        measure,
+        [parts],
+        workers=1,
+        case_seconds=options.case_seconds,
+        total_seconds=options.total_seconds,
+        patience=len(parts),
+    )
+    for outcome in outcomes:
+        case = asdict(outcome.case) if isinstance(outcome.case, RowCase) else outcome.case
+        results.append({**asdict(outcome), "case": case})
+        (out / "peers.json").write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
+        print(f"[{outcome.seconds:5.1f} s] {case} {outcome.error[-400:]}", file=sys.stderr, flush=True)
+    report = "\n\n".join(tables(results))
+    (out / "peers.md").write_text(report + "\n")
+    print(report)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", nargs="+", choices=sorted(SETS), default=["D128"])
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="single rows, by name, of any set")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each peer takes at each row")
+    parser.add_argument("--no-overheads", action="store_true", help="leave out the cost around the kernels")
+    parser.add_argument("--case-seconds", type=float, default=90, help="limit for one row")
+    parser.add_argument("--total-seconds", type=float, default=400, help="limit for the whole run")
+    parser.add_argument("--cpu-smoke", action="store_true")
+    parser.add_argument(
+        "--out", default=os.environ.get("OUT", "."), help="folder for results (default: OUT or .)"
+    )
+    return parser.parse_args()
+
+
+def measure(part: RowCase | str) -> Any:
+    """One part of the run, in the worker process."""
+    if isinstance(part, RowCase):
+        return measure_row(part)
+    return speed_of_a_matmul() if part == "matmul" else overheads.measure(part)
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"torch": torch.__version__, "triton": triton.__version__, "device": device}
+
+
+def tables(results: list[dict[str, Any]]) -> list[str]:
+    rows = [(x["case"]["row"], x["value"], x["error"]) for x in results if isinstance(x["case"], dict)]
+    found = [(name, value) for name, value, _ in rows if value]
+    faults = [f"{x['case']}: {x['error'].strip().splitlines()[-1]}" for x in results if x["error"]]
+    faults += [f"{name}, {peer}: {fault}" for name, value in found for peer, fault in value["faults"].items()]
+    matmuls = [f"{x['value']:.0f}" for x in results if x["case"] == "matmul" and x["value"]]
+    sections = [times_table(found), speeds_table(found)]
+    singles = {x["case"]: x["value"] for x in results if isinstance(x["case"], str) and x["value"]}
+    sections += overheads.tables(singles)
+    if matmuls:
+        sections.append(f"bf16 matmul of 8192^3 before and after: {', '.join(matmuls)} TFLOP/s; {versions()}")
+    if faults:
+        sections.append("Faults:\n" + "\n".join(f"- {fault[:300]}" for fault in faults))
+    return sections
+
+
+def times_table(found: list[tuple[str, dict[str, Any]]]) -> str:
+    header = ["forward / backward, ms", *PEERS, "fwd to flex", "bwd to flex", "fwd to cuDNN", "bwd to cuDNN"]
+    lines = [
+        [name, *(_pair(value["ms"].get(peer)) for peer in PEERS), *_ratios(value)] for name, value in found
+    ]
+    return tabulate(lines, header, tablefmt="github", disable_numparse=True)
+
+
+def speeds_table(found: list[tuple[str, dict[str, Any]]]) -> str:
+    """TFLOP/s, and flexmod's and flex's first calls (compiling) and errors."""
+    both = ("flexmod", "flex")
+    header = ["TFLOP/s", "density", *PEERS, *(f"{peer} first, s" for peer in both)]
+    header += [*(f"{peer} error" for peer in both), "verdict"]
+    lines = []
+    for name, value in found:
+        line = [name, f"{value['density']:.4f}", *(_pair(value["tflops"].get(peer), ".0f") for peer in PEERS)]
+        line += [_pair(value["first_call_s"].get(peer), ".1f") for peer in both]
+        line += [f"{value['errors'][peer]['worst']:.1e}" if peer in value["errors"] else "-" for peer in both]
+        lines.append([*line, value["verdict"]])
+    return tabulate(lines, header, tablefmt="github", disable_numparse=True)
+
+
+def _pair(times: dict[str, float] | None, form: str = ".3g") -> str:
+    if not times:
+        return "-"
+    return " / ".join(format(times[way], form) if way in times else "-" for way in ("forward", "backward"))
+
+
+def _ratios(value: dict[str, Any]) -> list[str]:
+    cells = []
+    for peer in ("flex", "cuDNN"):
+        for way in ("forward", "backward"):
+            ours, theirs = (value["ms"].get(name, {}).get(way) for name in ("flexmod", peer))
+            cells.append(f"{ours / theirs:.2f}" if ours and theirs else "-")
+    return cells
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What is measured: shapes, and mods that flexmod and torch's flex_attention both take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.dense import Mods
+from flexmod import masks, mods
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. `sdpa`: which of SDPA's fused forms is the same, "full", "causal" or none."""
+
+    name: str
+    mods: Callable[[Row, torch.device], Mods]
+    sdpa: str = ""
+    batch: int = 4
+    heads: int = 16
+    kv_heads: int = 16
+    length: int = 8192
+    head_dim: int = 128
+    value_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+
+def noop(row: Row, device: torch.device) -> Mods:
+    return Mods()
+
+
+def causal(row: Row, device: torch.device) -> Mods:
+    return Mods(mask_mod=masks.causal())
+
+
+def window(row: Row, device: torch.device) -> Mods:
+    return Mods(mask_mod=masks.sliding_window(row.length // 8))
+
+
+def prefix(row: Row, device: torch.device) -> Mods:
+    return Mods(mask_mod=masks.prefix_lm(row.length // 4))
+
+
+def document_ids(length: int, count: int, device: torch.device) -> Tensor:
+    """int32 [length], ascending, with the same random borders in every run."""
+    borders = torch.randperm(length - 1, generator=torch.Generator().manual_seed(count))[: count - 1] + 1
+    starts = torch.zeros(length, dtype=torch.int32)
+    starts[borders] = 1
+    return starts.cumsum(0, dtype=torch.int32).to(device)
+
+
+def documents(row: Row, device: torch.device) -> Mods:
+    return Mods(mask_mod=masks.document(document_ids(row.length, 8, device), causal=True))
+
+
+def alibi(row: Row, device: torch.device) -> Mods:
+    slopes = torch.exp2(-8.0 * torch.arange(1, row.heads + 1, device=device) / row.heads)
+    return Mods(mods.alibi(slopes), masks.causal())
+
+
+def softcap(row: Row, device: torch.device) -> Mods:
+    return Mods(mods.softcap(20.0), masks.causal())
+
+
+def natten(row: Row, device: torch.device) -> Mods:
+    """Over a square image."""
+    side = round(row.length**0.5)
+    return Mods(mask_mod=masks.natten(side, side, 7))
+
+
+def image(row: Row, device: torch.device) -> Mods:
+    """Stand-alone self-attention over an image 128 wide."""
+    return Mods(mask_mod=masks.standalone_window(row.length // 128, 128, 8))
+
+
+def relative(row: Row, device: torch.device) -> Mods:
+    return Mods(mods.relative_position())
+
+
+def causal_score(row: Row, device: torch.device) -> Mods:
+    return Mods(mods.causal_score())
+
+
+def _d64(name: str, mods: Callable[[Row, torch.device], Mods], sdpa: str = "") -> Row:
+    return Row(f"D64 {name}", mods, sdpa, batch=8, head_dim=64, value_dim=64, dtype=torch.float16)
+
+
+SETS: dict[str, list[Row]] = {
+    "D128": [
+        Row("no-op", noop, "full"),
+        Row("causal", causal, "causal"),
+        Row("window 1024 + causal", window),
+        Row("prefix 2048", prefix),
+        Row("8 documents + causal", documents),
+        Row("ALiBi + causal", alibi),
+        Row("soft-cap + causal", softcap),
+        Row("NATTEN 7x7", natten, length=90 * 90),
+        Row("relative position", relative),
+    ],
+    "D64": [
+        _d64("no-op", noop, "full"),
+        _d64("causal", causal, "causal"),
+        _d64("window 1024 + causal", window),
+        _d64("8 documents + causal", documents),
+        _d64("ALiBi + causal", alibi),
+        _d64("soft-cap + causal", softcap),
+        _d64("image window 8", image),
+        _d64("causal as score mod", causal_score),
+    ],
+    "shapes": [
+        Row("GQA 32/8", causal, "causal", batch=2, heads=32, kv_heads=8),
+        Row("D256", causal, "causal", heads=8, kv_heads=8, head_dim=256, value_dim=256),
+        Row("D192/Dv128", causal, "causal", batch=2, head_dim=192),
+        Row("D80", causal, "causal", batch=2, head_dim=80, value_dim=80),
+        Row("S512 D64", causal, "causal", batch=64, length=512, head_dim=64, value_dim=64),
+        Row("S1024", causal, "causal", batch=32, length=1024),
+    ],
+}
+
+
+def find(name: str) -> Row:
+    return next(row for rows in SETS.values() for row in rows if row.name == name)

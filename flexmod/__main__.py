@@ -1,0 +1,9 @@
+"""`python -m flexmod`."""
+
+from __future__ import annotations
+
+import sys
+
+from flexmod.cli import main
+
+sys.exit(main())

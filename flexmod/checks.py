@@ -1,0 +1,121 @@
+"""Everything about a call's tensors, mask and captures that is checked before a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import errors
+from flexmod.block_mask.format import BlockMask
+from flexmod.ir.graph import dtype_name, used_captures
+from flexmod.ir.trace import Traced
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = {
+    "triton": KERNEL_DTYPES,
+    "interpret": KERNEL_DTYPES,
+    "cpu": (*KERNEL_DTYPES, torch.float64),
+    "reference": (*KERNEL_DTYPES, torch.float64),
+}
+
+
+def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
+    """Shapes and devices of query, key and value."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise errors.NotATensor(name=name, type=type(tensor).__name__)
+        if tensor.is_nested:
+            raise errors.NestedTensorInput(name=name)
+        if tensor.dim() != 4:
+            raise errors.NotFourDimensional(name=name, rank=tensor.dim(), shape=tuple(tensor.shape))
+        if 0 in tensor.shape:
+            raise errors.EmptyTensor(name=name, shape=tuple(tensor.shape))
+    for name in ("key", "value"):
+        _same_device("query", query, name, named[name])
+    if query.shape[3] != key.shape[3]:
+        raise errors.HeadDimMismatch(query=query.shape[3], key=key.shape[3])
+    if key.shape[2] != value.shape[2]:
+        raise errors.LengthMismatch(key=key.shape[2], value=value.shape[2])
+    if key.shape[1] != value.shape[1]:
+        raise errors.KeyValueHeadsMismatch(key=key.shape[1], value=value.shape[1])
+    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+        raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
+    if query.shape[1] % key.shape[1]:
+        raise errors.HeadRatioError(query=query.shape[1], key=key.shape[1])
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise errors.HeadCountMismatch(query=query.shape[1], key=key.shape[1])
+
+
+def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_grad: bool) -> None:
+    """A dtype that the backend takes; key and value may have a lower one where nothing wants a gradient."""
+    accepted = DTYPES[backend]
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype not in accepted:
+            raise errors.UnsupportedDtype(
+                name=name, dtype=dtype_name(tensor.dtype), backend=backend.upper(), example=torch.bfloat16,
+                accepted=", ".join(map(dtype_name, accepted)),
+            )  # fmt: skip
+    if key.dtype == value.dtype == query.dtype:
+        return
+    names = [dtype_name(tensor.dtype) for tensor in (query, key, value)]
+    if key.dtype != value.dtype or torch.promote_types(query.dtype, key.dtype) != query.dtype:
+        raise errors.MixedDtypes(query=names[0], key=names[1], value=names[2])
+    if wants_grad:
+        raise errors.LowerPrecisionBackward(query=names[0], key=names[1])
+
+
+def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    """The mask's shape, device and captures against the call."""
+    _same_device("query", query, "block_mask", mask.kv_indices)
+    shape = tuple(mask.kv_indices.shape)
+    if len(shape) != 4:
+        raise errors.BlockMaskPartsError(
+            problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
+            advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
+        )
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(mask.seq_lengths) != lengths:
+        raise errors.MaskLengthError(
+            mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1],
+            call=_rebuild_call(mask, lengths),
+        )  # fmt: skip
+    for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
+        size = mask.kv_num_blocks.shape[dim]
+        if size not in (1, query.shape[dim]):
+            raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
+        if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
+            raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
+    check_captures(mask.traced, "mask", query)
+
+
+def _rebuild_call(mask: BlockMask, lengths: tuple[int, int]) -> str:
+    batch, heads = (size if size > 1 else None for size in mask.kv_num_blocks.shape[:2])
+    device = str(mask.kv_indices.device)
+    return (
+        f"create_block_mask(mask_mod, {batch}, {heads}, {lengths[0]}, {lengths[1]}, device={device!r}, "
+        f"BLOCK_SIZE={tuple(mask.BLOCK_SIZE)})"
+    )
+
+
+def check_captures(traced: Traced, kind: str, query: Tensor, backend: str = "") -> None:
+    """Captured tensors lie where query does; those that want a gradient can get one."""
+    for number in used_captures(traced.graph.nodes):
+        tensor, name = traced.tensors[number], traced.graph.captures[number].name
+        _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            continue
+        if kind == "mask":
+            raise errors.MaskCaptureGradientError(name=name)
+        if backend != "reference":
+            raise errors.CaptureGradientError(name=name, backend=backend.upper())
+
+
+def _same_device(first: str, one: Tensor, second: str, other: Tensor) -> None:
+    if one.device != other.device:
+        raise errors.DeviceMismatch(
+            first=first, first_device=str(one.device), second=second, second_device=str(other.device),
+            name=second.split(",")[0],
+        )  # fmt: skip

@@ -1,0 +1,395 @@
+"""Mistakes of a call and of its block mask: the class, the call that raises it, its whole message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+import flexmod
+from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, or_masks
+from flexmod.block_mask.format import from_torch
+from flexmod.kernel_options import OPTIONS
+
+Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
+
+
+def x(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape or (2, 4, 32, 16), **options)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def mask(
+    batch: int | None = None, heads: int | None = None, length: int = 32, mod: Any = causal, **options: Any
+) -> flexmod.BlockMask:
+    return create_block_mask(mod, batch, heads, length, length, device="cpu", **options)
+
+
+def call(query: Any = None, key: Any = None, value: Any = None, **options: Any) -> Any:
+    """Attention on the CPU; key and value are like query where they are not given."""
+    query = x() if query is None else query
+    key = torch.zeros_like(query) if key is None else key
+    return flex_attention(query, key, key if value is None else value, **options)
+
+
+def options(**given: Any) -> Any:
+    return call(kernel_options=given)
+
+
+def reads_batch() -> Any:
+    return call(block_mask=mask(mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + b))
+
+
+def captured_by_score(name: str, tensor: Tensor, **options: Any) -> Any:
+    scope: dict[str, Any] = {name: tensor}
+    return call(score_mod=eval(f"lambda score, b, h, q_idx, kv_idx: score + {name}[h]", scope), **options)
+
+
+def captured_by_mask(tensor: Tensor) -> Any:
+    limits = tensor
+    return call(block_mask=mask(mod=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx]))
+
+
+def parts(**changed: Any) -> flexmod.BlockMask:
+    one, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    given = {"kv_num_blocks": one, "kv_indices": index, "BLOCK_SIZE": 32, **changed}
+    return flexmod.BlockMask.from_kv_blocks(**given)
+
+
+def without_head_dimension() -> Any:
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    block_mask = parts(kv_num_blocks=one[0], kv_indices=one * 0, seq_lengths=(32, 32))
+    return call(block_mask=block_mask)
+
+
+def sliced_by_torch() -> Any:
+    whole = torch_flex.create_block_mask(causal, 2, 4, 32, 32, device="cpu")
+    return from_torch(whole[0])
+
+
+HALF, DOUBLE = torch.float16, torch.float64
+
+TENSORS: list[Row] = [
+    (
+        errors.NotATensor,
+        lambda: call(key=[1.0]),
+        "key is a list, not a torch.Tensor.\n"
+        "  Instead: pass a tensor of shape [batch, heads, length, head_dim].",
+    ),
+    (
+        errors.NotFourDimensional,
+        lambda: call(x(4, 32, 16)),
+        "query has 3 dimensions, shape (4, 32, 16); attention takes [batch, heads, length, head_dim].\n"
+        "  Instead: add the missing dimensions, e.g. query.unsqueeze(0), or merge the extra ones.",
+    ),
+    (
+        errors.NotFourDimensional,
+        lambda: call(value=x(1, 2, 4, 32, 16)),
+        "value has 5 dimensions, shape (1, 2, 4, 32, 16); attention takes [batch, heads, length, "
+        "head_dim].\n"
+        "  Instead: add the missing dimensions, e.g. value.unsqueeze(0), or merge the extra ones.",
+    ),
+    (
+        errors.EmptyTensor,
+        lambda: call(key=x(2, 4, 0, 16)),
+        "key has no elements, shape (2, 4, 0, 16).\n  Instead: give every dimension at least one element.",
+    ),
+    (
+        errors.NestedTensorInput,
+        lambda: call(torch.nested.nested_tensor([x(4, 5, 16)], layout=torch.jagged)),
+        "query is a nested tensor; flex_attention takes strided ones.\n"
+        "  Instead: pack it to [1, heads, total, head_dim] with query.values() and use a document "
+        "mask over its offsets.",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: call(key=x(device="meta")),
+        "query is on cpu but key is on meta.\n  Instead: move one of them, e.g. key.to('cpu').",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: call(block_mask=mask().to("meta")),
+        "query is on cpu but block_mask is on meta.\n  Instead: move one of them, e.g. block_mask.to('cpu').",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: captured_by_score("bias", x(4, device="meta")),
+        "query is on cpu but bias, captured by score_mod, is on meta.\n"
+        "  Instead: move one of them, e.g. bias.to('cpu').",
+    ),
+    (
+        errors.UnsupportedDevice,
+        lambda: call(x(device="meta")),
+        "query is on meta; flexmod runs on cuda and cpu.\n"
+        "  Instead: move query, key and value to one of them.",
+    ),
+    (
+        errors.UnsupportedDtype,
+        lambda: call(x(dtype=torch.int32)),
+        "query has dtype int32; the CPU backend takes float16, bfloat16, float32, float64.\n"
+        "  Instead: cast it, e.g. query.to(torch.bfloat16).",
+    ),
+    (
+        errors.UnsupportedDtype,
+        lambda: call(x(dtype=DOUBLE), kernel_options={"BACKEND": "INTERPRET"}),
+        "query has dtype float64; the INTERPRET backend takes float16, bfloat16, float32.\n"
+        "  Instead: cast it, e.g. query.to(torch.bfloat16).",
+    ),
+    (
+        errors.MixedDtypes,
+        lambda: call(key=x(dtype=HALF), value=x()),
+        "query is float32, key is float16 and value is float32; key and value must share one dtype, "
+        "query's or a lower one.\n"
+        "  Instead: cast key and value to float32.",
+    ),
+    (
+        errors.MixedDtypes,
+        lambda: call(x(dtype=HALF), x(dtype=torch.bfloat16)),
+        "query is float16, key is bfloat16 and value is bfloat16; key and value must share one "
+        "dtype, query's or a lower one.\n"
+        "  Instead: cast key and value to float16.",
+    ),
+    (
+        errors.MixedDtypes,
+        lambda: call(x(dtype=HALF), x()),
+        "query is float16, key is float32 and value is float32; key and value must share one dtype, "
+        "query's or a lower one.\n"
+        "  Instead: cast key and value to float16.",
+    ),
+    (
+        errors.LowerPrecisionBackward,
+        lambda: call(x(requires_grad=True), x(dtype=HALF)),
+        "key and value are float16 but query is float32, and a gradient is asked for; the backward "
+        "takes one dtype.\n"
+        "  Instead: cast key and value to float32, or call under torch.no_grad().",
+    ),
+    (
+        errors.HeadDimMismatch,
+        lambda: call(key=x(2, 4, 32, 8)),
+        "query has head_dim 16 but key has 8.\n"
+        "  Instead: give query and key the same last dimension (value's may differ).",
+    ),
+    (
+        errors.LengthMismatch,
+        lambda: call(value=x(2, 4, 31, 16)),
+        "key has length 32 but value has 31.\n"
+        "  Instead: give key and value the same number of positions (dimension 2).",
+    ),
+    (
+        errors.BatchMismatch,
+        lambda: call(key=x(3, 4, 32, 16)),
+        "query has batch 2 but key has 3 and value has 3.\n"
+        "  Instead: give key and value query's batch, or both a batch of 1 to share them.",
+    ),
+    (
+        errors.BatchMismatch,
+        lambda: call(value=x(1, 4, 32, 16)),
+        "query has batch 2 but key has 2 and value has 1.\n"
+        "  Instead: give key and value query's batch, or both a batch of 1 to share them.",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(value=x(2, 2, 32, 16)),
+        "key has 4 heads but value has 2.\n"
+        "  Instead: give key and value the same number of heads (dimension 1).",
+    ),
+    (
+        errors.HeadCountMismatch,
+        lambda: call(key=x(2, 2, 32, 16)),
+        "query has 4 heads but key and value have 2.\n"
+        "  Instead: pass enable_gqa=True if groups of query heads share a key head.",
+    ),
+    (
+        errors.HeadRatioError,
+        lambda: call(key=x(2, 3, 32, 16), enable_gqa=True),
+        "query has 4 heads, which is no multiple of key's 3.\n"
+        "  Instead: make query's head count a multiple of key's (any ratio will do).",
+    ),
+]
+
+BLOCK_MASKS: list[Row] = [
+    (
+        errors.NotABlockMask,
+        lambda: call(block_mask=create_mask(causal, None, None, 32, 32, device="cpu")),
+        "block_mask is a Tensor, not a BlockMask.\n"
+        "  Instead: build one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN).",
+    ),
+    (
+        errors.MaskBroadcastError,
+        lambda: call(block_mask=mask(batch=3)),
+        "block_mask has B 3 but query has 2; it must be equal or 1.\n"
+        "  Instead: rebuild it with B=2, or with B=None if the mask is the same for each.",
+    ),
+    (
+        errors.MaskBroadcastError,
+        lambda: call(block_mask=mask(heads=2)),
+        "block_mask has H 2 but query has 4; it must be equal or 1.\n"
+        "  Instead: rebuild it with H=4, or with H=None if the mask is the same for each.",
+    ),
+    (
+        errors.MaskLengthError,
+        lambda: call(block_mask=mask(2, None, 64)),
+        "block_mask was made for Q_LEN=64 and KV_LEN=64, but query has 32 positions and key 32.\n"
+        "  Instead: create_block_mask(mask_mod, 2, None, 32, 32, device='cpu', BLOCK_SIZE=(128, 128))",
+    ),
+    (
+        errors.MaskReadsBroadcastIndex,
+        reads_batch,
+        "mask_mod reads b, but the block mask was built with B=1 and query has B=2: its tiles are "
+        "those of b=0 alone.\n"
+        "  Instead: build it with B=2.",
+    ),
+    (
+        errors.BlockSizeError,
+        lambda: mask(BLOCK_SIZE=0),
+        "BLOCK_SIZE 0 is neither a positive integer nor a pair of them.\n"
+        "  Instead: use BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys).",
+    ),
+    (
+        errors.BlockSizeError,
+        lambda: call(block_mask=mask(BLOCK_SIZE=8), kernel_options={"BACKEND": "INTERPRET"}),
+        "BLOCK_SIZE (8, 8) is no multiple of 16 on both sides.\n  Instead: use multiples of 16, e.g. 128.",
+    ),
+    (
+        errors.BlockMaskPartsError,
+        lambda: parts(full_kv_num_blocks=torch.ones(1, 1, 1, dtype=torch.int32)),
+        "full_kv_num_blocks is given without full_kv_indices.\n"
+        "  Instead: give counts [..., rows] and indices [..., rows, columns] of the same rows.",
+    ),
+    (
+        errors.BlockMaskPartsError,
+        without_head_dimension,
+        "block_mask's kv_indices have shape (1, 1, 1); attention takes [B, H, Qb, KVb].\n"
+        "  Instead: give all its lists dimensions for B and H, of size 1 where the mask is the same for "
+        "each.",
+    ),
+    (
+        errors.LengthError,
+        lambda: mask(length=0),
+        "Q_LEN is 0; it must be a positive integer.\n"
+        "  Instead: give the number of positions, e.g. Q_LEN=query.shape[2].",
+    ),
+    (
+        errors.MaskExtentError,
+        lambda: mask(heads=0),
+        "H is 0; it must be a positive integer or None.\n"
+        "  Instead: give H=query.shape[1], or None if the mask is the same for each.",
+    ),
+    (
+        errors.BlockMaskIndexError,
+        lambda: mask()[0, 0, 0, 0],
+        "a block mask of (1, 1, 1) (batches, heads, rows of tiles) is indexed with (0, 0, 0, 0): too "
+        "many indices.\n"
+        "  Instead: give at most three, mask[b, h, q].",
+    ),
+    (
+        errors.BlockMaskCropError,
+        lambda: mask()._adjust(64, 32),
+        "_adjust crops a block mask: this one of Q_LEN=32 and KV_LEN=32 has no tiles for Q_LEN=64 "
+        "and KV_LEN=32.\n"
+        "  Instead: build it anew, create_block_mask(mask_mod, B, H, 64, 32).",
+    ),
+    (
+        errors.SlicedTorchMaskError,
+        sliced_by_torch,
+        "this torch BlockMask was sliced, and torch drops the mask_mod of a slice.\n"
+        "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's "
+        "mask_mod first.",
+    ),
+    (
+        errors.GridSizeError,
+        lambda: mask().to_string(grid_size=0),
+        "grid_size is 0; it is the largest number of rows and columns to draw.\n"
+        "  Instead: give a positive integer, a pair (rows, columns) of them, or -1 to draw every "
+        "tile.",
+    ),
+]
+
+MODS: list[Row] = [
+    (
+        errors.NotCallable,
+        lambda: or_masks(causal, None),  # type: ignore[arg-type]
+        "None is a NoneType, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. lambda b, h, q_idx, kv_idx: q_idx >= kv_idx.",
+    ),
+    (
+        errors.CaptureGradientError,
+        lambda: captured_by_score("bias", x(4, requires_grad=True)),
+        "bias, captured by score_mod, requires grad; the CPU backend computes no gradients of "
+        "captured tensors yet.\n"
+        '  Instead: pass kernel_options={"BACKEND": "REFERENCE"}, or bias.detach() if no gradient is '
+        "wanted.",
+    ),
+    (
+        errors.MaskCaptureGradientError,
+        lambda: captured_by_mask(x(32, requires_grad=True)),
+        "limits, captured by mask_mod, requires grad; a mask has no derivative.\n"
+        "  Instead: capture limits.detach().",
+    ),
+]
+
+OPTION_MISTAKES: list[Row] = [
+    (
+        errors.ReturnArgumentsError,
+        lambda: call(return_lse=True, return_aux=AuxRequest()),
+        "both return_lse and return_aux are given.\n  Instead: use return_aux=AuxRequest(lse=True) alone.",
+    ),
+    (
+        errors.UnknownOption,
+        lambda: options(fwd_BLOCKM=64),
+        "kernel_options has no option 'fwd_BLOCKM'. Did you mean 'BLOCK_M'?\n"
+        f"  Instead: use some of: {', '.join(OPTIONS)}.",
+    ),
+    (
+        errors.UnknownOption,
+        lambda: options(speed=11),
+        f"kernel_options has no option 'speed'.\n  Instead: use some of: {', '.join(OPTIONS)}.",
+    ),
+    (
+        errors.OptionValueError,
+        lambda: options(BLOCK_M=100),
+        "kernel option BLOCK_M is 100.\n  Instead: give a power of two, 16 or more.",
+    ),
+    (
+        errors.OptionValueError,
+        lambda: options(bwd_num_warps=True),
+        "kernel option bwd_num_warps is True.\n  Instead: give 1, 2, 4, 8, 16 or 32.",
+    ),
+    (
+        errors.OptionValueError,
+        lambda: options(num_warps=4.0),
+        "kernel option num_warps is 4.0.\n  Instead: give 1, 2, 4, 8, 16 or 32.",
+    ),
+    (
+        errors.OptionValueError,
+        lambda: options(BACKEND="CUDNN"),
+        "kernel option BACKEND is 'CUDNN'.\n"
+        "  Instead: give one of 'AUTO', 'TRITON', 'INTERPRET', 'REFERENCE'.",
+    ),
+    (
+        errors.FlashBackendError,
+        lambda: options(BACKEND="FLASH"),
+        'BACKEND="FLASH" asks for torch\'s FlashAttention kernels, which flexmod does not contain.\n'
+        "  Instead: leave BACKEND out: flexmod chooses its own fastest kernel.",
+    ),
+    (
+        errors.DecodeBackendError,
+        lambda: options(BACKEND="TRITON_DECODE"),
+        'BACKEND="TRITON_DECODE" asks for a decoding kernel, which flexmod does not have yet.\n'
+        "  Instead: leave BACKEND out: one query runs through the usual kernel.",
+    ),
+    (
+        errors.BackendDeviceError,
+        lambda: options(BACKEND="TRITON"),
+        'BACKEND="TRITON" runs on cuda tensors, but query is on cpu.\n'
+        "  Instead: move query, key and value to cuda, or leave BACKEND out.",
+    ),
+]
+
+ROWS = [*TENSORS, *BLOCK_MASKS, *MODS, *OPTION_MISTAKES]

@@ -1,0 +1,62 @@
+"""What all tests share: the device, the gpu marker, a kernel cache of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("flexmod", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("flexmod")
+
+CACHE_FOLDER = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden afresh, do not compare")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "FLEXMOD_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="flexmod-tests-")
+        config.stash[CACHE_FOLDER] = os.environ["FLEXMOD_CACHE_DIR"] = folder
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = config.stash.get(CACHE_FOLDER, None)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where a test runs: the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(text, name)` holds a text to the file of that name in tests/golden."""
+
+    def check(text: str, name: str) -> None:
+        path = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), f"{path} differs; if the new text is right: pytest --update-golden"
+
+    return check

@@ -1,0 +1,83 @@
+"""Mistakes outside of a call: the class, what raises it, its whole message."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from call_error_rows import Row, call
+from triton.runtime.errors import OutOfResources
+
+from flexmod import compare, config, errors, masks
+from flexmod.codegen import cache
+from flexmod.compare import NAMED
+from flexmod.runtime import launch, target
+from flexmod.runtime.interpreter import interpreted
+
+
+def no_tile_fits() -> Any:
+    small = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
+    with mock.patch.object(launch, "start", side_effect=OutOfResources(200_000, 101_376, "shared memory")):
+        return call(kernel_options=small)
+
+
+def uninterpretable() -> Any:
+    text = (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+        "def run(X):\n    i = tl.arange(0, 4)\n    if i > 1:\n        tl.store(X, 1.0)\n"
+    )
+    return interpreted(cache.load(text, "branch")).run[(1,)](torch.zeros(1))
+
+
+ROWS: list[Row] = [
+    (
+        errors.LibraryArgumentError,
+        lambda: masks.natten(8, 8, kernel=4),
+        "natten: kernel is 4; it must be odd, positive and at most the image, 8 x 8.\n"
+        "  Instead: write kernel=7 or kernel=(5, 7).",
+    ),
+    (
+        errors.NoTileFits,
+        no_tile_fits,
+        "no tile size fits the 101376 bytes of shared memory of cpu; tried 64x64 (4 warps, 1 "
+        "stages): 200000 bytes.\n"
+        "  Instead: use a smaller head_dim, a half-precision dtype, or kernel_options with smaller "
+        "BLOCK_M and BLOCK_N.",
+    ),
+    (
+        errors.UnknownComparison,
+        lambda: compare("causual"),
+        "compare knows no mask or score mod named 'causual'. Did you mean 'causal'?\n"
+        f"  Instead: use one of: {', '.join(NAMED)}; or pass a function.",
+    ),
+    (
+        errors.FlexOnCpuError,
+        lambda: compare("causal", device="cpu", flex=True),
+        "compare(flex=True) times torch's compiled flex_attention, which has no backward on cpu.\n"
+        "  Instead: run it on a CUDA device, or leave flex out.",
+    ),
+    (
+        errors.EnvironmentSwitchError,
+        lambda: config.read({"FLEXMOD_DEBUG": "verbose"}),
+        "environment variable FLEXMOD_DEBUG is 'verbose'.\n  Instead: set it to 0, 1, 2 or 3.",
+    ),
+    (
+        errors.InterpreterOperationError,
+        uninterpretable,
+        "`if`, `and`, `or`, `not` of a block of shape [4] does not work in Triton's interpreter.\n"
+        '  Instead: run the kernel on a GPU, or use BACKEND="REFERENCE".',
+    ),
+    (
+        errors.UnknownTarget,
+        lambda: target.named("sm_9000"),
+        "'sm_9000' is not a chip that flexmod knows.\n"
+        "  Instead: use one of: sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_120, gfx942.",
+    ),
+    (
+        errors.NotAGpuError,
+        lambda: target.target_of("cpu"),
+        "cpu is not a GPU: kernels are compiled for cuda devices.\n"
+        "  Instead: name a kind of chip, e.g. flexmod.runtime.target.named('sm_90').",
+    ),
+]

@@ -1,0 +1,150 @@
+"""flex_attention among other things of torch: autocast, inference mode, torch.compile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference_case import make_case
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention
+
+INTERPRET = {"BACKEND": "INTERPRET"}
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+MASK = create_block_mask(causal, None, None, 40, 40, device="cpu")
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [x.requires_grad_() for x in make_case(q_len=40, dtype=dtype).inputs]
+
+
+def in_bfloat16(case: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """What autocast must come to: the cast written out."""
+    out = flex_attention(*(x.bfloat16() for x in case), block_mask=MASK, **options)
+    return out, *torch.autograd.grad(out.float().sum(), case)
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
+def test_autocast_casts_and_stops_there(backend: str) -> None:
+    options = {"BACKEND": backend}
+    case = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flex_attention(*case, block_mask=MASK, kernel_options=options)
+    gradients = torch.autograd.grad(out.float().sum(), case)
+    assert out.dtype == torch.bfloat16
+    wanted = in_bfloat16(case, kernel_options=options)
+    assert all(torch.equal(a, b) for a, b in zip((out, *gradients), wanted, strict=True))
+
+
+def test_a_backward_under_autocast_stays_in_float32() -> None:
+    case = inputs()
+    out = flex_attention(*case, block_mask=MASK)
+    plain = torch.autograd.grad(out.sum(), case, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gradients = torch.autograd.grad(out.sum(), case)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    case = inputs(torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flex_attention(*case).dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
+def test_without_gradients(mode: Callable[[], Any], options: Any) -> None:
+    """And the mask of a score_mod, remembered there, serves a training step afterwards."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx + 1 >= kv_idx, score, -math.inf)
+
+    case = inputs()
+    with mode():
+        table = torch.ones(40)
+        quiet = flex_attention(*case, score_mod, kernel_options=options)
+    assert not quiet.requires_grad
+    out = flex_attention(*case, score_mod, kernel_options=options)
+    assert torch.equal(out, quiet)
+    out.sum().backward()
+    scaled = flex_attention(*case, lambda s, b, h, q_idx, kv_idx: s * table[q_idx], kernel_options=options)
+    scaled.sum().backward()
+    assert torch.isfinite(case[0].grad).all()
+
+
+def test_captured_tensors_that_want_gradients_are_fine_where_none_are_taken() -> None:
+    bias = torch.randn(40, requires_grad=True)
+    case = inputs()
+    with torch.no_grad():
+        out = flex_attention(*case, lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx])
+    by_reference = flex_attention(
+        *case, lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx], kernel_options={"BACKEND": "REFERENCE"}
+    )
+    torch.testing.assert_close(out, by_reference)
+    assert torch.autograd.grad(by_reference.sum(), bias)[0].shape == (40,)
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """torch.compile without Inductor: only what Dynamo does is in question here."""
+    torch._dynamo.reset()
+    yield lambda function: torch.compile(function, backend="eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("library", ["flexmod", "torch"])
+def test_torch_compile_of_flex_attention(compiled: Any, library: str) -> None:
+    theirs = torch_flex.create_block_mask(causal, None, None, 40, 40, device="cpu")
+    mask = MASK if library == "flexmod" else theirs
+    attention = compiled(flex_attention)
+    for slope in (0.1, 0.2):
+
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, by: float = slope) -> Any:
+            return score + by * (kv_idx - q_idx)
+
+        case = inputs()
+        out = attention(*case, score_mod=score_mod, block_mask=mask)
+        plain = flex_attention(*case, score_mod=score_mod, block_mask=mask)
+        assert torch.equal(out, plain)
+        gradients = torch.autograd.grad(out.sum(), case)
+        for a, b in zip(gradients, torch.autograd.grad(plain.sum(), case), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_torch_compile_of_a_function_that_calls_it(compiled: Any) -> None:
+    table = torch.linspace(-1, 1, 40)
+
+    def block(x: Tensor, k: Tensor, v: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score * slope + table[kv_idx]
+
+        mask = create_block_mask(causal, None, None, 40, 40, device="cpu")
+        out, aux = flex_attention(x * 2, k, v, score_mod, mask, return_aux=AuxRequest(lse=True))
+        return out.sin() + 1, aux.lse
+
+    fast = compiled(block)
+    for slope in (1.0, 0.5, 0.25):
+        case = inputs()
+        results, plain = (function(*case, slope) for function in (fast, block))
+        assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+        gradients = [torch.autograd.grad(out.sum() + lse.sum(), case) for out, lse in (results, plain)]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_mistakes_keep_their_class_under_torch_compile(compiled: Any) -> None:
+    q, k, v = inputs()
+    with pytest.raises(errors.FlashBackendError):
+        compiled(flex_attention)(q, k, v, kernel_options={"BACKEND": "FLASH"})
+    with pytest.raises(errors.ReturnArgumentsError):
+        compiled(flex_attention)(q, k, v, return_lse=True, return_aux=AuxRequest())

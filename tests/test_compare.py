@@ -1,0 +1,167 @@
+"""compare and the command line: what they report, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flexmod import errors
+from flexmod.cli import main
+from flexmod.compare import NAMED, compare, usual_setting
+
+SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_agrees_with_its_reference(name: str) -> None:
+    comparison = compare(name, **SMALL)
+    assert comparison.agrees, str(comparison)
+    results = [agreement.result for agreement in comparison.agreements]
+    assert results == ["out", "grad of q", "grad of k", "grad of v"]
+    assert all(timing.forward_ms > 0 and timing.backward_ms > 0 for timing in comparison.timings)
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = compare("causal", **{**SMALL, "show": True})
+    printed = capsys.readouterr().out
+    assert printed == f"{comparison}\n"
+    assert printed.startswith("causal, B=1 H=2 S=256 D=16 float32 on cpu\n(on the CPU: a size that takes")
+    parts = ("flexmod against SDPA + mask", "forward ms", "BlockMask")
+    assert sorted(parts, key=printed.index) == list(parts)
+    assert [timing.attention for timing in comparison.timings] == ["SDPA causal", "SDPA + mask", "flexmod"]
+    assert repr(comparison) == "<Comparison causal, B=1 H=2 S=256 D=16 float32 on cpu: agrees>"
+
+
+def test_rates_count_the_tiles_that_are_kept() -> None:
+    comparison = compare("causal", **SMALL)
+    density = 1 - comparison.block_mask.sparsity() / 100
+    assert density == 0.75
+    causal, masked, ours = comparison.timings
+    pairs = 2 * 256 * 256 * 16
+    for timing, share in ((causal, 0.5), (masked, density), (ours, density)):
+        assert timing.forward_tflops * timing.forward_ms == pytest.approx(4e-9 * share * pairs)
+        assert timing.backward_tflops * timing.backward_ms == pytest.approx(10e-9 * share * pairs)
+
+
+def test_a_function_of_the_caller() -> None:
+    def every_second(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx) % 2 == h
+
+    comparison = compare(every_second, **SMALL)
+    assert comparison.name == "every_second"
+    assert comparison.block_mask.shape == (1, 2, 256, 256)
+    assert comparison.agrees, str(comparison)
+
+
+def test_a_mask_and_a_score_mod_together() -> None:
+    comparison = compare(
+        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+        score_mod=lambda score, b, h, q_idx, kv_idx: score + h,
+        **SMALL,
+    )
+    assert comparison.reference == "the dense reference"
+    assert comparison.agrees, str(comparison)
+
+
+def test_rows_with_nothing_to_attend_to() -> None:
+    comparison = compare(lambda b, h, q_idx, kv_idx: (q_idx > 40) & (q_idx >= kv_idx), **SMALL)
+    assert comparison.agrees, str(comparison)
+
+
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["flexmod.compare"]
+    attend = module.flex_attention
+
+    def wrong(q, k, v, *rest, **options):
+        return attend(q, k, 1.01 * v, *rest, **options)
+
+    monkeypatch.setattr(module, "flex_attention", wrong)
+    comparison = compare("causal", **SMALL)
+    assert not comparison.agrees
+    assert "DIFFERS" in str(comparison)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    comparison = compare("sliding_window", dtype=dtype, **SMALL)
+    assert comparison.agrees, str(comparison)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "softcap"])
+def test_on_the_gpu_with_flex(name: str) -> None:
+    comparison = compare(name, batch=2, heads=4, seq=1024, dim=64, flex=True, show=False)
+    assert comparison.agrees, str(comparison)
+    assert [timing.attention for timing in comparison.timings] == [
+        "SDPA causal (flash)",
+        "SDPA + mask",
+        "flex_attention (torch)",
+        "flexmod",
+    ]
+
+
+def test_an_image_is_square() -> None:
+    assert compare("natten", **{**SMALL, "seq": 150}).setting.seq == 144
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(errors.UnknownComparison) as raised:
+        compare("causual")
+    assert str(raised.value) == (
+        "compare knows no mask or score mod named 'causual'. Did you mean 'causal'?\n"
+        f"  Instead: use one of: {', '.join(NAMED)}; or pass a function."
+    )
+
+
+def test_flex_wants_cuda() -> None:
+    with pytest.raises(errors.FlexOnCpuError) as raised:
+        compare("causal", device="cpu", flex=True)
+    assert str(raised.value) == (
+        "compare(flex=True) times torch's compiled flex_attention, which has no backward on cpu.\n"
+        "  Instead: run it on a CUDA device, or leave flex out."
+    )
+
+
+def test_the_usual_size_fits_the_device() -> None:
+    assert str(usual_setting("cpu")) == "B=1 H=4 S=2048 D=64 float32 on cpu"
+    assert str(usual_setting("cuda")) == "B=4 H=16 S=8192 D=128 bfloat16 on cuda"
+
+
+SIZES = ["--heads", "2", "--seq", "256", "--dim", "16", "--device", "cpu"]
+
+
+def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "causal", "softcap", *SIZES]) == 0
+    printed = capsys.readouterr().out
+    assert "causal, B=1 H=2 S=256 D=16 float32 on cpu" in printed
+    assert "\n\nsoftcap, B=1 H=2 S=256 D=16 float32 on cpu" in printed
+
+
+def test_the_command_reports_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "causal_", *SIZES]) == 2
+    assert "Did you mean 'causal'?" in capsys.readouterr().err
+
+
+def test_the_command_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "softcap"]) == 0
+    printed = capsys.readouterr().out
+    assert "tanh" in printed
+    assert "@triton.jit" in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["compare", "--seq", "0"], ["compare", "--dtype", "int8"]])
+def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "usage: flexmod" in capsys.readouterr().err
+
+
+def test_python_dash_m() -> None:
+    command = [sys.executable, "-m", "flexmod", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "compare" in result.stdout

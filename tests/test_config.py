@@ -1,0 +1,76 @@
+"""The environment switches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexmod import config
+from flexmod.errors import EnvironmentSwitchError
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    read = config.read({"XDG_CACHE_HOME": str(tmp_path)})
+    assert read == config.Config(debug=0, cache_dir=tmp_path / "flexmod")
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "expected"),
+    [
+        ("linux", {}, Path.home() / ".cache" / "flexmod"),
+        ("linux", {"XDG_CACHE_HOME": "not/absolute"}, Path.home() / ".cache" / "flexmod"),
+        ("darwin", {}, Path.home() / "Library" / "Caches" / "flexmod"),
+        ("win32", {"LOCALAPPDATA": "/local"}, Path("/local/flexmod")),
+    ],
+)
+def test_user_cache_by_platform(
+    monkeypatch: pytest.MonkeyPatch, platform: str, environment: dict[str, str], expected: Path
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    assert config.read(environment).cache_dir == expected
+
+
+def test_empty_values_mean_the_defaults() -> None:
+    assert config.read({config.DEBUG: "", config.CACHE_DIR: ""}) == config.read({})
+
+
+@pytest.mark.parametrize("level", ["0", "1", "2", "3"])
+def test_debug_levels(level: str) -> None:
+    assert config.read({config.DEBUG: level}).debug == int(level)
+
+
+def test_wrong_debug_level() -> None:
+    with pytest.raises(EnvironmentSwitchError) as raised:
+        config.read({config.DEBUG: "verbose"})
+    assert str(raised.value) == (
+        "environment variable FLEXMOD_DEBUG is 'verbose'.\n  Instead: set it to 0, 1, 2 or 3."
+    )
+
+
+def test_cache_folder_is_absolute_and_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config.read({config.CACHE_DIR: "kernels"}).cache_dir == tmp_path / "kernels"
+    assert config.read({config.CACHE_DIR: "~/kernels"}).cache_dir == Path.home() / "kernels"
+
+
+def test_cache_folder_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(EnvironmentSwitchError, match="set it to a folder; this is a file"):
+        config.read({config.CACHE_DIR: str(file)})
+
+
+def test_process_switches_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config.config.cache_clear()
+    try:
+        monkeypatch.setenv(config.DEBUG, "2")
+        monkeypatch.setenv(config.CACHE_DIR, str(tmp_path))
+        assert config.debug_level() == 2
+        monkeypatch.setenv(config.DEBUG, "3")
+        assert config.debug_level() == 2
+        assert config.cache_dir() == tmp_path
+    finally:
+        monkeypatch.undo()
+        config.config.cache_clear()

@@ -1,0 +1,67 @@
+"""Every class of flexmod.errors: the call that raises it, and its whole message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import call_error_rows
+import other_error_rows
+import pytest
+from call_error_rows import call, captured_by_score, causal, x
+
+from flexmod import create_block_mask, errors
+from flexmod.runtime import launch
+
+# What tracing a mod raises: tests/ir/test_trace_errors.py has the rows, with the user's file and line.
+IN_A_MOD = {
+    "ModArityError", "MaskResultError", "ScoreResultError", "NotScalarError", "NoResultError",
+    "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError", "MutationError",
+    "UnknownOperationError", "OperationArgumentError", "IndexDtypeError", "CaptureIndexError",
+    "ModDtypeError", "NoDerivativeError",
+}  # fmt: skip
+ROWS = [*call_error_rows.ROWS, *other_error_rows.ROWS]
+
+
+@pytest.mark.parametrize(("error", "mistake", "message"), ROWS, ids=[row[0].__name__ for row in ROWS])
+def test_message(error: type[errors.FlexmodError], mistake: Callable[[], Any], message: str) -> None:
+    with pytest.raises(errors.FlexmodError) as raised:
+        mistake()
+    assert str(raised.value) == message
+    assert type(raised.value) is error
+
+
+def test_no_class_is_missing() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    every = {value.__name__ for value in classes if issubclass(value, errors.FlexmodError)}
+    assert {row[0].__name__ for row in ROWS} | IN_A_MOD == every - {"FlexmodError"}
+
+
+def test_the_rows_of_mods_are_there() -> None:
+    rows = (Path(__file__).parent / "ir" / "test_trace_errors.py").read_text()
+    assert [name for name in sorted(IN_A_MOD) if name not in rows] == []
+
+
+def test_an_error_is_also_the_builtin_that_fits() -> None:
+    """So that code which catches ValueError or TypeError around torch's flex_attention goes on working."""
+    kinds = (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError)
+    assert all(issubclass(row[0], kinds) for row in ROWS)
+
+
+def test_the_advice_of_a_wrong_length_is_a_call_that_works() -> None:
+    made = create_block_mask(causal, 2, None, 64, 64, device="cpu", BLOCK_SIZE=(16, 32))
+    with pytest.raises(errors.MaskLengthError) as raised:
+        call(block_mask=made)
+    advice = str(raised.value).split("Instead: ")[1]
+    rebuilt = eval(advice, {"create_block_mask": create_block_mask, "mask_mod": made.mask_mod})
+    assert (rebuilt.shape, rebuilt.BLOCK_SIZE) == ((2, 1, 32, 32), (16, 32))
+    assert call(block_mask=rebuilt).shape == (2, 4, 32, 16)
+
+
+def test_nothing_runs_before_the_checks() -> None:
+    """A mistake in the last thing checked, a captured tensor, still launches nothing."""
+    with mock.patch.object(launch, "start") as start, pytest.raises(errors.DeviceMismatch):
+        captured_by_score("bias", x(4, device="meta"), kernel_options={"BACKEND": "INTERPRET"})
+    start.assert_not_called()

@@ -1,0 +1,155 @@
+"""The generated kernels themselves, in Triton's interpreter, against float64: every mask, dtype, odd shape.
+
+Inputs lie in storage that is NaN around them, and what is allocated starts as NaN: a kernel that reads
+outside of a tensor, or leaves an element unwritten, shows.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from reference_case import Case, Limit, assert_within, eager_error_bound, expected, make_case
+from torch import Tensor
+
+from flexmod import create_block_mask, flex_attention, masks, mods
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int
+    n: int
+    d: int = 16
+    dv: int = 16
+    kv_heads: int = 2
+    group: int = 1
+    batch: int = 1
+    layout: str = "bhsd"
+
+
+def documents(shape: Shape) -> Any:
+    ids = torch.arange(max(shape.m, shape.n)) * 3 // max(shape.m, shape.n)
+    return masks.document(ids, causal=True)
+
+
+def image_of(shape: Shape) -> tuple[int, int]:
+    """Height and width of an image with one position for each query."""
+    height = next(h for h in range(math.isqrt(shape.m), 0, -1) if shape.m % h == 0)
+    return height, shape.m // height
+
+
+def vision(shape: Shape) -> Any:
+    """Three images; a fifth of the text sees none of them: dead rows."""
+    intervals = torch.tensor(
+        [[0, shape.m // 3], [shape.m // 4, shape.m // 2], [shape.m // 2, shape.m * 4 // 5]]
+    )
+    return masks.vision_cross(intervals, torch.arange(shape.n) * 3 // shape.n)
+
+
+# (score_mod, mask_mod) by name, made for a shape
+MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
+    "noop": lambda s: (None, None),
+    "causal": lambda s: (None, masks.causal()),
+    "causal score": lambda s: (mods.causal_score(), None),
+    "sliding window": lambda s: (None, masks.sliding_window(9)),
+    "prefix": lambda s: (None, masks.prefix_lm(s.n // 3)),
+    "document": lambda s: (None, documents(s)),
+    "sasa": lambda s: (None, masks.standalone_window(*image_of(s), window=3)),
+    "natten": lambda s: (None, masks.natten(*image_of(s), kernel=3)),
+    "vision cross": lambda s: (None, vision(s)),
+    "alibi": lambda s: (mods.alibi(s.kv_heads * s.group), masks.causal()),
+    "softcap": lambda s: (mods.softcap(3.0), masks.causal()),
+    "relative position": lambda s: (mods.relative_position(), None),
+}
+
+CASES: list[tuple[str, torch.dtype, Shape]] = [
+    ("noop", SINGLE, Shape(1, 1)),
+    ("noop", BRAIN, Shape(33, 1, d=24, dv=16, group=3)),
+    ("noop", HALF, Shape(65, 130, d=64, dv=24)),
+    ("noop", SINGLE, Shape(65, 65, batch=2, layout="bshd")),
+    ("causal", HALF, Shape(130, 130, d=64, dv=64)),
+    ("causal", BRAIN, Shape(65, 130, d=16, dv=24, group=3, kv_heads=1)),
+    ("causal", SINGLE, Shape(130, 65, d=24, dv=24, kv_heads=1)),
+    ("causal", HALF, Shape(1, 33)),
+    ("causal score", BRAIN, Shape(65, 65, d=24, dv=64)),
+    ("causal score", SINGLE, Shape(33, 65, group=3)),
+    ("sliding window", HALF, Shape(130, 130, group=3, kv_heads=1, layout="bshd")),
+    ("sliding window", SINGLE, Shape(65, 65, d=64, dv=16)),
+    ("prefix", BRAIN, Shape(65, 65, d=64, dv=64, batch=2)),
+    ("prefix", SINGLE, Shape(33, 130, d=24, dv=16)),
+    ("document", HALF, Shape(130, 130, d=24, dv=24)),
+    ("document", SINGLE, Shape(65, 65, group=3, batch=2)),
+    ("sasa", HALF, Shape(65, 65)),
+    ("natten", HALF, Shape(130, 130, d=16, dv=16, kv_heads=1)),
+    ("natten", SINGLE, Shape(33, 33, d=64, dv=24)),
+    ("vision cross", BRAIN, Shape(65, 130, d=24, dv=24, group=3, kv_heads=1)),
+    ("vision cross", SINGLE, Shape(130, 33)),
+    ("alibi", HALF, Shape(65, 65, d=64, dv=64, group=3, kv_heads=1)),
+    ("alibi", BRAIN, Shape(130, 130, d=24, dv=16)),
+    ("softcap", SINGLE, Shape(65, 65, d=24, dv=24, group=3)),
+    ("softcap", BRAIN, Shape(130, 65, d=16, dv=64)),
+    ("relative position", HALF, Shape(33, 33, d=64, dv=64)),
+]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty_like(torch.zeros(9)).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def in_nan(x: Tensor) -> Tensor:
+    """The same values, and the same order in memory, with NaN before, between and after the rows."""
+    order = sorted(range(4), key=lambda i: -x.stride(i))
+    dense = x.permute(order)
+    storage = torch.full([size + 2 for size in dense.shape], math.nan, dtype=x.dtype)
+    inside = storage[tuple(slice(1, 1 + size) for size in dense.shape)]
+    inside.copy_(dense)
+    return inside.permute([order.index(i) for i in range(4)])
+
+
+def surrounded(case: Case) -> Case:
+    q, k, v, grad_out = (in_nan(x) for x in (*case.inputs, case.grad_out))
+    return replace(case, q=q, k=k, v=v, grad_out=grad_out)
+
+
+def for_small_tensors(limits: dict[str, Limit]) -> dict[str, Limit]:
+    """The largest error of a few hundred elements scatters by a factor of two around its usual size."""
+    return {name: Limit(limit.rms, 2 * limit.max) for name, limit in limits.items()}
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), CASES, ids=[f"{n}-{t}-{s.m}x{s.n}" for n, t, s in CASES])
+def test_against_float64(name: str, dtype: torch.dtype, shape: Shape) -> None:
+    case = make_case(
+        batch=shape.batch, heads=shape.kv_heads * shape.group, kv_heads=shape.kv_heads, q_len=shape.m,
+        kv_len=shape.n, head_dim=shape.d, value_dim=shape.dv, dtype=dtype, layout=shape.layout,
+        seed=zlib.crc32(f"{name} {shape}".encode()),
+    )  # fmt: skip
+    score_mod, mask_mod = MODS[name](shape)
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, None, None, shape.m, shape.n, device="cpu", BLOCK_SIZE=32)
+    inside = surrounded(case)
+    inputs = [x.detach().requires_grad_() for x in inside.inputs]
+    out, lse = flex_attention(
+        *inputs, score_mod, mask, enable_gqa=True, return_lse=True, kernel_options={"BACKEND": "INTERPRET"}
+    )
+    gradients = torch.autograd.grad(out, inputs, inside.grad_out)
+
+    truth = expected(case, score_mod, mask)
+    limits = for_small_tensors(eager_error_bound(case, truth, score_mod, mask))
+    results = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    assert all(result.dtype == dtype for result in results.values())
+    assert_within(results, truth, limits)
+    torch.testing.assert_close(lse.detach().double(), truth.lse, rtol=2e-6, atol=2e-6)

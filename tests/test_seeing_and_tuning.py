@@ -1,0 +1,220 @@
+"""explain, FLEXMOD_DEBUG and kernel_options: what a user sees of the kernels, and sets of them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_case import make_case
+
+import flexmod
+from flexmod import config, create_block_mask, errors, explain, flex_attention
+from flexmod.runtime import launch
+
+ROOT = Path(__file__).parents[1]
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def soft_cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+def kernels(source: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+
+
+def test_explain_shows_graphs_with_the_users_lines_and_the_whole_module() -> None:
+    explanation = explain(score_mod=soft_cap, mask_mod=causal)
+    line = soft_cap.__code__.co_firstlineno + 1
+    text = str(explanation)
+    assert [graph.kind for graph in explanation.graphs] == ["mask", "score", "grad"]
+    assert "mask():" in text
+    assert "ge(q_idx, kv_idx)" in text
+    assert f"{__file__}:{line}: return 20.0 * torch.tanh(score / 20.0)" in text
+    assert {"forward_kernel", "dq_kernel", "dkdv_kernel", "score_mod", "mask_mod"} <= kernels(
+        explanation.source
+    )
+
+
+def test_explain_splits_off_infinite_branches() -> None:
+    explanation = explain(
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf"))
+    )
+    assert [graph.kind for graph in explanation.graphs] == ["mask"]
+    assert "mask_mod" in kernels(explanation.source)
+    assert "score_mod" not in kernels(explanation.source)
+
+
+def test_explain_of_nothing() -> None:
+    explanation = explain()
+    assert str(explanation) == "no mod: plain attention"
+    assert "forward_kernel" in kernels(explanation.source)
+
+
+def test_explain_takes_shapes_and_dtypes() -> None:
+    changes: list[dict[str, Any]] = [{}, {"head_dim": 80}, {"value_dim": 32}, {"dtype": torch.float32}]
+    assert len({explain(soft_cap, causal, **change).source for change in changes}) == 4
+
+
+DEBUG_LINES = {
+    0: [],
+    1: ["flexmod: optimize", "flexmod: derive", "flexmod: write", "flexmod: render", "flexmod: load"],
+    2: ["flexmod: traced\nscore():", "flexmod: optimized\nscore():", "flexmod: render"],
+    3: ["flexmod: source ", "flexmod: traced\nscore():", "flexmod: render"],
+}
+
+
+def sines(count: int) -> Any:
+    """A mod of its own for each count, so that nothing of it is known yet."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        for _ in range(count):
+            score = torch.sin(score)
+        return score
+
+    return score_mod
+
+
+@pytest.mark.parametrize("level", DEBUG_LINES)
+def test_debug_levels(level: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLEXMOD_DEBUG", str(level))
+    config.config.cache_clear()
+    try:
+        q, k, v = (x.requires_grad_() for x in make_case(q_len=16).inputs)
+        out = flex_attention(q, k, v, sines(3 + level), kernel_options={"BACKEND": "INTERPRET"})
+        out.sum().backward()
+    finally:
+        monkeypatch.undo()
+        config.config.cache_clear()
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert [line for line in DEBUG_LINES[level] if line not in printed.err] == []
+    assert ("source" in printed.err, "traced" in printed.err, bool(printed.err)) == (
+        level == 3,
+        level >= 2,
+        level >= 1,
+    )
+
+
+def test_debug_prints_a_path_that_can_be_opened(tmp_path: Path) -> None:
+    script = (
+        "import torch, flexmod\n"
+        "q = torch.ones(1, 1, 16, 16)\n"
+        "flexmod.flex_attention(q, q, q, kernel_options={'BACKEND': 'INTERPRET'})\n"
+    )
+    switches = {"FLEXMOD_DEBUG": "3", "FLEXMOD_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **switches},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("flexmod: source "))
+    path = Path(line.removeprefix("flexmod: source "))
+    assert path.is_relative_to(tmp_path)
+    assert "forward_kernel" in kernels(path.read_text())
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) by kernel, as they were launched."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    start = launch.start
+
+    def spy(kernels: Any, name: str, device: Any, grid: Any, arguments: Any) -> int:
+        seen[name] = tuple(arguments[a] for a in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+        return start(kernels, name, device, grid, arguments)
+
+    monkeypatch.setattr(launch, "start", spy)
+    return seen
+
+
+def attend(options: dict[str, Any], mask: Any = None) -> list[torch.Tensor]:
+    inputs = [x.requires_grad_() for x in make_case(q_len=70).inputs]
+    out = flex_attention(*inputs, block_mask=mask, kernel_options={"BACKEND": "INTERPRET", **options})
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+USUAL = {
+    "BLOCK_M": 32,
+    "BLOCK_N": 16,
+    "BLOCK_M1": 16,
+    "BLOCK_N1": 32,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+    "num_stages": 1,
+}
+TILES = [
+    ({**USUAL, "num_warps": 2}, {"forward": (32, 16, 2, 1), "dq": (64, 32, 2, 1), "dkdv": (16, 32, 2, 1)}),
+    (
+        {**USUAL, "num_warps": 2, "fwd_num_warps": 8, "bwd_num_warps": 4},
+        {"forward": (32, 16, 8, 1), "dq": (64, 32, 4, 1), "dkdv": (16, 32, 4, 1)},
+    ),
+    (
+        {
+            **USUAL,
+            "num_warps": 2,
+            "fwd_BLOCK_M": 64,
+            "bwd_BLOCK_M1": 64,
+            "bwd_num_stages": 3,
+            "bwd_BLOCK_M": 128,
+        },
+        {"forward": (64, 16, 2, 1), "dq": (64, 32, 2, 3), "dkdv": (64, 32, 2, 3)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "tiles"), TILES, ids=["bare", "prefixed", "mixed"])
+def test_tile_options_reach_the_kernels(options: Any, tiles: Any, launched: dict[str, Any]) -> None:
+    results = attend(options)
+    assert launched == {f"{name}_kernel": tile for name, tile in {**tiles, "delta": tiles["dq"]}.items()}
+    for ours, plain in zip(results, attend({}), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-6)
+
+
+IGNORED = (
+    "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION",
+    "USE_TMA", "deterministic",
+)  # fmt: skip
+
+
+def test_options_that_are_accepted_and_change_nothing(launched: dict[str, Any]) -> None:
+    plain = attend({})
+    tiles = dict(launched)
+    for prefix in ("", "fwd_", "bwd_"):
+        options = {f"{prefix}{name}": True for name in IGNORED}
+        assert all(map(torch.equal, attend(options), plain))
+    assert launched == tiles
+
+
+def test_a_tile_must_divide_the_blocks_of_the_mask() -> None:
+    mask = create_block_mask(causal, None, None, 70, 70, device="cpu", BLOCK_SIZE=(32, 64))
+    with pytest.raises(errors.OptionValueError) as raised:
+        attend({"BLOCK_M": 64}, mask)
+    assert str(raised.value) == (
+        "kernel option BLOCK_M is 64.\n  Instead: give a divisor of the mask's block, 32."
+    )
+
+
+def test_the_cpu_path_and_the_reference_take_the_options_too() -> None:
+    q, k, v = make_case(q_len=16).inputs
+    plain = flex_attention(q, k, v)
+    assert torch.equal(flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "num_warps": 4}), plain)
+    reference = flex_attention(q, k, v, kernel_options={"BACKEND": "REFERENCE", "fwd_num_stages": 2})
+    torch.testing.assert_close(reference, plain)
+
+
+def test_every_option_is_documented() -> None:
+    page = (ROOT / "docs" / "kernel_options.md").read_text()
+    assert [name for name in flexmod.kernel_options.OPTIONS if f"`{name}`" not in page] == []
