@@ -5,8 +5,7 @@ The mods stand in as the compiler would write them, so that the kernels can be t
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,7 +95,14 @@ def score_grad(grad, score, b, h, q_idx, kv_idx):
 )
 
 
-def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> SimpleNamespace:
+class Lists:
+    """The parts of a BlockMask that a launch reads."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> Lists:
     """The attributes of a BlockMask that the backend reads, from a dense mask [Bm, Hm, M, N] of bool."""
     q_block, kv_block = block
     m, n = dense.shape[2:]
@@ -111,7 +117,7 @@ def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = Tru
             lists[f"{prefix}{axis}_num_blocks"] = None if absent else of.sum(3, dtype=torch.int32)
             order = torch.argsort(of.to(torch.int32), dim=3, descending=True, stable=True).to(torch.int32)
             lists[f"{prefix}{axis}_indices"] = None if absent else order
-    return SimpleNamespace(**lists)
+    return Lists(**lists)
 
 
 class Truth(NamedTuple):

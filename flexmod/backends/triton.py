@@ -7,6 +7,7 @@ launch. Shapes are those of `interface.py`.
 from __future__ import annotations
 
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -219,13 +220,34 @@ def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
     return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
 
 
-def _lists(mask: BlockMask, axis: Literal["kv", "q"]) -> Arguments:
-    """The mask's lists of blocks of keys ("kv") or of queries ("q"), contiguous, with the strides they share.
+# By mask and axis: the lists that the arguments were made of, and the arguments.
+_remembered: WeakKeyDictionary[BlockMask, dict[str, tuple[list[Tensor | None], Arguments]]] = (
+    WeakKeyDictionary()
+)
 
-    A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
+
+def _lists(mask: BlockMask, axis: Literal["kv", "q"]) -> Arguments:
+    """The mask's lists of blocks of keys ("kv") or of queries ("q") as arguments; see `_list_arguments`.
+
+    Remembered while the mask has the same lists, unless they were copied: a write to them must be seen.
     """
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
     lists: list[Tensor | None] = [getattr(mask, name) for name in names]
+    known = _remembered.setdefault(mask, {}).get(axis)
+    if known is not None and all(a is b for a, b in zip(known[0], lists, strict=True)):
+        return known[1]
+    arguments = _list_arguments(axis, names, lists)
+    read = [arguments[name.upper()] for name in names]
+    if all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(read, lists, strict=True)):  # type: ignore
+        _remembered[mask][axis] = (lists, arguments)
+    return arguments
+
+
+def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> Arguments:
+    """Lists of blocks, contiguous, with the strides they share.
+
+    A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
+    """
     if lists[0] is None or lists[1] is None:
         raise BlockMaskPartsError(
             problem="block_mask has no q_num_blocks and q_indices, and key or value needs a gradient",

@@ -53,7 +53,8 @@ class Kernels:
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
         """The tiles to try; see `spec.ladder`."""
         if kernel not in self._ladders:
-            self._ladders[kernel] = ladder(self.spec, kernel, self.options)
+            by_column = any(mod is not None and mod.column for mod in (self.score, self.mask))
+            self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column)
         return self._ladders[kernel]
 
     def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:

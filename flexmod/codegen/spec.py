@@ -79,8 +79,8 @@ def padded(dim: int) -> int:
 _Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
-        64: ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+        64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 1)),
         256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
         512: ((64, 16, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (32, 16, 4, 1)),
     },
@@ -153,9 +153,13 @@ _SIDES: dict[KernelName, tuple[str, str]] = {
 }
 
 
-def ladder(spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> tuple[Tile, ...]:
+def ladder(
+    spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any], by_column: bool = False
+) -> tuple[Tile, ...]:
     """The tiles to try for a kernel, best first; later ones need less shared memory.
 
+    `by_column`: a mod holds values by column, and a thread has many of them in a large tile. Small ones go
+    first then.
     `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
 
     Raises:
@@ -167,6 +171,8 @@ def ladder(spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> 
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
     tiles = [_chosen(_inside(Tile(*row), spec), spec, kernel, options) for row in rows]
+    if by_column and widest <= 128:
+        tiles.sort(key=lambda tile: tile.block_m * tile.block_n > 64 * 64)
     return tuple(dict.fromkeys(tiles))
 
 

@@ -66,3 +66,9 @@ def test_an_option_that_the_blocks_forbid() -> None:
 @pytest.mark.parametrize("dim, rows", [(16, 128), (128, 64), (512, 16), (2048, 16)])
 def test_statistics_rows(dim: int, rows: int) -> None:
     assert statistics_rows(replace(SPEC, value_dim=dim)) == rows
+
+
+def test_small_tiles_go_first_where_mods_hold_columns() -> None:
+    usual, by_column = ladder(SPEC, "forward", {}), ladder(SPEC, "forward", {}, by_column=True)
+    assert set(usual) == set(by_column)
+    assert by_column[0].block_m * by_column[0].block_n <= 64 * 64 < usual[0].block_m * usual[0].block_n

@@ -62,7 +62,7 @@ def test_the_first_rung_that_fits_is_remembered() -> None:
     run(compiled)
     assert len(device.tried) > 1
     assert device.ran == [
-        {"grid": (15,), "M": 1000, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+        {"grid": (15,), "M": 1000, "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
     ]
     device.tried.clear()
     run(compiled)
@@ -83,8 +83,8 @@ def test_a_remembered_rung_that_fits_no_more_is_left() -> None:
     [
         ({}, [128], 128),
         ({128: 60}, [128], 128),
-        ({128: 500}, [128, 128, 64], 64),
-        ({128: 80, 64: 90}, [128, 128, 64, 128], 128),
+        ({128: 500}, [128, 64], 64),
+        ({128: 80, 64: 90}, [128, 64, 64, 128], 128),
     ],
 )
 def test_a_tile_that_spills_gives_way(spills: dict[int, int], ran: list[int], kept: int) -> None:
