@@ -116,11 +116,11 @@ INTS = torch.tensor([0, 1, -1, 2, -2, 3, -3, 5, 7, -7, 31, 32, 33, 64, 100, -100
 TOLERANCE = {
     "div": (2e-7, 0.0),
     "pow": (2e-5, 1e-38),
-    "exp": (1e-6, 2e-38), "exp2": (1e-6, 2e-38), "expm1": (2e-6, 1e-38),
+    "exp": (2e-6, 2e-38), "exp2": (1e-6, 2e-38), "expm1": (2e-6, 1e-38),
     "log": (1e-6, 3e-7), "log2": (1e-6, 3e-7), "log1p": (2e-6, 1e-38),
     "sqrt": (2e-7, 1e-22), "rsqrt": (4e-7, 0.0),
     "sin": (1e-6, 3e-7), "cos": (1e-6, 3e-7), "tan": (2e-5, 3e-7),
-    "tanh": (0.0, 3e-7), "sigmoid": (1e-6, 2e-38), "erf": (1e-6, 2e-7),
+    "tanh": (0.0, 3e-7), "sigmoid": (2e-6, 2e-38), "erf": (1e-6, 2e-7),
 }  # fmt: skip
 
 
@@ -188,6 +188,8 @@ def test_triton_text_does_what_torch_does(row: Op, dtype: torch.dtype, device: t
     expected = expected.expand(found.shape)
     assert found.dtype == expected.dtype
     kept = kept.expand(found.shape)
+    if device.type == "cuda" and row.name in ("rsqrt", "ceil") and dtype.is_floating_point:
+        kept = kept & ((a == 0) | (a.abs() >= torch.finfo(dtype).tiny))  # to the chip a denormal is 0 there
     rtol, atol = TOLERANCE.get(row.name, (0.0, 0.0)) if found.is_floating_point() else (0.0, 0.0)
     torch.testing.assert_close(found[kept], expected[kept], rtol=rtol, atol=atol, equal_nan=True)
     if kept.all():
