@@ -1,16 +1,18 @@
 """The pipeline, on one screen: from a user's function to a loaded module of kernels.
 
     trace      the function runs once on proxies                                ir/trace.py
-    check      the result, dtypes, captures: refused by name                    ir/trace.py, attention.py
-    promote    constants that differ from call to call become arguments         `Constants`, below
-    optimize   fold, simplify; -inf branches of a score_mod split off as a mask  ir/passes.py
+    check      the result, dtypes, captures: refused by name                    ir/trace.py, checks.py
     widen      index arithmetic in 64 bits where 32 would overflow              ir/passes.py
+    optimize   fold, simplify                                                   ir/passes.py
+    split      -inf branches of a score_mod become a mask                       ir/passes.py
+    promote    constants that differ from call to call become arguments         `Constants`, below
     derive     the score_mod's derivative, where gradients are asked for        ir/derivative.py
     place      loads and arithmetic by program, row, column or element          codegen/triton_text.py
     write      device functions as Triton text                                  codegen/triton_text.py
     render     templates + text + KernelSpec -> one complete module             codegen/render.py
     load       a content-hashed file in the cache folder, imported              codegen/cache.py
 
+A mod for the generated kernels is widened and optimized once more, with its promoted constants as parameters.
 Everything after `trace` is keyed on what was traced, never on the identity of a function: a closure that has
 changed cannot meet a stale kernel.
 """

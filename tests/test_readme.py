@@ -1,18 +1,21 @@
-"""The Python of README.md and of the pages in docs runs, from top to bottom of each page."""
+"""The pages say what is so: their Python runs, from top to bottom of each, and their lists are the code's."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from flexmod import config
+from flexmod.ir.ops import COMPOSED, OPS, Op
+from flexmod.ir.trace import CASTS, FILLS
 from flexmod.kernel_options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
@@ -39,6 +42,25 @@ def test_every_kernel_option_is_documented() -> None:
 
 def test_every_switch_is_documented() -> None:
     assert first_column("environment.md") == {config.DEBUG, config.CACHE_DIR}
+
+
+def line_of(row: Op) -> str:
+    """An operation as docs/operations.md shows it."""
+    kinds = [kind for kind in ("bool", "int", "float") if isinstance(row.triton, str) or kind in row.triton]
+    return f"| `{row.name}` | {in_backquotes(row.torch_names)} | {', '.join(kinds)} |"
+
+
+def in_backquotes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def test_every_operation_is_documented() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    assert lines == [line_of(row) for row in OPS.values()]
+    for names in (COMPOSED, CASTS, FILLS):
+        assert in_backquotes(names) in text
+    assert all(row.derivative for row in OPS.values()), "the page says that each has one"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,5 +1,6 @@
 """The builder: a mask_mod becomes the table of its tiles, the table becomes a BlockMask.
- The mask is evaluated strip by strip, at most `strip_elements` of it at a time, and only along the positions
+
+The mask is evaluated strip by strip, at most `strip_elements` of it at a time, and only along the positions
 that its graph reads: a mask that is the same for each head is evaluated for one.
 """
 

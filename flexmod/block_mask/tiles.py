@@ -3,7 +3,8 @@
     table   int8 [..., Qb, KVb]      EMPTY, PARTIAL or FULL, one entry a tile
     lists   counts int32 [..., R], indices int32 [..., R, C]
             row r holds the tiles indices[r, :counts[r]], ascending; the rest of the row are the other ones
- Nothing here holds more than a bounded number of 64-bit positions at a time, so that the lists of a very long
+
+Nothing here holds more than a bounded number of 64-bit positions at a time, so that the lists of a very long
 mask cost what they occupy and little more.
 """
 
