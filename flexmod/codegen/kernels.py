@@ -53,7 +53,7 @@ class Kernels:
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
         """The tiles to try; see `spec.ladder`."""
         if kernel not in self._ladders:
-            by_column = any(mod is not None and mod.column for mod in (self.score, self.mask))
+            by_column = any(mod is not None and mod.held_by_column for mod in (self.score, self.mask))
             self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column)
         return self._ladders[kernel]
 

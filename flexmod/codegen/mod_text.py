@@ -6,7 +6,8 @@
     column    a statement that reads kv_idx; it stands outside the loop of dK/dV
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
-A statement that nothing needs is "". The call of a mask gives an int1 tile, that of a score or of its
+A statement that nothing needs is "". `held_by_column` counts the numbers that the column statement makes, truth
+values apart. The call of a mask gives an int1 tile, that of a score or of its
 derivative a float32 tile.
 """
 
@@ -55,3 +56,4 @@ class ModText:
     row: str = ""
     column: str = ""
     parameters: tuple[Parameter, ...] = ()
+    held_by_column: int = 0

@@ -158,8 +158,8 @@ def ladder(
 ) -> tuple[Tile, ...]:
     """The tiles to try for a kernel, best first; later ones need less shared memory.
 
-    `by_column`: a mod holds values by column, and a thread has many of them in a large tile. Small ones go
-    first then.
+    `by_column`: a mod holds numbers by column, and a thread has many of them in a large tile. Small ones go
+    first in the forward then.
     `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
 
     Raises:
@@ -171,7 +171,7 @@ def ladder(
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
     tiles = [_chosen(_inside(Tile(*row), spec), spec, kernel, options) for row in rows]
-    if by_column and widest <= 128:
+    if by_column and kernel == "forward" and widest <= 128:
         tiles.sort(key=lambda tile: tile.block_m * tile.block_n > 64 * 64)
     return tuple(dict.fromkeys(tiles))
 

@@ -146,7 +146,14 @@ class _Writer:
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
-        return ModText(text=text, call=call, parameters=tuple(self.parameters.values()), **statements)
+        held = sum(home_of(n) == "column" and strong(n.dtype) != torch.bool for n in self.hoisted)
+        return ModText(
+            text=text,
+            call=call,
+            parameters=tuple(self.parameters.values()),
+            held_by_column=held,
+            **statements,
+        )
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:

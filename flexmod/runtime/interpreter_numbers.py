@@ -59,6 +59,9 @@ def correct(interpreter: Any, tl: Any) -> None:
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if z.dtype.scalar == bfloat16:
             return pack(numbers(x) * numbers(y) + numbers(z), bfloat16)
+        if z.dtype.scalar in (tl.float16, tl.float32):  # Triton 3.6 would round the product too
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return handle(exact.astype(z.data.dtype), z.dtype.scalar)
         return plain_fma(self, x, y, z)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:

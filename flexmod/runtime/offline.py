@@ -92,7 +92,7 @@ def compile(
         dict(constexprs),
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
     compiled = triton.compile(source, target=chip.triton, options=options)
     read = _read_amd if chip.backend == "hip" else _read_nvidia
     return read(chip, compiled.metadata.shared, dict(compiled.asm))

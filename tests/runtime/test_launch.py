@@ -36,6 +36,7 @@ class Device:
             required = arguments["BLOCK_M"] * arguments["BLOCK_N"]
             if required > self.limit:
                 raise OutOfResources(required, self.limit, "shared memory")
+            assert arguments.pop("enable_fp_fusion")
             self.ran.append({"grid": grid, **arguments})
             return SimpleNamespace(n_spills=self.spills.get(arguments["BLOCK_M"], 0))
 
