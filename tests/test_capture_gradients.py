@@ -150,14 +150,19 @@ def test_captures_of_lower_precision(name: str, dtype: torch.dtype) -> None:
         assert float((x.double() - truth).norm()) <= tolerance * float(truth.norm()) + 1e-6
 
 
-def test_a_half_gradient_is_summed_in_float32() -> None:
-    """In float16 itself a sum of this many ones would stop at 2048, and small terms would vanish."""
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float16"])
+def test_a_half_gradient_is_summed_in_float32(double: bool) -> None:
+    """A sum of this many ones would stop at 2048 in float16; `double`: the mod computes in it, too."""
     table = torch.zeros(1, dtype=torch.float16, requires_grad=True)
-    q, k = torch.zeros(2, 1, 1, 6000, 4)
-    v = torch.zeros(1, 1, 6000, 4)
-    out, lse = flex_attention(q, k, v, lambda s, b, h, q, k: s + table[h], return_lse=True)
-    lse.sum().backward()
-    assert table.grad is not None and float(table.grad) == 6000
+    q, k, v = torch.zeros(3, 1, 1, 3001, 4)
+
+    def biased(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + (table[h] + table[h] if double else table[h])
+
+    out, lse = flex_attention(q, k, v, biased, return_lse=True)
+    lse[:, :, ::2].sum().backward()
+    assert table.grad is not None
+    assert float(table.grad) == pytest.approx(1501 * (2 if double else 1), rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "strided"])

@@ -47,7 +47,7 @@ class CaptureSums:
             forbid(term)
             total = self._sums[number]
             place = _place(indices, sizes, total.device)
-            term = _sum_to(term, place.shape).to(total.dtype)
+            term = _sum_to(term.to(total.dtype), place.shape)
             total.index_add_(0, place.expand(term.shape).flatten(), term.flatten())
 
     def result(self) -> tuple[Tensor | None, ...]:
