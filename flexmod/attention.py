@@ -18,7 +18,7 @@ from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.compiler import lower
+from flexmod.compiler import capture_grad, lower
 from flexmod.ir.evaluate import replay
 from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.trace import Traced, trace
@@ -118,11 +118,13 @@ def _attend(
     checks.check_tensors(query, key, value, enable_gqa)
     backend = _backend(options, query)
     query, key, value = (_autocast(t) for t in (query, key, value))
-    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    checks.check_dtypes(query, key, value, backend, wants_grad)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     with _no_autocast(query.device.type):
-        problem = _problem(query, key, score_mod, block_mask, scale, backend, wants_grad)
+        source = None if score_mod is None else trace(score_mod, "score", query.device)
+        tensors = (query, key, value, *(source.tensors if source else ()))
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        checks.check_dtypes(query, key, value, backend, wants_grad)
+        problem = _problem(query, key, source, block_mask, scale, backend, wants_grad)
         problem = replace(problem, options=options.tiles, precision=_precision())
         return _run(problem, backend, query, key, value, want_max, wants_grad)
 
@@ -164,19 +166,18 @@ def _backend(options: KernelOptions, query: Tensor) -> str:
 def _problem(
     query: Tensor,
     key: Tensor,
-    score_mod: ScoreMod | None,
+    source: Traced | None,
     block_mask: Any,
     scale: float,
     backend: str,
     wants_grad: bool,
 ) -> Problem:
-    """The mods traced and checked against the tensors, and a mask for the -inf branches of the score_mod."""
+    """The mods checked against the tensors, and a mask for the -inf branches of the score_mod."""
     mask = _block_mask(block_mask)
     if mask is not None:
         checks.check_mask(mask, query, key)
-    if score_mod is None:
+    if source is None:
         return Problem(None, None, mask, scale)
-    source = trace(score_mod, "score", query.device)
     checks.check_captures(source, "score", query, backend)
     split = mask is None
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -220,7 +221,17 @@ def _run(
 ) -> Forward:
     if backend == "reference" or not wants_grad:
         return BACKENDS[backend].forward(problem, query, key, value, want_max=want_max)
-    return Forward(*_Attention.apply(query, key, value, problem, backend, want_max))
+    learned = _learned(problem)
+    captured = [problem.score.tensors[n] for n in learned] if problem.score is not None else []
+    return Forward(*_Attention.apply(query, key, value, problem, backend, want_max, learned, *captured))
+
+
+def _learned(problem: Problem) -> tuple[int, ...]:
+    """The captures of the score_mod that a gradient may flow to."""
+    if problem.score is None:
+        return ()
+    used = used_captures(problem.score.graph.nodes)
+    return tuple(n for n in used if problem.score.tensors[n].requires_grad)
 
 
 class _Attention(torch.autograd.Function):
@@ -228,13 +239,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, problem: Problem, backend: str, want_max: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        problem: Problem,
+        backend: str,
+        want_max: bool,
+        learned: tuple[int, ...],
+        *captured: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         keep: list[Tensor] = []
         result = BACKENDS[backend].forward(problem, query, key, value, want_max=want_max, keep=keep)
         # captured tensors too: autograd then refuses a backward after one of them was changed in place
         ctx.save_for_backward(query, key, value, result.out, result.lse, *keep, *_captured(problem))
-        ctx.problem, ctx.backend, ctx.kept = problem, backend, len(keep)
+        ctx.problem, ctx.backend, ctx.kept, ctx.learned = problem, backend, len(keep), learned
         ctx.set_materialize_grads(False)
         if result.max_scores is not None:
             ctx.mark_non_differentiable(result.max_scores)
@@ -248,12 +267,23 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse, *rest = ctx.saved_tensors
         if grad_out is None:  # only the lse was used
             grad_out = out.new_zeros(()).expand_as(out)
+        first = len(ctx.needs_input_grad) - len(ctx.learned)
+        asked = zip(ctx.learned, ctx.needs_input_grad[first:], strict=True)
+        problem = _with_capture_grad(ctx.problem, tuple(n for n, need in asked if need))
         with _no_autocast(query.device.type):
             gradients: Gradients = BACKENDS[ctx.backend].backward(
-                ctx.problem, query, key, value, out, lse, grad_out, grad_lse, ctx.needs_input_grad[:3],
+                problem, query, key, value, out, lse, grad_out, grad_lse, ctx.needs_input_grad[:3],
                 tuple(rest[: ctx.kept]),
             )  # fmt: skip
-        return gradients.query, gradients.key, gradients.value, None, None, None
+        by_capture = (gradients.captures[n] if gradients.captures else None for n in ctx.learned)
+        return gradients.query, gradients.key, gradients.value, None, None, None, None, *by_capture
+
+
+def _with_capture_grad(problem: Problem, wanted: tuple[int, ...]) -> Problem:
+    if not wanted:
+        return problem
+    assert problem.score is not None
+    return replace(problem, capture_grad=capture_grad(problem.score.graph, wanted))
 
 
 def _captured(problem: Problem) -> list[Tensor]:

@@ -109,7 +109,7 @@ def check_captures(traced: Traced, kind: str, query: Tensor, backend: str = "") 
             continue
         if kind == "mask":
             raise errors.MaskCaptureGradientError(name=name)
-        if backend != "reference":
+        if backend not in ("cpu", "reference"):
             raise errors.CaptureGradientError(name=name, backend=backend.upper())
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.triton_text import write
-from flexmod.ir.derivative import differentiate
+from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 
@@ -86,6 +86,13 @@ def _lower(graph: Graph, split: bool) -> Lowered:
             else Lowered(None, None)
         )
     return Lowered(*split_mask(graph))
+
+
+@lru_cache(4096)
+def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
+    """The derivatives of a lowered score_mod by the score and by the captures `wanted`, optimized."""
+    found = stage("derive", lambda: differentiate_captures(graph, wanted))
+    return replace(found, graph=optimize(found.graph))
 
 
 class Constants:

@@ -320,8 +320,8 @@ MODS: list[Row] = [
     ),
     (
         errors.CaptureGradientError,
-        lambda: captured_by_score("bias", x(4, requires_grad=True)),
-        "bias, captured by score_mod, requires grad; the CPU backend computes no gradients of "
+        lambda: captured_by_score("bias", x(4, requires_grad=True), kernel_options={"BACKEND": "INTERPRET"}),
+        "bias, captured by score_mod, requires grad; the INTERPRET backend computes no gradients of "
         "captured tensors yet.\n"
         '  Instead: pass kernel_options={"BACKEND": "REFERENCE"}, or bias.detach() if no gradient is '
         "wanted.",

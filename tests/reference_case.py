@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmod.backends import reference
 from flexmod.backends.interface import Problem
@@ -50,6 +51,19 @@ class Truth(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees every operation's results."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
 
 
 class Limit(NamedTuple):

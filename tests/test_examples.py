@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "examples"
-EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
+TRAINING = ["train_learned_bias"]
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("common", *TRAINING))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(FOLDER)
     spec = importlib.util.spec_from_file_location(f"examples.{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.__doc__, "an example opens with what it shows"
-    module.main()
+    return module
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    load(name, monkeypatch).main()
     printed = capsys.readouterr().out
     assert "largest difference" in printed or "@triton.jit" in printed
+
+
+def test_training_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Few steps: the losses fall, most where slopes are learned."""
+    picture = tmp_path / "losses.png"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products are small here: on a busy machine threads would wait for each other
+    try:
+        result = load("train_learned_bias", monkeypatch).main(steps=40, picture=str(picture))
+    finally:
+        torch.set_num_threads(threads)
+    assert result.losses[0] == result.losses_without[0]
+    assert sum(result.losses[-5:]) < sum(result.losses_without[-5:]) < 0.8 * sum(result.losses[:5])
+    assert bool((result.slopes != 0).all())
+    assert "slopes of layer 1" in capsys.readouterr().out
+    assert picture.exists() == (importlib.util.find_spec("matplotlib") is not None)

@@ -17,6 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from flexmod.backends.captured import CaptureSums
 from flexmod.backends.heads import Heads, as_slice, chunks
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.tiles import Step, shared_part, steps_of_table, steps_without_mask, tile_table
@@ -77,6 +78,7 @@ def backward(
 
     wanted = zip((query, key, value), needs, strict=True)
     dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in wanted)
+    sums = None if problem.capture_grad is None else CaptureSums(problem, heads.real)
     scratch = Scratch(query)
     for part in parts(problem, heads, query.shape[2], key.shape[1]):
         scores = scratch.take("scores", part.shape)
@@ -88,7 +90,7 @@ def backward(
             weights.masked_fill_(dead[part.rows][..., None], 0.0)
         if dv is not None:
             part.add_to_columns(dv, weights, grad, 1.0)
-        if dq is None and dk is None:
+        if dq is None and dk is None and sums is None:
             continue
         change = scratch.take("change", part.shape)
         part.product(grad, value, 1.0, change)
@@ -96,7 +98,7 @@ def backward(
         if grad_sum is not None:
             delta -= grad_sum[part.rows]
         change.addcmul_(weights, delta[..., None], value=-1.0)
-        part.unmodify(scores, change)
+        part.unmodify(scores, change, sums)
         if dq is not None:
             result = torch.bmm(change.flatten(1, 2), part.columns_of(key)).mul_(problem.scale)
             dq[part.rows] = result.view(*part.shape[:3], -1)
@@ -106,7 +108,7 @@ def backward(
         None if dq is None else heads.join_query(dq).to(q.dtype),
         None if dk is None else heads.join_key(dk).to(k.dtype),
         None if dv is None else heads.join_key(dv).to(v.dtype),
-        (),
+        () if sums is None else sums.result(),
     )
 
 
@@ -156,18 +158,30 @@ class Part:
     def modify(self, scores: Tensor, into: Tensor) -> None:
         """Writes the scores after the score mod and the mask."""
         if self.problem.score is not None:
-            into.copy_(self._run(self.problem.score.graph, score=scores))
-        for span, forbidden in self.forbidden:
-            into[..., span].masked_fill_(forbidden, -torch.inf)
+            into.copy_(self._run(self.problem.score.graph, score=scores)[0])
+        self._forbid(into, -torch.inf)
 
-    def unmodify(self, scores: Tensor, change: Tensor) -> None:
-        """Turns the gradient of what `modify` wrote into that of `scores`, in place."""
-        if self.problem.score_grad is None:
+    def unmodify(self, scores: Tensor, change: Tensor, sums: CaptureSums | None = None) -> None:
+        """Turns the gradient of what `modify` wrote into that of `scores`, in place.
+
+        What captured tensors get of it goes to `sums`. Any derivative may be infinite or NaN where the mask
+        said no.
+        """
+        if sums is None and self.problem.score_grad is None:
             return
-        change.copy_(self._run(self.problem.score_grad, score=scores, grad=change))
-        # The derivative may be infinite or NaN where the mask said no.
+        graph = self.problem.score_grad if sums is None else sums.graph
+        assert graph is not None
+        by_score, *terms = self._run(graph, score=scores, grad=change)
+        if sums is not None:
+            # before `change` is written: a term may be that very tensor
+            sums.add(terms, self.shape, lambda term: self._forbid(term, 0.0))
+        change.copy_(by_score)
+        self._forbid(change, 0.0)
+
+    def _forbid(self, x: Tensor, value: float) -> None:
+        """Writes `value` where the mask says no."""
         for span, forbidden in self.forbidden:
-            change[..., span].masked_fill_(forbidden, 0.0)
+            x[..., span].masked_fill_(forbidden, value)
 
     @cached_property
     def forbidden(self) -> list[tuple[slice, Tensor]]:
@@ -189,15 +203,14 @@ class Part:
     def positions(self) -> tuple[Tensor, Tensor]:
         return self.step.positions(self.b.device)
 
-    def _run(self, graph: Graph, *, score: Tensor, grad: Tensor | None = None) -> Tensor:
+    def _run(self, graph: Graph, *, score: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
         """A graph of the score mod's on all elements."""
         assert self.problem.score is not None
         q_idx, kv_idx = self.positions
-        (result,) = evaluate(
+        return evaluate(
             graph, self.problem.score.tensors, b=self.b, h=self.h, q_idx=q_idx, kv_idx=kv_idx,
             score=score, grad=grad, real=self.real,
         )  # fmt: skip
-        return result
 
 
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[Part]:

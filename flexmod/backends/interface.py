@@ -11,7 +11,7 @@ A backend is a module with these two functions (`reference` has the first alone)
     out        [B, Hq, M, Dv]             in q's dtype; `grad_out` has its shape
     lse        [B, Hq, M]                 natural log; float32, or float64 when q is float64
     grad_lse   like lse, or None when lse was not used
-    needs      whether q, k and v want a gradient
+    needs      whether q, k and v want a gradient; captured tensors do where `problem.capture_grad` is there
     keep       a list, where a backward will come: what the backend puts in it comes back as `kept`
 
 The caller has checked all shapes, dtypes and devices, so a backend does not check again. Scores are
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from flexmod.block_mask.format import BlockMask
+from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced
 
@@ -37,8 +38,9 @@ class Problem:
 
     `score` is the score mod after the graph passes, None where it changes nothing. `score_grad` is its
     derivative (inputs score, grad, b, h, q_idx, kv_idx; the captures of `score`), filled only where gradients
-    are asked for. For the generated kernels: `options`, the checked kernel options, and `precision`, that of
-    float32 products.
+    are asked for; `capture_grad` has the derivatives by captured elements as well, filled where a backward is
+    to give gradients of captured tensors. For the generated kernels: `options`, the checked kernel options,
+    and `precision`, that of float32 products.
     """
 
     score: Traced | None
@@ -47,6 +49,7 @@ class Problem:
     scale: float
     options: tuple[tuple[str, Any], ...] = ()
     precision: Literal["ieee", "tf32"] = "ieee"
+    capture_grad: CaptureGrad | None = None
 
 
 class Forward(NamedTuple):
@@ -64,7 +67,8 @@ class Forward(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients in the shapes and dtypes of their tensors; None where `needs` did not ask.
 
-    `captures` belongs to the tensors of `problem.score`; empty from a backend that computes none.
+    `captures` belongs to the tensors of `problem.score`: None where no gradient was asked for and where the
+    score does not depend on the tensor differentiably. Empty without a `problem.capture_grad`.
     """
 
     query: Tensor | None

@@ -6,9 +6,8 @@
     column    a statement that reads kv_idx; it stands outside the loop of dK/dV
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
-A statement that nothing needs is "". `held_by_column` counts the numbers that the column statement makes, truth
-values apart. The call of a mask gives an int1 tile, that of a score or of its
-derivative a float32 tile.
+A statement that nothing needs is "". `held_by_column` counts the numbers, truth values apart, that the column
+statement makes. The call of a mask gives an int1 tile, that of a score or of its derivative a float32 tile.
 """
 
 from __future__ import annotations

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from reference_case import Case, Limit, assert_within, eager_error_bound, expected, make_case, problem_of
+from reference_case import (
+    Case,
+    LargestTensor,
+    Limit,
+    assert_within,
+    eager_error_bound,
+    expected,
+    make_case,
+    problem_of,
+)
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
@@ -267,19 +275,6 @@ def test_gradcheck(mask_mod: Any) -> None:
         return out, torch.exp(lse)
 
     assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in case.inputs), fast_mode=True)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Sees every operation's results."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:

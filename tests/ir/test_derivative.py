@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexmod.ir.derivative import differentiate
+from flexmod.compiler import capture_grad
+from flexmod.ir.derivative import differentiate, differentiate_captures
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.passes import optimize
 from flexmod.ir.trace import trace
@@ -72,6 +73,52 @@ def test_halves_are_differentiated_through_their_rounding() -> None:
     score = torch.linspace(-2, 2, 120).view(EXTENTS)
     (found,) = evaluate(differentiate(graph), (), **PLACES, score=score, grad=torch.full(EXTENTS, 0.1))
     torch.testing.assert_close(found, (torch.full(EXTENTS, 0.1).half() * 2).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["as traced", "optimized"])
+@pytest.mark.parametrize("name", ["free of the score", "alibi", "clamp", "captures"])
+def test_captures(name: str, optimized: bool) -> None:
+    """A term for each load; added up where its indices say, they are what autograd has."""
+    traced = trace(MODS[name], "score")
+    wide = [t.double().requires_grad_() for t in traced.tensors]
+    numbers = tuple(range(len(wide)))
+    found = (capture_grad if optimized else differentiate_captures)(traced.graph, numbers)
+    score = torch.linspace(-2, 2, 120, dtype=torch.float64).view(EXTENTS)
+    grad = torch.linspace(1, 3, 120, dtype=torch.float64).view(EXTENTS)
+    (result,) = evaluate(traced.graph, wide, **PLACES, score=score, real=torch.float64)
+    expected = torch.autograd.grad(result, wide, grad.sum_to_size(result.shape))
+    sums = [torch.zeros_like(t) for t in wide]
+    arguments = {**PLACES, "score": score, "grad": grad, "real": torch.float64}
+    _, *values = evaluate(found.graph, [t.detach() for t in wide], **arguments)
+    assert len(values) == 2 * len(found.loads)
+    for number, term, index in zip(found.loads, values[::2], values[1::2], strict=True):
+        sums[number].index_put_((index.expand(EXTENTS),), term.expand(EXTENTS), accumulate=True)
+    torch.testing.assert_close(sums, list(expected))
+
+
+def test_captures_share_the_pass_with_the_score() -> None:
+    graph = trace(lambda s, b, h, q, k: torch.tanh(s * slopes[h] + bias[q]), "score").graph
+    found = capture_grad(graph, (0, 1))
+    assert found.loads == (0, 1)
+    assert [n.op for n in found.graph.nodes].count("tanh") == 1
+    (only,) = differentiate_captures(graph, (1,)).loads
+    assert only == 1
+
+
+def test_a_load_is_not_differentiated_by_its_index() -> None:
+    graph = trace(lambda s, b, h, q, k: s + bias[s.round().int()], "score").graph
+    assert differentiate(graph).result.value == "grad"
+
+
+def test_what_only_decides_has_no_term() -> None:
+    graph = trace(lambda s, b, h, q, k: torch.where(bias[q] > 0, s, 0.0), "score").graph
+    assert differentiate_captures(graph, (0,)).loads == ()
+
+
+def test_the_term_of_a_half_is_not_rounded() -> None:
+    half = torch.ones(4).half()
+    graph = trace(lambda s, b, h, q, k: s * half[q], "score").graph
+    assert differentiate_captures(graph, (0,)).graph.results[1].dtype == torch.float32
 
 
 def test_text_and_lines() -> None:
