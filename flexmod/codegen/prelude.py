@@ -169,5 +169,8 @@ def used_by(*texts: str, single: bool = False) -> str:
     return "\n\n".join(functions[name].strip("\n") + "\n" for name in functions if name in wanted)
 
 
+_CALLS = re.compile(rf"(?<![\w.])({'|'.join(FUNCTIONS)})\(")
+
+
 def _called(text: str) -> set[str]:
-    return {name for name in FUNCTIONS if re.search(rf"(?<![\w.]){name}\(", text)}
+    return set(_CALLS.findall(text))

@@ -78,7 +78,8 @@ def _environment() -> jinja2.Environment:
 
 def _block(text: str, width: int = 0) -> str:
     """Lines moved right by `width`, without blank ones at either end."""
-    return textwrap.indent(text.strip("\n"), " " * width)
+    blank = " " * width
+    return "\n".join(blank + line if line else line for line in text.strip("\n").split("\n"))
 
 
 def _hoisted(home: str, *mods: ModText | None) -> list[str]:
