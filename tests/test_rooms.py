@@ -34,7 +34,7 @@ ROOMS = (
         "block_mask.picture",
         "block_mask.format",
     ),
-    ("codegen.mod_text", "codegen.prelude", "codegen.triton_text"),
+    ("codegen.mod_text", "codegen.prelude", "codegen.expressions", "codegen.triton_text"),
     ("codegen.spec",),
     ("codegen.schedule",),
     ("codegen.render",),

@@ -10,9 +10,7 @@ Names inside the functions are the user's. In a kernel, which may hold two mods,
 
 from __future__ import annotations
 
-import ast
 import keyword
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -20,17 +18,22 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.codegen import prelude
+from flexmod.codegen.expressions import (
+    TRITON_DTYPES,
+    asks_for_dtype,
+    cast,
+    fill,
+    group,
+    held,
+    literal,
+    rounded,
+    tidy,
+)
 from flexmod.codegen.mod_text import Kind, ModText, Parameter
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
-from flexmod.ir.ops import CAST, HALF, OPS, number, strong
+from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import integer_bounds
 
-TRITON_DTYPES = {
-    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64",
-    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
-    torch.float32: "tl.float32", torch.float64: "tl.float64",
-}  # fmt: skip
 ARGUMENTS = {
     "mask": ("b", "h", "q_idx", "kv_idx"),
     "score": ("score", "b", "h", "q_idx", "kv_idx"),
@@ -197,7 +200,7 @@ class _Writer:
         if node in function.names:
             return function.names[node]
         if node.op == "const":
-            return _literal(node.value, strong(node.dtype))
+            return literal(node.value, strong(node.dtype))
         if node.op == "input":
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
@@ -228,27 +231,27 @@ class _Writer:
             return self._load(function, node)
         if node.op == CAST:
             source = node.args[0]
-            return _cast(self._value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
+            return cast(self._value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         template = self._template(node, at[-1])
-        typed = _asks_for_dtype(template, at[-1])
+        typed = asks_for_dtype(template, at[-1])
         values = []
         for argument, dtype in zip(node.args, at, strict=True):
             if argument.is_const:
-                value = _literal(argument.value, row.number_dtype(dtype))
-                values.append(f"tl.cast({value}, {TRITON_DTYPES[_held(dtype)]})" if typed else value)
+                value = literal(argument.value, row.number_dtype(dtype))
+                values.append(f"tl.cast({value}, {TRITON_DTYPES[held(dtype)]})" if typed else value)
             else:
-                values.append(_cast(self._value(function, argument), strong(argument.dtype), dtype))
-        text = _fill(template, values)
+                values.append(cast(self._value(function, argument), strong(argument.dtype), dtype))
+        text = fill(template, values)
         if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
-            text = f"({text}).to({TRITON_DTYPES[_held(strong(node.dtype))]})"
-        return _rounded(text, strong(node.dtype))
+            text = f"({text}).to({TRITON_DTYPES[held(strong(node.dtype))]})"
+        return rounded(text, strong(node.dtype))
 
     def _template(self, node: Node, at: torch.dtype) -> str:
         """The table's text, or Triton's own operator where the bounds of the arguments allow it."""
         row = OPS[node.op]
-        if row.exact and _held(at) == torch.float32 and not {"score", "grad"} & node.home:
+        if row.exact and held(at) == torch.float32 and not {"score", "grad"} & node.home:
             return row.exact
         if node.op in PLAIN and not at.is_floating_point:
             (first, _), (second, most) = (self.known[a] for a in node.args)
@@ -292,11 +295,11 @@ class _Writer:
         capture, index = self.captures[number], node.args[dim]
         value = self._value(function, index)
         if strong(index.dtype).itemsize < 4:
-            value = _cast(value, strong(index.dtype), torch.int32)
+            value = cast(value, strong(index.dtype), torch.int32)
         low, high = self.known[index]
         if low < 0:
             size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim)
-            value = f"{_group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
+            value = f"{group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
         if not re.fullmatch(r"\w+", value):
             value = self._bound_once(function, node, f"{capture}_at{dim}", value)
         return value
@@ -346,78 +349,15 @@ def _count_users(graph: Graph) -> dict[Node, int]:
 
 
 def _bind(function: _Function, name: str, text: str) -> str:
-    function.lines.append(f"{name} = {_tidy(text)}")
+    function.lines.append(f"{name} = {tidy(text)}")
     return name
 
 
 def _return(function: _Function, *values: str) -> None:
     """The last statement; a value that the line before has just named needs no name."""
-    text = ", ".join(map(_tidy, values))
+    text = ", ".join(map(tidy, values))
     last = function.lines[-1] if function.lines else ""
     if last.startswith(f"{text} = "):
         function.lines.pop()
         text = last.removeprefix(f"{text} = ")
     function.lines.append(f"return {text}")
-
-
-def _tidy(text: str) -> str:
-    """The expression with no more parentheses than it needs."""
-    return ast.unparse(ast.parse(text, mode="eval")).replace("'", '"')
-
-
-def _held(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the text holds a value: halves live as float32, rounded."""
-    return torch.float32 if dtype in HALF else dtype
-
-
-def _rounded(text: str, dtype: torch.dtype) -> str:
-    return f"{_group(text)}.to({TRITON_DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text
-
-
-def _cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
-    if source == target:
-        return text
-    if target == torch.bool:
-        return f"{_group(text)} != 0"
-    if target in HALF:
-        return _rounded(text, target)
-    if _held(source) == target:
-        return text
-    if source.is_floating_point and target.itemsize < 4:
-        text = f"{_group(text)}.to(tl.int32)"  # so that what does not fit wraps, as on the CPU
-    return f"{_group(text)}.to({TRITON_DTYPES[target]})"
-
-
-def _asks_for_dtype(template: str, at: torch.dtype) -> bool:
-    """Is it a function of the prelude that needs its arguments' dtypes, so that a bare number will not do?"""
-    called = re.match(r"(\w+)\(\{0\}", template)
-    if called is None or called[1] not in prelude.FUNCTIONS:
-        return False
-    return at.is_floating_point or called[1].startswith("shift")
-
-
-def _literal(value: object, dtype: torch.dtype) -> str:
-    """A Python number where an operation wants this dtype."""
-    held = number(value, dtype).item()  # type: ignore[arg-type]
-    if dtype == torch.float32 and math.isfinite(held):
-        held = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
-    return repr(held) if not isinstance(held, float) or math.isfinite(held) else f'float("{held}")'
-
-
-_ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")
-
-
-def _group(text: str) -> str:
-    """The text in parentheses, unless it is a name, a number or one call."""
-    return text if _ATOM.match(text) else f"({text})"
-
-
-def _fill(template: str, values: list[str]) -> str:
-    """The arguments in their places; one that is a call's own argument needs no parentheses."""
-
-    def put(match: re.Match[str]) -> str:
-        before, after = template[: match.start()].rstrip(), template[match.end() :]
-        value = values[int(match.group(1))]
-        return value if before[-1:] in ("(", ",") and after[:1] in (")", ",") else _group(value)
-
-    return re.sub(r"\{(\d)\}", put, template)

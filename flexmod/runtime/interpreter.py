@@ -95,7 +95,8 @@ class Kernel:
             kind = _number_type(value)
         tl, interpreter = self._language.tl, self._language.interpreter
         dtype = tl.str_to_ty(kind, None)
-        data = np.array([value]).astype(interpreter._get_np_dtype(dtype))
+        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, as on the chip
+            data = np.array([value]).astype(interpreter._get_np_dtype(dtype))
         return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
 
 

@@ -1,0 +1,82 @@
+"""Expressions of the Triton text: numbers, casts, and no more parentheses than are needed."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+
+import torch
+
+from flexmod.codegen import prelude
+from flexmod.ir.ops import HALF, number
+
+TRITON_DTYPES = {
+    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
+    torch.int32: "tl.int32", torch.int64: "tl.int64",
+    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
+    torch.float32: "tl.float32", torch.float64: "tl.float64",
+}  # fmt: skip
+
+
+def tidy(text: str) -> str:
+    """The expression with no more parentheses than it needs."""
+    return ast.unparse(ast.parse(text, mode="eval")).replace("'", '"')
+
+
+def held(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the text holds a value: halves live as float32, rounded."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def rounded(text: str, dtype: torch.dtype) -> str:
+    return f"{group(text)}.to({TRITON_DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text
+
+
+def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
+    if source == target:
+        return text
+    if target == torch.bool:
+        return f"{group(text)} != 0"
+    if target in HALF:
+        return rounded(text, target)
+    if held(source) == target:
+        return text
+    if source.is_floating_point and target.itemsize < 4:
+        text = f"{group(text)}.to(tl.int32)"  # so that what does not fit wraps, as on the CPU
+    return f"{group(text)}.to({TRITON_DTYPES[target]})"
+
+
+def asks_for_dtype(template: str, at: torch.dtype) -> bool:
+    """Is it a function of the prelude that needs its arguments' dtypes, so that a bare number will not do?"""
+    called = re.match(r"(\w+)\(\{0\}", template)
+    if called is None or called[1] not in prelude.FUNCTIONS:
+        return False
+    return at.is_floating_point or called[1].startswith("shift")
+
+
+def literal(value: object, dtype: torch.dtype) -> str:
+    """A Python number where an operation wants this dtype."""
+    held = number(value, dtype).item()  # type: ignore[arg-type]
+    if dtype == torch.float32 and math.isfinite(held):
+        held = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
+    return repr(held) if not isinstance(held, float) or math.isfinite(held) else f'float("{held}")'
+
+
+ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")
+
+
+def group(text: str) -> str:
+    """The text in parentheses, unless it is a name, a number or one call."""
+    return text if ATOM.match(text) else f"({text})"
+
+
+def fill(template: str, values: list[str]) -> str:
+    """The arguments in their places; one that is a call's own argument needs no parentheses."""
+
+    def put(match: re.Match[str]) -> str:
+        before, after = template[: match.start()].rstrip(), template[match.end() :]
+        value = values[int(match.group(1))]
+        return value if before[-1:] in ("(", ",") and after[:1] in (")", ",") else group(value)
+
+    return re.sub(r"\{(\d)\}", put, template)
