@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import ModuleType
@@ -56,22 +56,26 @@ class Lowered:
 
     @cached_property
     def grad(self) -> Graph | None:
-        return None if self.score is None else stage("derive", lambda: optimize(differentiate(self.score)))  # type: ignore[arg-type]
+        return _staged("derive", lambda score: optimize(differentiate(score)), self.score)
 
     @cached_property
     def text(self) -> ModText | None:
-        return None if self.score is None else stage("write", lambda: write(self.score))  # type: ignore[arg-type]
+        return _staged("write", write, self.score)
 
     @cached_property
     def grad_text(self) -> ModText | None:
-        return None if self.grad is None else stage("write", lambda: write(self.grad))  # type: ignore[arg-type]
+        return _staged("write", write, self.grad)
+
+
+def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | None:
+    return None if graph is None else stage(name, lambda: work(graph))
 
 
 def lower(
-    graph: Graph, extents: Extents, numbers: Mapping[int, int | float] | None = None, *, split: bool
+    graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = (), *, split: bool
 ) -> Lowered:
-    """A traced graph through the graph stages. `numbers` are the values of its parameters, by place."""
-    return _lower(fitted(graph, extents, tuple((numbers or {}).items())), split)
+    """A traced graph through the graph stages. `numbers` are places and values of its parameters."""
+    return _lower(fitted(graph, extents, numbers), split)
 
 
 @lru_cache(4096)
@@ -79,13 +83,10 @@ def _lower(graph: Graph, split: bool) -> Lowered:
     show("traced", graph)
     graph = stage("optimize", lambda: optimize(graph))
     show("optimized", graph)
-    if not split:
-        return (
-            Lowered(graph, None)
-            if graph.kind == "mask" or graph.result.op != "input"
-            else Lowered(None, None)
-        )
-    return Lowered(*split_mask(graph))
+    if split:
+        return Lowered(*split_mask(graph))
+    unchanged = graph.kind == "score" and graph.result.op == "input"
+    return Lowered(None if unchanged else graph, None)
 
 
 @lru_cache(4096)
@@ -136,7 +137,7 @@ class Mod:
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
     """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
     promoted, numbers = CONSTANTS.promote(graph)
-    places = dict(enumerate(numbers)) if promoted is not graph else {}
+    places = tuple(enumerate(numbers)) if promoted is not graph else ()
     return Mod(lower(promoted, extents, places, split=False), numbers)
 
 

@@ -16,7 +16,7 @@ from flexmod.backends.interface import Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
 from flexmod.codegen.schedule import grid
-from flexmod.codegen.spec import KernelSpec, statistics_rows
+from flexmod.codegen.spec import KernelSpec, Tile, statistics_rows
 from flexmod.errors import BlockMaskPartsError
 from flexmod.runtime.launch import launch, start
 
@@ -84,7 +84,7 @@ def forward(
         "LSE": lse,
         "MAX_SCORES": max_scores,
         **(dict(zip(("PEAK", "TOTAL"), keep or (None, None), strict=True)) if kernels.spec.exact else {}),
-        **(_lists(mask, "kv") if mask is not None else {}),
+        **_lists(mask, "kv"),
         **kernels.mod_arguments("forward", score_captured, mask_captured),
         **_sizes(q, k, scale),
     }
@@ -119,6 +119,10 @@ def backward(
     delta = torch.empty_like(lse)
     weights = dict(zip(("PEAK", "TOTAL"), kept, strict=True)) if kept else {"LSE2": torch.empty_like(lse)}
     grad_q = grad_k = grad_v = None
+
+    def by_query(tile: Tile) -> tuple[int]:
+        return grid(batch, heads, length, tile.block_m)
+
     shared = {
         **_strided("Q", "q", "m", q),
         **_strided("K", "k", "n", k),
@@ -132,10 +136,10 @@ def backward(
         arguments = {
             **shared,
             **_grad_lse(grad_lse),
-            **(_lists(mask, "kv") if mask is not None else {}),
+            **_lists(mask, "kv"),
             **kernels.mod_arguments("delta", score_captured, mask_captured),
         }
-        launch(kernels, "delta", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+        launch(kernels, "delta", q.device, by_query, arguments)
     else:
         _statistics(kernels, out, lse, grad_out, grad_lse, weights["LSE2"], delta)
     if needs[0]:
@@ -143,17 +147,17 @@ def backward(
         arguments = {
             **shared,
             **_strided("GRAD_Q", "dq", "m", grad_q),
-            **(_lists(mask, "kv") if mask is not None else {}),
+            **_lists(mask, "kv"),
             **kernels.mod_arguments("dq", score_captured, mask_captured),
         }
-        launch(kernels, "dq", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+        launch(kernels, "dq", q.device, by_query, arguments)
     if needs[1] or needs[2]:
         grad_k, grad_v = _allocate(k, k.shape[3]), _allocate(v, v.shape[3])
         arguments = {
             **shared,
             **_strided("GRAD_K", "dk", "n", grad_k),
             **_strided("GRAD_V", "dv", "n", grad_v),
-            **(_lists(mask, "q") if mask is not None else {}),
+            **_lists(mask, "q"),
             **kernels.mod_arguments("dkdv", score_captured, mask_captured),
             **({"BATCHES": batch // k.shape[0]} if kernels.spec.shared_kv else {}),
         }
@@ -226,11 +230,13 @@ _remembered: WeakKeyDictionary[BlockMask, dict[str, tuple[list[Tensor | None], A
 )
 
 
-def _lists(mask: BlockMask, axis: Literal["kv", "q"]) -> Arguments:
-    """The mask's lists of blocks of keys ("kv") or of queries ("q") as arguments; see `_list_arguments`.
+def _lists(mask: BlockMask | None, axis: Literal["kv", "q"]) -> Arguments:
+    """The lists of blocks of keys ("kv") or of queries ("q") that a mask has; see `_list_arguments`.
 
     Remembered while the mask has the same lists, unless they were copied: a write to them must be seen.
     """
+    if mask is None:
+        return {}
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
     lists: list[Tensor | None] = [getattr(mask, name) for name in names]
     known = _remembered.setdefault(mask, {}).get(axis)

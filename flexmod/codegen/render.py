@@ -87,9 +87,11 @@ def _hoisted(home: str, *mods: ModText | None) -> list[str]:
     return [line for mod in mods if mod for line in getattr(mod, home).splitlines()]
 
 
-def _unspecialized(*names: str | ModText | None) -> str:
+def _unspecialized(*names: str | list[str] | ModText | None) -> str:
     """Names for do_not_specialize, as the inside of a list. A mod stands for its sizes and numbers."""
-    own = [name for name in names if isinstance(name, str) and name]
+    own: list[str] = []
+    for name in names:
+        own += name if isinstance(name, list) else [name] if isinstance(name, str) and name else []
     mods = [mod for mod in names if isinstance(mod, ModText)]
     captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number")]
     inside = ", ".join(f'"{name}"' for name in [*own, *captured])

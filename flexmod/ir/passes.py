@@ -52,12 +52,10 @@ def simplify(graph: Graph) -> Graph:
     def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for rule in _RULES.get(node.op, ()):
             new = rule(builder, node, args)
+            if new is not None and new.dtype != node.dtype:
+                return builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
             if new is not None:
-                return (
-                    new
-                    if new.dtype == node.dtype
-                    else builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
-                )
+                return new
         return None
 
     return rebuild(graph, change)
