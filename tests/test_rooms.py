@@ -23,6 +23,7 @@ ROOMS = (
     ("ir.bounds",),
     ("ir.ops",),
     ("ir.source", "ir.proxy", "ir.trace"),
+    ("ir.positions",),
     ("ir.passes",),
     ("ir.derivative",),
     ("ir.evaluate",),

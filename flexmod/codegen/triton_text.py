@@ -149,7 +149,7 @@ class _Writer:
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
-        held = sum(home_of(n) == "column" and strong(n.dtype) != torch.bool for n in self.hoisted)
+        held = sum(home_of(n) == "column" and _costly(n) for n in self.hoisted)
         return ModText(
             text=text,
             call=call,
@@ -323,6 +323,11 @@ class _Writer:
         name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)
         return name
+
+
+def _costly(node: Node) -> bool:
+    """Does a value cost a register where it is held? A position as a float is made again, a bool is a bit."""
+    return node.op != CAST and strong(node.dtype) != torch.bool
 
 
 def _capture_names(graph: Graph) -> list[str]:

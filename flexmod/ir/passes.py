@@ -17,6 +17,7 @@ from flexmod.ir import bounds
 from flexmod.ir.graph import POSITIONS, Builder, DType, Graph, Node, rebuild
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
+from flexmod.ir.positions import convert_terms
 
 Extents = tuple[int, int, int, int]
 """B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
@@ -357,6 +358,8 @@ def widen(graph: Graph) -> Graph:
 
 @lru_cache(4096)
 def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
-    """The graph, widened if positions below `extents` and parameters of these values ask for it."""
+    """The graph for positions below `extents` and parameters of these values: widened if they ask for it, and
+    its differences of positions in float32 where they allow it."""
     places = dict(zip(POSITIONS, extents, strict=True))
-    return widen(graph) if needs_int64(graph, places, dict(numbers)) else graph
+    wide = widen(graph) if needs_int64(graph, places, dict(numbers)) else graph
+    return convert_terms(wide, integer_bounds(wide, places, dict(numbers)))

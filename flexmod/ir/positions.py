@@ -1,0 +1,76 @@
+"""Differences of positions as differences of floats, where float32 is exact.
+
+`slope * (kv_idx - q_idx)` subtracts integers and turns each difference into a float: once for every score,
+at a fraction of the speed at which a GPU adds. Below 2^24 float32 holds each integer, so that
+`float(kv_idx) - float(q_idx)` is the same number, bit for bit, and the conversions are left to the rows and
+the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from flexmod.ir.bounds import Bounds
+from flexmod.ir.graph import COLUMN, ROW, Builder, Graph, Node, rebuild
+from flexmod.ir.ops import CAST, OPS, strong
+
+# Every integer up to here is a float32.
+EXACT = 2**24
+
+# Operations whose result is exact on floats where it is on integers, and never -0.0.
+AS_FLOATS = ("add", "sub", "neg", "abs", "minimum", "maximum")
+
+
+def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
+    """The graph with integers of both rows and columns that become float32 made of floats.
+
+    `known` are the bounds of the graph's nodes, in the call at hand.
+    """
+    new: dict[Node, Node] = {}
+
+    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        new.update(zip(node.args, args, strict=True))
+        if node.op == CAST:
+            same = node.dtype == torch.float32 and _converts(node.args[0], known)
+            return _as_floats(builder, node.args[0], new) if same else None
+        row = OPS.get(node.op)
+        if row is None:
+            return None
+        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        changed = tuple(
+            _as_floats(builder, old, new) if dtype == torch.float32 and _converts(old, known) else arg
+            for old, arg, dtype in zip(node.args, args, at, strict=True)
+        )
+        return None if changed == args else builder.node(node.op, changed, node.dtype, node.value, node.where)
+
+    return rebuild(graph, change)
+
+
+def _converts(node: Node, known: Mapping[Node, Bounds]) -> bool:
+    """Is it an integer that reads rows and columns, and an exact float all the way?"""
+    return _mixed(node) and _exact(node, known)
+
+
+def _mixed(node: Node) -> bool:
+    return not (node.home <= ROW or node.home <= COLUMN)
+
+
+def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
+    low, high = known[node]
+    if strong(node.dtype) not in (torch.int32, torch.int64) or low < -EXACT or high > EXACT:
+        return False
+    return not _mixed(node) or (node.op in AS_FLOATS and all(_exact(a, known) for a in node.args))
+
+
+def _as_floats(builder: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
+    if node.is_const:
+        return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
+    if not _mixed(node):
+        return builder.node(CAST, (new[node],), torch.float32, torch.float32, node.where)
+    args = tuple(_as_floats(builder, a, new) for a in node.args)
+    if node.op == "neg":  # -(0.0) would be -0.0
+        zero = builder.const(0.0, torch.float32, node.where)
+        return builder.node("sub", (zero, *args), torch.float32, None, node.where)
+    return builder.node(node.op, args, torch.float32, None, node.where)
