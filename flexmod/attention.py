@@ -1,24 +1,21 @@
-"""flex_attention: checks, dispatch, autograd."""
+"""flex_attention: checks and dispatch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from flexmod import checks, errors
-from flexmod.backends import cpu, generated, reference
-from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod import autograd, checks, errors, transforms
+from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.compiler import capture_grad, lower
+from flexmod.compiler import lower
 from flexmod.ir.evaluate import replay
 from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.trace import Traced, trace
@@ -26,13 +23,6 @@ from flexmod.kernel_options import KernelOptions
 from flexmod.kernel_options import parse as parse_options
 
 ScoreMod = Callable[..., Any]
-
-BACKENDS: Mapping[str, Any] = {
-    "triton": generated.ON_GPU,
-    "interpret": generated.INTERPRETED,
-    "cpu": cpu,
-    "reference": reference,
-}
 
 
 class AuxRequest(NamedTuple):
@@ -115,18 +105,25 @@ def _attend(
 ) -> Forward:
     """The call as `flex_attention` gets it: checks, then runs."""
     options = parse_options(kernel_options)
+    reference = options.backend == "REFERENCE"
+    if not reference:
+        transforms.check({"query": query, "key": key, "value": value})
     checks.check_tensors(query, key, value, enable_gqa)
     backend = _backend(options, query)
     query, key, value = (_autocast(t) for t in (query, key, value))
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    with _no_autocast(query.device.type):
+    with autograd.no_autocast(query.device.type):
         source = None if score_mod is None else trace(score_mod, "score", query.device)
+        if source is not None and not reference:
+            names = (f"{capture.name}, captured by score_mod" for capture in source.graph.captures)
+            transforms.check(dict(zip(names, source.tensors, strict=True)))
         tensors = (query, key, value, *(source.tensors if source else ()))
-        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        checks.check_dtypes(query, key, value, backend, wants_grad)
-        problem = _problem(query, key, source, block_mask, scale, backend, wants_grad)
+        track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
+        checks.check_dtypes(query, key, value, backend, track)
+        problem = _problem(query, key, source, block_mask, scale, backend, track)
         problem = replace(problem, options=options.tiles, precision=_precision())
-        return _run(problem, backend, query, key, value, want_max, wants_grad)
+        return autograd.run(problem, backend, query, key, value, want_max=want_max, track=track)
 
 
 def _precision() -> Literal["ieee", "tf32"]:
@@ -140,11 +137,6 @@ def _autocast(tensor: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
-
-
-def _no_autocast(kind: str) -> AbstractContextManager[None]:
-    """What a backend computes in float32 stays float32."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _backend(options: KernelOptions, query: Tensor) -> str:
@@ -183,7 +175,8 @@ def _problem(
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     lowered = lower(source.graph, extents, split=split)
     if split and lowered.split is not None:
-        mask = _mask_of(Traced(lowered.split, source.tensors), extents, query.device)
+        decides = tuple(tensor.detach() for tensor in source.tensors)
+        mask = _mask_of(Traced(lowered.split, decides), extents, query.device)
     score = None if lowered.score is None else Traced(lowered.score, source.tensors)
     return Problem(score, lowered.grad if wants_grad else None, mask, scale)
 
@@ -208,85 +201,3 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
 @lru_cache(64)
 def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> BlockMask:
     return create_block_mask(replay(Traced(graph)), *sizes, device=device)
-
-
-def _run(
-    problem: Problem,
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    want_max: bool,
-    wants_grad: bool,
-) -> Forward:
-    if backend == "reference" or not wants_grad:
-        return BACKENDS[backend].forward(problem, query, key, value, want_max=want_max)
-    learned = _learned(problem)
-    captured = [problem.score.tensors[n] for n in learned] if problem.score is not None else []
-    return Forward(*_Attention.apply(query, key, value, problem, backend, want_max, learned, *captured))
-
-
-def _learned(problem: Problem) -> tuple[int, ...]:
-    """The captures of the score_mod that a gradient may flow to."""
-    if problem.score is None:
-        return ()
-    used = used_captures(problem.score.graph.nodes)
-    return tuple(n for n in used if problem.score.tensors[n].requires_grad)
-
-
-class _Attention(torch.autograd.Function):
-    """Any backend but the reference, which is differentiable torch itself."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        problem: Problem,
-        backend: str,
-        want_max: bool,
-        learned: tuple[int, ...],
-        *captured: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        keep: list[Tensor] = []
-        result = BACKENDS[backend].forward(problem, query, key, value, want_max=want_max, keep=keep)
-        # captured tensors too: autograd then refuses a backward after one of them was changed in place
-        ctx.save_for_backward(query, key, value, result.out, result.lse, *keep, *_captured(problem))
-        ctx.problem, ctx.backend, ctx.kept, ctx.learned = problem, backend, len(keep), learned
-        ctx.set_materialize_grads(False)
-        if result.max_scores is not None:
-            ctx.mark_non_differentiable(result.max_scores)
-        return tuple(result)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
-    ) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *rest = ctx.saved_tensors
-        if grad_out is None:  # only the lse was used
-            grad_out = out.new_zeros(()).expand_as(out)
-        first = len(ctx.needs_input_grad) - len(ctx.learned)
-        asked = zip(ctx.learned, ctx.needs_input_grad[first:], strict=True)
-        problem = _with_capture_grad(ctx.problem, tuple(n for n, need in asked if need))
-        with _no_autocast(query.device.type):
-            gradients: Gradients = BACKENDS[ctx.backend].backward(
-                problem, query, key, value, out, lse, grad_out, grad_lse, ctx.needs_input_grad[:3],
-                tuple(rest[: ctx.kept]),
-            )  # fmt: skip
-        by_capture = (gradients.captures[n] if gradients.captures else None for n in ctx.learned)
-        return gradients.query, gradients.key, gradients.value, None, None, None, None, *by_capture
-
-
-def _with_capture_grad(problem: Problem, wanted: tuple[int, ...]) -> Problem:
-    if not wanted:
-        return problem
-    assert problem.score is not None
-    return replace(problem, capture_grad=capture_grad(problem.score.graph, wanted))
-
-
-def _captured(problem: Problem) -> list[Tensor]:
-    """The tensors that the mods read, but for those made in inference mode, which autograd cannot save."""
-    mods = [problem.score, problem.mask.traced if problem.mask is not None else None]
-    return [t for mod in mods if mod is not None for t in mod.tensors if not t.is_inference()]

@@ -62,6 +62,12 @@ def parts(**changed: Any) -> flexmod.BlockMask:
     return flexmod.BlockMask.from_kv_blocks(**given)
 
 
+def second_derivative() -> Any:
+    query = torch.ones(1, 1, 4, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(call(query, query).square().sum(), query, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), query)
+
+
 def without_head_dimension() -> Any:
     one = torch.ones(1, 1, 1, dtype=torch.int32)
     block_mask = parts(kv_num_blocks=one[0], kv_indices=one * 0, seq_lengths=(32, 32))
@@ -334,6 +340,32 @@ MODS: list[Row] = [
     ),
 ]
 
+DERIVATIVES: list[Row] = [
+    (
+        errors.DoubleBackwardError,
+        second_derivative,
+        "a second derivative of flex_attention is asked for; the CPU backend has the first alone.\n"
+        '  Instead: pass kernel_options={"BACKEND": "REFERENCE"} to the call: dense, and differentiable to '
+        "any order.",
+    ),
+    (
+        errors.ForwardModeError,
+        lambda: torch.func.jvp(call, (x(),), (x(),)),
+        "query carries a tangent of forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad); "
+        "flex_attention has reverse mode alone.\n"
+        "  Instead: use torch.func.vjp or torch.autograd.grad, or pass "
+        'kernel_options={"BACKEND": "REFERENCE"}.',
+    ),
+    (
+        errors.VmapError,
+        lambda: torch.func.vmap(call)(x(3, 2, 4, 32, 16)),
+        "torch.vmap maps over query; flex_attention has no batching rule (nor for vmap in jacrev and "
+        "is_grads_batched).\n"
+        "  Instead: put the mapped dimension into the batch, dimension 0 of query, key and value, or pass "
+        'kernel_options={"BACKEND": "REFERENCE"}.',
+    ),
+]
+
 OPTION_MISTAKES: list[Row] = [
     (
         errors.ReturnArgumentsError,
@@ -392,4 +424,4 @@ OPTION_MISTAKES: list[Row] = [
     ),
 ]
 
-ROWS = [*TENSORS, *BLOCK_MASKS, *MODS, *OPTION_MISTAKES]
+ROWS = [*TENSORS, *BLOCK_MASKS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]

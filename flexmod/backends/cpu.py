@@ -45,10 +45,11 @@ def forward(
         highest = scores.amax(-1)
         torch.softmax(scores, -1, out=scores)
         # The largest weight is exp(0) / sum: it knows the sum.
-        total = highest - scores.amax(-1).log_()
+        total = highest - scores.amax(-1).log()
         result = torch.bmm(scores.flatten(1, 2), part.columns_of(value)).view(*part.shape[:3], -1)
         dead = highest == -torch.inf
-        out[part.rows] = result.masked_fill_(dead[..., None], 0.0)
+        # not in place: a selective checkpoint may have saved the product
+        out[part.rows] = result.masked_fill(dead[..., None], 0.0)
         lse[part.rows] = total.masked_fill_(dead, -torch.inf)
         largest[part.rows] = highest
     maximum = heads.join_query(largest) if want_max else None

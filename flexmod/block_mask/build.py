@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod import transforms
 from flexmod.block_mask import tiles
-from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask, MaskMod, noop_mask
+from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask, MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
 from flexmod.errors import DeviceMismatch, MaskExtentError, NotCallable
 from flexmod.ir.evaluate import evaluate
@@ -54,12 +55,13 @@ def create_block_mask(
     block = block_pair(BLOCK_SIZE)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)
-    traced = trace(mask_mod, "mask", here)
+    traced = trace_mask(mask_mod, here)
     _check_captures(traced, here)
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
-    table = classify(traced, sizes, block, here)
-    lists = tiles.lists_of(table, separate_full_blocks)
-    whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
+    with transforms.paused():
+        table = classify(traced, sizes, block, here)
+        lists = tiles.lists_of(table, separate_full_blocks)
+        whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
     return BlockMask(sizes[2:], **whole, BLOCK_SIZE=block, mask_mod=mask_mod, _trusted=True)
 
 

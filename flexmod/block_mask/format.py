@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod import transforms
 from flexmod.block_mask import selection, tiles
 from flexmod.block_mask.parts import (
     block_pair,
@@ -24,7 +25,12 @@ from flexmod.block_mask.parts import (
 from flexmod.block_mask.picture import picture
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
 from flexmod.block_mask.tiles import LISTS, Parts
-from flexmod.errors import BlockMaskCropError, NotABlockMask, SlicedTorchMaskError
+from flexmod.errors import (
+    BlockMaskCropError,
+    MaskCaptureGradientError,
+    NotABlockMask,
+    SlicedTorchMaskError,
+)
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 
@@ -38,6 +44,20 @@ FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """The mask_mod that keeps every score."""
     return b.new_ones((), dtype=torch.bool)
+
+
+def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
+    """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
+
+    Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
+    """
+    traced = trace(mask_mod, "mask", device)
+    captured = []
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        if transforms.is_wrapped(tensor) and tensor.requires_grad:
+            raise MaskCaptureGradientError(name=capture.name)
+        captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
+    return Traced(traced.graph, tuple(captured))
 
 
 class BlockMask:
@@ -98,7 +118,7 @@ class BlockMask:
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
         for name, part in checked_lists(parts).items():
-            setattr(self, name, part)
+            setattr(self, name, None if part is None else transforms.plain(part, name))
         self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
         self._trusted = _trusted  # the builder's own lists need no look at their values
         self.seq_lengths = seq_lengths
@@ -159,7 +179,7 @@ class BlockMask:
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskMod) -> None:
-        self._traced = trace(mask_mod, "mask", self.kv_indices.device)
+        self._traced = trace_mask(mask_mod, self.kv_indices.device)
         self._mask_mod = mask_mod
 
     @property

@@ -1,0 +1,70 @@
+"""What torch's function transforms (torch.func, forward-mode AD) make of the tensors of a call.
+
+Inside a transform a tensor is a wrapper of another, level by level. torch's operations see through it, a
+kernel does not. Wrappers of `grad` and `vjp` are taken off by autograd.Function; the rest is refused here, in
+the words of `errors`, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from flexmod.errors import ForwardModeError, VmapError
+
+
+def active() -> bool:
+    """Whether this code runs inside a transform of torch.func."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def paused() -> AbstractContextManager[object]:
+    """For work on plain tensors: what is made here is not wrapped either."""
+    return torch._C._DisableFuncTorch()
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a vmap at any level maps over the tensor."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return bool(_functorch.is_legacy_batchedtensor(tensor))
+
+
+def plain(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, out of all wrappers. For what has no derivative.
+
+    Raises:
+        VmapError: it holds one value for each entry of a mapped dimension.
+    """
+    if is_batched(tensor):
+        raise VmapError(name=name)
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def check(tensors: Mapping[str, object]) -> None:
+    """What is no tensor passes: others say what is wrong with it.
+
+    Raises:
+        VmapError: a tensor is mapped over.
+        ForwardModeError: a tensor carries a tangent.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if is_batched(tensor):
+            raise VmapError(name=name)
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ForwardModeError(name=name)
