@@ -127,8 +127,8 @@ def _attend(
 
 
 def _precision() -> Literal["ieee", "tf32"]:
-    """float32 products follow torch's own switch."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """float32 products follow torch's own switches, old and new; `allow_tf32` raises after a new one."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _autocast(tensor: Tensor) -> Tensor:

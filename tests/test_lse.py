@@ -1,0 +1,131 @@
+"""What is built on (out, lse): parts of the keys merged as in ring attention, and attention sinks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from reference_case import Case, expected, make_case
+from torch import Tensor
+
+from flexmod import AuxRequest, create_block_mask, flex_attention
+
+INTERPRET = {"BACKEND": "INTERPRET"}
+REFERENCE = {"BACKEND": "REFERENCE"}
+# by option and dtype: how far from float64, of values near 1
+PATHS = pytest.mark.parametrize(
+    ("options", "dtype", "tolerance"),
+    [
+        (None, torch.float64, 1e-13),
+        (None, torch.float32, 3e-6),
+        (REFERENCE, torch.float64, 1e-13),
+        (INTERPRET, torch.float32, 3e-6),
+        (INTERPRET, torch.float16, 4e-3),
+    ],
+    ids=["cpu-float64", "cpu-float32", "reference-float64", "interpret-float32", "interpret-float16"],
+)
+LENGTH = 53
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys, from the attention to each: out [B, H, M, D] and lse [B, H, M]."""
+    total = torch.logaddexp(lse, other_lse)
+    alive = total > -torch.inf
+    share, other_share = (torch.where(alive, x - total, -torch.inf).exp() for x in (lse, other_lse))
+    return share[..., None] * out + other_share[..., None] * other, total
+
+
+def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 2.0 * torch.tanh(score / 2.0)
+
+
+def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Causal; queries 7 and 20 attend to nothing in any part."""
+    return (q_idx >= kv_idx) & (q_idx != 7) & (q_idx != 20)
+
+
+def mask_of_keys(first: int, last: int) -> Any:
+    """The mask of a part of the keys: its positions start at `first`."""
+    return create_block_mask(
+        lambda b, h, q_idx, kv_idx: kept(b, h, q_idx, kv_idx + first), None, None, LENGTH, last - first,
+        device="cpu", BLOCK_SIZE=16,
+    )  # fmt: skip
+
+
+def close(found: Any, wanted: Any, tolerance: float) -> None:
+    for x, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=0, atol=tolerance * (1 + largest(exact)))
+
+
+def largest(x: Tensor) -> float:
+    return x[x.isfinite()].abs().max().item()
+
+
+@PATHS
+@pytest.mark.parametrize("borders", [(0, 32, LENGTH), (0, 5, 37, LENGTH)], ids=str)
+def test_a_ring_of_parts_of_the_keys(
+    borders: tuple[int, ...], options: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Out, lse and the gradients through both, as of one call on all keys; most parts have dead rows."""
+    case = make_case(batch=2, heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
+    q, k, v = leaves = [x.requires_grad_() for x in case.inputs]
+    out = q.new_zeros(q.shape)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(dtype, torch.float32))
+    for first, last in pairwise(borders):
+        part = flex_attention(
+            q, k[:, :, first:last], v[:, :, first:last], capped, mask_of_keys(first, last),
+            enable_gqa=True, return_lse=True, kernel_options=options,
+        )  # fmt: skip
+        out, lse = merge(out, lse, *part)
+    grad_lse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(5)).to(lse.dtype)
+    gradients = torch.autograd.grad((out, lse), leaves, (case.grad_out.to(out.dtype), grad_lse))
+    truth = expected(case, capped, mask_of_keys(0, LENGTH), grad_lse)
+    close((out, lse, *gradients), (truth.out, truth.lse, truth.dq, truth.dk, truth.dv), tolerance)
+    assert out[:, :, [7, 20]].eq(0).all() and gradients[0][:, :, [7, 20]].eq(0).all()
+
+
+@PATHS
+def test_a_sink_of_each_head(options: Any, dtype: torch.dtype, tolerance: float) -> None:
+    """A learned score with no value beside it, in every row's softmax: gradients reach it through the lse."""
+    case = make_case(batch=2, heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
+    real = torch.promote_types(dtype, torch.float32)
+    leaves = [x.requires_grad_() for x in case.inputs]
+    sink = torch.tensor([-1.0, 0.0, 1.5, 4.0], dtype=real, requires_grad=True)
+    out, lse = flex_attention(
+        *leaves, block_mask=mask_of_keys(0, LENGTH), enable_gqa=True, return_lse=True, kernel_options=options
+    )
+    out = out * torch.sigmoid(lse - sink[:, None])[..., None]
+    found = out, *torch.autograd.grad(out, (*leaves, sink), case.grad_out.to(out.dtype))
+    close(found, dense_with_sink(case, sink), tolerance)
+
+
+def dense_with_sink(case: Case, sink: Tensor) -> tuple[Tensor, ...]:
+    """In float64, with the sink as a column more; then the gradients of q, k, v and the sink."""
+    leaves = [x.detach().double().requires_grad_() for x in (*case.inputs, sink)]
+    q, k, v, sink = leaves
+    group = q.shape[1] // k.shape[1]
+    scores = case.scale * q @ k.repeat_interleave(group, 1).mT
+    q_idx, kv_idx = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    scores = scores.masked_fill(~kept(None, None, q_idx, kv_idx), -torch.inf)
+    column = sink[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    out = weights @ v.repeat_interleave(group, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, case.grad_out.double())
+
+
+@pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])
+def test_a_penalty_of_the_lse_by_either_name(options: Any) -> None:
+    """As a z-loss takes it: return_lse and return_aux give the same gradient, in one call or with out."""
+    case = make_case(q_len=33)
+    gradients = []
+    for given in ({"return_lse": True}, {"return_aux": AuxRequest(lse=True, max_scores=True)}):
+        leaves = [x.detach().requires_grad_() for x in case.inputs]
+        _, aux = flex_attention(*leaves, capped, kernel_options=options, **given)
+        lse = aux if isinstance(aux, Tensor) else aux.lse
+        gradients.append(torch.autograd.grad(lse.square().sum(), leaves, allow_unused=True))
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert gradients[0][0].abs().sum() > 0
