@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+from biased_attention import DOCUMENTS, LENGTH, BiasedAttention
 from reference_case import make_case
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flexmod import AuxRequest, autograd, create_block_mask, errors, flex_attention, mods
@@ -22,7 +23,7 @@ from flexmod.runtime import launch
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
 KERNELS = pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
-LENGTH, HEADS = 33, 2
+HEADS = 2
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -156,7 +157,9 @@ def test_a_result_that_changes_before_the_backward_is_refused(options: Any, resu
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv", "kv"])
 def test_only_the_kernels_that_are_needed(wanted: str, launched: list[str]) -> None:
-    q, k, v = tensors = [x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs())]
+    q, k, v = tensors = [
+        x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs(), strict=True)
+    ]
     flex_attention(q, k, v, soft_cap, MASK, kernel_options=INTERPRET).sum().backward()
     assert [name for name, x in zip("qkv", tensors, strict=True) if x.grad is not None] == list(wanted)
     assert ("dq_kernel" in launched) == ("q" in wanted)
@@ -333,33 +336,8 @@ def test_selective_checkpointing(options: Any) -> None:
 # Modules
 
 
-class Attention(nn.Module):
-    """Its score mod captures two parameters and a buffer."""
-
-    bucket: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slopes = nn.Parameter(torch.tensor([0.1, 0.2]))
-        self.table = nn.Parameter(torch.linspace(-1, 1, 4))
-        self.register_buffer("bucket", torch.arange(LENGTH) % 4)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, options: Any = None) -> Tensor:
-        def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return score - self.slopes[h] * (q_idx - kv_idx) + self.table[self.bucket[kv_idx]]
-
-        def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx)
-
-        mask = create_block_mask(same, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
-        return flex_attention(q, k, v, biased, mask, kernel_options=options)
-
-
-DOCUMENTS = torch.arange(LENGTH) // 10
-
-
 def test_a_module_with_captured_parameters_trains() -> None:
-    module = Attention()
+    module = BiasedAttention()
     wanted = [p.detach().clone() for p in module.parameters()]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     q, k, v = (x.detach() for x in inputs())

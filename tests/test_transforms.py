@@ -1,4 +1,4 @@
-"""flex_attention under torch.func: grad and vjp work, what cannot work is refused, the reference does it all."""
+"""flex_attention under torch.func: grad and vjp work, the rest is refused, the reference does it all."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from biased_attention import DOCUMENTS, LENGTH, BiasedAttention
 from reference_case import make_case
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
-from test_autograd import DOCUMENTS, LENGTH, Attention
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -85,7 +85,7 @@ def test_grad_where_nothing_of_attention_is_asked_for(options: Any) -> None:
 
 
 def test_functional_call_of_a_module_with_captured_parameters() -> None:
-    module, (q, k, v) = Attention(), tensors()
+    module, (q, k, v) = BiasedAttention(), tensors()
     state = {name: x.detach() for name, x in module.state_dict().items() if x.is_floating_point()}
 
     def loss(state: Any) -> Tensor:
@@ -93,7 +93,7 @@ def test_functional_call_of_a_module_with_captured_parameters() -> None:
 
     found = grad(loss)(state)
     module(q, k, v, DOCUMENTS).square().sum().backward()
-    assert {name: True for name in state} == {
+    assert dict.fromkeys(state, True) == {
         name: torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters()
     }
 
