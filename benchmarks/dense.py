@@ -17,10 +17,14 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Mods(NamedTuple):
-    """One row of a table: what changes the scores, what rules them out."""
+    """One row of a table: what changes the scores, what rules them out.
+
+    `learned` are tensors [heads, ...] that the score_mod captures and that want a gradient.
+    """
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+    learned: tuple[Tensor, ...] = ()
 
 
 class Attention(NamedTuple):
@@ -34,17 +38,18 @@ class Attention(NamedTuple):
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mods: Mods, *, batch: int = 0, head: int = 0
+    query: Tensor, key: Tensor, value: Tensor, mods: Mods, *, batch: int = 0, head: int = 0, row: int = 0
 ) -> tuple[Tensor, Tensor]:
     """out and lse of `query [B, Hq, M, D]`, `key [B or 1, Hkv, N, D]`, `value [B or 1, Hkv, N, Dv]`.
 
-    `batch` and `head` are the positions of the first batch and query head, for a slice of a larger problem.
+    `batch`, `head` and `row` are the positions of the first batch, query head and query, for a slice of a
+    larger problem.
     A row with nothing to attend to gives out 0 and lse -inf.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    positions = _positions(scores, batch, head)
+    positions = _positions(scores, (batch, head, row, 0))
     if mods.score_mod is not None:
         scores = mods.score_mod(scores, *positions).to(query.dtype)
     if mods.mask_mod is not None:
@@ -58,14 +63,20 @@ def differentiated(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mods: Mods, *, batch: int = 0, head: int = 0
 ) -> Attention:
     """`attention` of detached inputs, with the gradients of q, k and v."""
+    return with_learned(query, key, value, grad_out, mods, batch=batch, head=head)[0]
+
+
+def with_learned(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mods: Mods, *, batch: int = 0, head: int = 0
+) -> tuple[Attention, tuple[Tensor, ...]]:
+    """`differentiated`, and what this slice adds to the gradients of `mods.learned`."""
     q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
     out, lse = attention(q, k, v, mods, batch=batch, head=head)
-    gradients = torch.autograd.grad(out, (q, k, v), grad_out)
-    return Attention(out.detach(), lse.detach(), *gradients)
+    dq, dk, dv, *learned = torch.autograd.grad(out, (q, k, v, *mods.learned), grad_out)
+    return Attention(out.detach(), lse.detach(), dq, dk, dv), tuple(learned)
 
 
-def _positions(scores: Tensor, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    firsts = (batch, head, 0, 0)
+def _positions(scores: Tensor, firsts: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranges = [
         torch.arange(first, first + size, device=scores.device)
         for first, size in zip(firsts, scores.shape, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.dense import Attention, Mods, differentiated
+from benchmarks.dense import Mods, attention, with_learned
 from benchmarks.rows import Row, find
 
 PEERS = ("flexmod", "flex", "cuDNN", "flash")
@@ -31,12 +31,14 @@ class RowCase:
     tiny: bool
 
 
-class FirstCalls(NamedTuple):
-    """The forward and the backward as calls without arguments, their first calls in s, and the results."""
+class Results(NamedTuple):
+    """out, the gradients of q, k and v, and those of what is learned, as far as they are known."""
 
-    runs: Runs
-    seconds: dict[str, float]
-    results: Attention
+    out: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    learned: tuple[Tensor, ...] = ()
 
 
 def measure_row(case: RowCase) -> dict[str, Any]:
@@ -50,13 +52,15 @@ def measure_row(case: RowCase) -> dict[str, Any]:
     result: dict[str, Any] = {kind: {} for kind in kinds}
     result["density"] = density(mods, row.length, device)
     truth = slice_of_truth(row, query, key, value, grad_out, mods)
+    inputs = (query, key, value, *mods.learned)
     runs: dict[str, Runs] = {}
     for name, build in builders(row, mods, device, case.tiny).items():
+        found: list[Results] = []
         with noted(result["faults"], name):
-            first = first_calls(build(), query, key, value, grad_out)
-            result["first_call_s"][name] = first.seconds
-            result["errors"][name] = errors(row, first.results, truth)
-            runs[name] = first.runs
+            runs[name], seconds = {}, result["first_call_s"].setdefault(name, {})
+            first_calls(build(), inputs, grad_out, runs[name], seconds, found)
+        if found:
+            result["errors"][name] = errors(row, found[-1], truth)
     worst = result["errors"].get("flexmod", {}).get("worst", float("nan"))
     result["verdict"] = "ok" if worst <= LARGEST_ERROR else "WRONG"
     take_turns(runs, case.rounds, result)
@@ -68,9 +72,58 @@ def measure_row(case: RowCase) -> dict[str, Any]:
     return result
 
 
+def measure_memory(case: RowCase) -> dict[str, Any]:
+    """Peak MiB of a forward and backward beyond their inputs; the out of some queries beside float64."""
+    row = shrunk(find(case.row)) if case.tiny else find(case.row)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    query, key, value, grad_out = tensors(row, device)
+    mods = row.mods(row, device)
+    inputs = (query, key, value, *mods.learned)
+    last = min(256, row.length)
+    exact, _ = attention(
+        *(x[-1:, -1:].detach().double() for x in (query[:, :, -last:], key, value)),
+        mods, batch=row.batch - 1, head=row.heads - 1, row=row.length - last,
+    )  # fmt: skip
+    result: dict[str, Any] = {"faults": {}, "errors": {}, "mib": {}, "input_mib": _mib(inputs)}
+    for name, build in builders(row, mods, device, case.tiny).items():
+        with noted(result["faults"], name):
+            forward = build()
+
+            def step(forward: Forward = forward) -> Tensor:
+                out = forward(query, key, value)
+                torch.autograd.grad(out, inputs, grad_out)
+                return out.detach()
+
+            out = step()[-1:, -1:, -last:].double()
+            error = ((out - exact).norm() / exact.norm()).item()
+            result["errors"][name] = {"out": error, "worst": error}
+            result["mib"][name] = peak_mib(step)
+    worst = result["errors"].get("flexmod", {}).get("worst", float("nan"))
+    result["verdict"] = "ok" if worst <= LARGEST_ERROR else "WRONG"
+    return result
+
+
+def peak_mib(step: Callable[[], Any]) -> float:
+    """What a call allocates beyond what is there, at its most, by torch's count."""
+    if not torch.cuda.is_available():
+        step()
+        return float("nan")
+    _wait()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    _wait()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _mib(tensors: Iterable[Tensor]) -> float:
+    return sum(x.nbytes for x in tensors) / 2**20
+
+
 @contextmanager
 def noted(faults: dict[str, str], peer: str) -> Iterator[None]:
-    """A peer that fails is out of the race; what it said is kept."""
+    """A peer that fails goes no further; what it said is kept."""
     try:
         yield
     except Exception as fault:
@@ -114,7 +167,8 @@ def density(mods: Mods, length: int, device: torch.device) -> float:
         if mods.mask_mod is not None:
             live &= mods.mask_mod(*positions)
         if mods.score_mod is not None:
-            live &= mods.score_mod(live.float(), *positions) != -float("inf")
+            with torch.no_grad():
+                live &= mods.score_mod(live.float(), *positions) != -float("inf")
         kept += int(live.sum())
     return kept / length**2
 
@@ -150,7 +204,7 @@ def flexmod_forward(row: Row, mods: Mods, device: torch.device) -> Forward:
 
 def flex_forward(row: Row, mods: Mods, device: torch.device) -> Forward:
     """torch's own, compiled with its defaults, each row from a fresh start."""
-    compiled, create = compiled_flex()
+    compiled, create = compiled_flex(once=row.memory)
     mask = None
     if mods.mask_mod is not None:
         mask = create(mods.mask_mod, None, None, row.length, row.length, device=str(device))
@@ -162,16 +216,18 @@ def flex_forward(row: Row, mods: Mods, device: torch.device) -> Forward:
     return forward
 
 
-def compiled_flex() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch.compile(flex_attention) and create_block_mask, from a fresh start, without a dense fallback."""
+def compiled_flex(once: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch.compile(flex_attention) and create_block_mask, from a fresh start, without a dense fallback.
+
+    `once`: a graph's backward runs once, so that its buffers may be used again, as they are by default.
+    """
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 1000
-    # The clock runs the backward many times over one graph.
-    torch._functorch.config.donated_buffer = False
+    torch._functorch.config.donated_buffer = once
     return torch.compile(flex_attention), create_block_mask
 
 
@@ -187,58 +243,86 @@ def sdpa_forward(row: Row, backend: SDPBackend) -> Forward:
     return forward
 
 
-def first_calls(forward: Forward, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor) -> FirstCalls:
+def first_calls(
+    forward: Forward,
+    inputs: tuple[Tensor, ...],
+    grad_out: Tensor,
+    runs: Runs,
+    seconds: dict[str, float],
+    found: list[Results],
+) -> None:
+    """Fills in, way by way, the calls without arguments, the first call in s, and the results so far."""
     started = time.perf_counter()
-    out = forward(query, key, value)
+    out = forward(*inputs[:3])
     _wait()
-    middle = time.perf_counter()
-    inputs = (query, key, value)
+    seconds["forward"] = time.perf_counter() - started
+    runs["forward"] = lambda: forward(*inputs[:3])
+    found.append(Results(out.detach()))
+    started = time.perf_counter()
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
-    gradients = backward()
+    dq, dk, dv, *learned = backward()
     _wait()
-    seconds = {"forward": middle - started, "backward": time.perf_counter() - middle}
-    runs: Runs = {"forward": lambda: forward(query, key, value), "backward": backward}
-    return FirstCalls(runs, seconds, Attention(out.detach(), out.new_empty(0), *gradients))
+    seconds["backward"] = time.perf_counter() - started
+    runs["backward"] = backward
+    found.append(Results(out.detach(), dq, dk, dv, tuple(learned)))
 
 
 def slice_of_truth(
     row: Row, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, mods: Mods
-) -> Attention:
-    """float64 results of the last batch and key head, with all query heads that share it."""
+) -> Results:
+    """float64 results of the last batch and key head, with all query heads that share it.
+
+    What is learned has gradients from every batch: those of these heads are the sum over all.
+    """
     heads = slice(row.heads - row.heads // row.kv_heads, row.heads)
-    parts = (query[-1:, heads], key[-1:, -1:], value[-1:, -1:], grad_out[-1:, heads])
-    q, k, v, g = (part.detach().double() for part in parts)
-    return differentiated(q, k, v, g, mods, batch=row.batch - 1, head=heads.start)
+    learned = [torch.zeros_like(x, dtype=torch.float64) for x in mods.learned]
+    for batch in range(0 if learned else row.batch - 1, row.batch):
+        here = slice(batch, batch + 1)
+        parts = (query[here, heads], key[here, -1:], value[here, -1:], grad_out[here, heads])
+        q, k, v, g = (part.detach().double() for part in parts)
+        found, gradients = with_learned(q, k, v, g, mods, batch=batch, head=heads.start)
+        for total, gradient in zip(learned, gradients, strict=True):
+            total += gradient
+    return Results(found.out, found.dq, found.dk, found.dv, tuple(learned))
 
 
-def errors(row: Row, found: Attention, truth: Attention) -> dict[str, float]:
+def errors(row: Row, found: Results, truth: Results) -> dict[str, float]:
     """Relative errors (Frobenius norms) of out and gradients on that slice; NaN counts as infinite."""
     heads = row.heads // row.kv_heads
+    pairs = {"out": (found.out[-1:, -heads:], truth.out)}
+    if found.dq is not None and found.dk is not None and found.dv is not None:
+        pairs |= {"dq": (found.dq[-1:, -heads:], truth.dq), "dk": (found.dk[-1:, -1:], truth.dk)}
+        pairs |= {"dv": (found.dv[-1:, -1:], truth.dv)}
+    for number, gradient in enumerate(found.learned):
+        pairs[f"learned {number}"] = (gradient[-heads:], truth.learned[number][-heads:])
     result = {}
-    for name, count in (("out", heads), ("dq", heads), ("dk", 1), ("dv", 1)):
-        exact = getattr(truth, name)
-        ours = getattr(found, name)[-1:, -count:].double()
-        relative = ((ours - exact).norm() / exact.norm()).item()
+    for name, (ours, exact) in pairs.items():
+        relative = ((ours.double() - exact).norm() / exact.norm()).item()
         result[name] = relative if relative == relative else float("inf")
     result["worst"] = max(result.values())
     return result
 
 
 def take_turns(runs: dict[str, Runs], rounds: int, result: dict[str, Any]) -> None:
-    """Fills in ms (medians over the rounds) and rounds_ms. A peer that fails leaves the race."""
+    """Fills in ms (medians over the rounds) and rounds_ms. What fails is not called again."""
     until = time.perf_counter() + WARM_UP_S
-    while runs and torch.cuda.is_available() and time.perf_counter() < until:
-        next(iter(runs.values()))["forward"]()
+    forwards = [run["forward"] for run in runs.values() if "forward" in run]
+    while forwards and torch.cuda.is_available() and time.perf_counter() < until:
+        forwards[0]()
         _wait()
     for _ in range(rounds):
         for way in ("forward", "backward"):
-            for name in [name for name in runs if name not in result["faults"]]:
-                with noted(result["faults"], name):
+            for name in [name for name in runs if way in runs[name]]:
+                failed: dict[str, str] = {}
+                with noted(failed, name):
                     times = result["rounds_ms"].setdefault(name, {}).setdefault(way, [])
                     times.append(milliseconds(runs[name][way]))
+                if failed:
+                    del runs[name][way]
+                    result["faults"] |= failed
     for name, ways in result["rounds_ms"].items():
         result["ms"][name] = {way: statistics.median(times) for way, times in ways.items() if times}
 

@@ -1,13 +1,14 @@
 """flexmod beside torch's compiled flex_attention and SDPA (cuDNN, flash), all in one run.
 
-    python -m benchmarks.peers                              nine rows at D=128; the cost around the kernels
+    python -m benchmarks.peers                              rows at D=128, learned biases, memory, overheads
     python -m benchmarks.peers --set D64 shapes             other sets of rows
-    python -m benchmarks.peers --rows causal "D64 no-op"    single rows
+    python -m benchmarks.peers --rows causal "D64 no-op"    single rows, and nothing else
     python -m benchmarks.peers --cpu-smoke                  tiny sizes without a GPU: does the script work
 
 Each row first checks out and gradients of one batch and key head against float64. Then the peers take turns
 for some rounds; a time is the median of the rounds' medians, each call with a cold L2. The card drifts:
-compare within one run, by the ratios. All results go to OUT/peers.json (--out), after every row.
+compare within one run, by the ratios. The rows of memory check out alone, at some queries. What a peer cannot
+do is reported, with its first line. All results go to OUT/peers.json (--out), after every row.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import overheads, workers
-from benchmarks.measure_row import PEERS, RowCase, measure_row, speed_of_a_matmul
-from benchmarks.rows import SETS
+from benchmarks.measure_row import PEERS, RowCase, measure_memory, measure_row, speed_of_a_matmul
+from benchmarks.rows import SETS, find
 
 
 def main() -> None:
     options = arguments()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    names = options.rows or [row.name for name in options.set for row in SETS[name]]
+    names = options.rows or list(dict.fromkeys(row.name for name in options.set for row in SETS[name]))
     rounds = 1 if options.cpu_smoke else options.rounds
     cases = [RowCase(name, rounds, options.cpu_smoke) for name in names]
-    parts: list[Any] = ["matmul", *cases, *([] if options.no_overheads else overheads.PARTS), "matmul"]
+    around = [] if options.rows or options.no_overheads else overheads.PARTS
+    parts: list[Any] = ["matmul", *cases, *around, "matmul"]
     if options.cpu_smoke:
         parts = [part for part in parts if part != "matmul"]
     results: list[dict[str, Any]] = []
@@ -61,9 +63,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--set", nargs="+", choices=sorted(SETS), default=["D128"])
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="single rows, by name, of any set")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that each peer takes at each row")
+    parser.add_argument("--set", nargs="+", choices=sorted(SETS), default=["D128", "learned", "memory"])
+    every = [row.name for rows in SETS.values() for row in rows]
+    parser.add_argument("--rows", nargs="+", metavar="NAME", choices=every, help="single rows, of any set")
+    parser.add_argument("--rounds", type=int, default=2, help="turns that each peer takes at each row")
     parser.add_argument("--no-overheads", action="store_true", help="leave out the cost around the kernels")
     parser.add_argument("--case-seconds", type=float, default=90, help="limit for one row")
     parser.add_argument("--total-seconds", type=float, default=400, help="limit for the whole run")
@@ -77,7 +80,7 @@ def arguments() -> argparse.Namespace:
 def measure(part: RowCase | str) -> Any:
     """One part of the run, in the worker process."""
     if isinstance(part, RowCase):
-        return measure_row(part)
+        return measure_memory(part) if find(part.row).memory else measure_row(part)
     return speed_of_a_matmul() if part == "matmul" else overheads.measure(part)
 
 
@@ -92,9 +95,16 @@ def tables(results: list[dict[str, Any]]) -> list[str]:
     rows = [(x["case"]["row"], x["value"], x["error"]) for x in results if isinstance(x["case"], dict)]
     found = [(name, value) for name, value, _ in rows if value]
     faults = [f"{x['case']}: {x['error'].strip().splitlines()[-1]}" for x in results if x["error"]]
-    faults += [f"{name}, {peer}: {fault}" for name, value in found for peer, fault in value["faults"].items()]
+    faults += [
+        f"{name}, {peer}: {fault.splitlines()[0]}"
+        for name, value in found
+        for peer, fault in value["faults"].items()
+    ]
     matmuls = [f"{x['value']:.0f}" for x in results if x["case"] == "matmul" and x["value"]]
-    sections = [times_table(found), speeds_table(found)]
+    timed = [(name, value) for name, value in found if not find(name).memory]
+    sections = [times_table(timed), speeds_table(timed), learned_table(dict(timed))]
+    sections.append(memory_table([(name, value) for name, value in found if find(name).memory]))
+    sections = [section for section in sections if section]
     singles = {x["case"]: x["value"] for x in results if isinstance(x["case"], str) and x["value"]}
     sections += overheads.tables(singles)
     if matmuls:
@@ -105,6 +115,8 @@ def tables(results: list[dict[str, Any]]) -> list[str]:
 
 
 def times_table(found: list[tuple[str, dict[str, Any]]]) -> str:
+    if not found:
+        return ""
     header = ["forward / backward, ms", *PEERS, "fwd to flex", "bwd to flex", "fwd to cuDNN", "bwd to cuDNN"]
     lines = [
         [name, *(_pair(value["ms"].get(peer)) for peer in PEERS), *_ratios(value)] for name, value in found
@@ -114,6 +126,8 @@ def times_table(found: list[tuple[str, dict[str, Any]]]) -> str:
 
 def speeds_table(found: list[tuple[str, dict[str, Any]]]) -> str:
     """TFLOP/s, and flexmod's and flex's first calls (compiling) and errors."""
+    if not found:
+        return ""
     both = ("flexmod", "flex")
     header = ["TFLOP/s", "density", *PEERS, *(f"{peer} first, s" for peer in both)]
     header += [*(f"{peer} error" for peer in both), "verdict"]
@@ -121,9 +135,49 @@ def speeds_table(found: list[tuple[str, dict[str, Any]]]) -> str:
     for name, value in found:
         line = [name, f"{value['density']:.4f}", *(_pair(value["tflops"].get(peer), ".0f") for peer in PEERS)]
         line += [_pair(value["first_call_s"].get(peer), ".1f") for peer in both]
-        line += [f"{value['errors'][peer]['worst']:.1e}" if peer in value["errors"] else "-" for peer in both]
+        line += [_worst(value, peer) for peer in both]
         lines.append([*line, value["verdict"]])
     return tabulate(lines, header, tablefmt="github", disable_numparse=True)
+
+
+def learned_table(found: dict[str, dict[str, Any]]) -> str:
+    """What gradients of captured tensors cost: each peer's backward over that of the same mod without."""
+    peers = ("flexmod", "flex")
+    header = ["backward with learned tensors", *(f"{peer}, over its constant" for peer in peers)]
+    header += ["flexmod, over flex with constants", "error of what is learned, flexmod", "flex"]
+    lines = []
+    for name, value in found.items():
+        constant = found.get(find(name).constant)
+        if constant is None:
+            continue
+        learned = {peer: value["ms"].get(peer, {}).get("backward") for peer in peers}
+        without = {peer: constant["ms"].get(peer, {}).get("backward") for peer in peers}
+        line = [name, *(_ratio(learned[peer], without[peer]) for peer in peers)]
+        line.append(_ratio(learned["flexmod"], without["flex"]))
+        wrong = [value["errors"].get(peer, {}).get("learned 0") for peer in peers]
+        lines.append([*line, *("-" if error is None else f"{error:.1e}" for error in wrong)])
+    return tabulate(lines, header, tablefmt="github", disable_numparse=True) if lines else ""
+
+
+def memory_table(found: list[tuple[str, dict[str, Any]]]) -> str:
+    peers = ("flexmod", "flex")
+    header = ["peak of forward and backward, MiB", "inputs", *peers]
+    header += [*(f"{peer} error" for peer in peers), "verdict"]
+    lines = []
+    for name, value in found:
+        line = [name, f"{value['input_mib']:.0f}"]
+        line += [f"{value['mib'][peer]:.0f}" if peer in value["mib"] else "-" for peer in peers]
+        line += [_worst(value, peer) for peer in peers]
+        lines.append([*line, value["verdict"]])
+    return tabulate(lines, header, tablefmt="github", disable_numparse=True) if lines else ""
+
+
+def _worst(value: dict[str, Any], peer: str) -> str:
+    return f"{value['errors'][peer]['worst']:.1e}" if peer in value["errors"] else "-"
+
+
+def _ratio(ours: float | None, theirs: float | None) -> str:
+    return f"{ours / theirs:.2f}" if ours and theirs else "-"
 
 
 def _pair(times: dict[str, float] | None, form: str = ".3g") -> str:
@@ -137,7 +191,7 @@ def _ratios(value: dict[str, Any]) -> list[str]:
     for peer in ("flex", "cuDNN"):
         for way in ("forward", "backward"):
             ours, theirs = (value["ms"].get(name, {}).get(way) for name in ("flexmod", peer))
-            cells.append(f"{ours / theirs:.2f}" if ours and theirs else "-")
+            cells.append(_ratio(ours, theirs))
     return cells
 
 

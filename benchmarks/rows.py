@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.dense import Mods
+from benchmarks.dense import MaskMod, Mods
 from flexmod import masks, mods
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. `sdpa`: which of SDPA's fused forms is the same, "full", "causal" or none."""
+    """One line of a table.
+
+    `sdpa`: which of SDPA's fused forms is the same, "full", "causal" or none. `constant`: the row with the
+    same mod whose captured tensors want no gradient. `memory`: the peak of memory is measured, not the time.
+    """
 
     name: str
     mods: Callable[[Row, torch.device], Mods]
@@ -26,6 +31,8 @@ class Row:
     head_dim: int = 128
     value_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    constant: str = ""
+    memory: bool = False
 
 
 def noop(row: Row, device: torch.device) -> Mods:
@@ -56,9 +63,22 @@ def documents(row: Row, device: torch.device) -> Mods:
     return Mods(mask_mod=masks.document(document_ids(row.length, 8, device), causal=True))
 
 
-def alibi(row: Row, device: torch.device) -> Mods:
+def alibi(row: Row, device: torch.device, learn: bool = False) -> Mods:
     slopes = torch.exp2(-8.0 * torch.arange(1, row.heads + 1, device=device) / row.heads)
-    return Mods(mods.alibi(slopes), masks.causal())
+    slopes.requires_grad_(learn)
+    return Mods(mods.alibi(slopes), masks.causal(), (slopes,) if learn else ())
+
+
+def table(row: Row, device: torch.device, learn: bool = False, mask_mod: MaskMod | None = None) -> Mods:
+    """A bias for each head and each relative position, float32 [heads, 2 * length]."""
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(row.heads, 2 * row.length, generator=generator).to(device).requires_grad_(learn)
+    middle = row.length
+
+    def relative_table(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[h, q_idx - kv_idx + middle]
+
+    return Mods(relative_table, mask_mod, (bias,) if learn else ())
 
 
 def softcap(row: Row, device: torch.device) -> Mods:
@@ -88,6 +108,12 @@ def _d64(name: str, mods: Callable[[Row, torch.device], Mods], sdpa: str = "") -
     return Row(f"D64 {name}", mods, sdpa, batch=8, head_dim=64, value_dim=64, dtype=torch.float16)
 
 
+ALIBI = Row("ALiBi + causal", alibi)
+LEARNED_ALIBI = partial(alibi, learn=True)
+CAUSAL_TABLE = partial(table, mask_mod=masks.causal())
+LEARNED_TABLE = partial(table, learn=True)
+LEARNED_CAUSAL_TABLE = partial(table, learn=True, mask_mod=masks.causal())
+
 SETS: dict[str, list[Row]] = {
     "D128": [
         Row("no-op", noop, "full"),
@@ -95,7 +121,7 @@ SETS: dict[str, list[Row]] = {
         Row("window 1024 + causal", window),
         Row("prefix 2048", prefix),
         Row("8 documents + causal", documents),
-        Row("ALiBi + causal", alibi),
+        ALIBI,
         Row("soft-cap + causal", softcap),
         Row("NATTEN 7x7", natten, length=90 * 90),
         Row("relative position", relative),
@@ -117,6 +143,19 @@ SETS: dict[str, list[Row]] = {
         Row("D80", causal, "causal", batch=2, head_dim=80, value_dim=80),
         Row("S512 D64", causal, "causal", batch=64, length=512, head_dim=64, value_dim=64),
         Row("S1024", causal, "causal", batch=32, length=1024),
+    ],
+    "learned": [
+        ALIBI,
+        Row("learned ALiBi + causal", LEARNED_ALIBI, constant=ALIBI.name),
+        Row("table", table, length=4096),
+        Row("learned table", LEARNED_TABLE, length=4096, constant="table"),
+        Row("table + causal", CAUSAL_TABLE, length=4096),
+        Row("learned table + causal", LEARNED_CAUSAL_TABLE, length=4096, constant="table + causal"),
+    ],
+    "memory": [
+        Row("memory: causal", causal, batch=1, length=32768, memory=True),
+        Row("memory: learned ALiBi + causal", LEARNED_ALIBI, batch=1, length=32768, memory=True),
+        Row("memory: 8 documents + causal", documents, batch=1, length=32768, memory=True),
     ],
 }
 
