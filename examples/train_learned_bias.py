@@ -1,16 +1,18 @@
 """Training: a small language model whose only sense of position is a bias that it learns.
 
-The text is the source of these examples, character by character. Pieces of it are packed into one sequence,
-with a document mask that keeps them apart. Each head has an ALiBi slope, an element of a tensor that the
-score_mod captures and that gets a gradient like any other parameter. Slopes start at zero, where a head sees
-which characters came before but hardly in what order; to predict the next one it must learn to look near. The
-same model with its slopes held at zero is trained beside it.
+The text is source code, character by character: these examples, or all of flexmod. Pieces of it are packed
+into one sequence, with a document mask that keeps them apart. Each head has an ALiBi slope, an element of a
+tensor that the score_mod captures and that gets a gradient like any other parameter. Slopes start at zero,
+where a head sees which characters came before but hardly in what order; to predict the next one it must learn
+to look near. The same model with its slopes held at zero is trained beside it.
 
-Gradients of captured tensors exist on the CPU so far, so the model trains there, on a machine with a GPU too.
+    python examples/train_learned_bias.py                      on a CPU small, on a GPU large
+    python examples/train_learned_bias.py --size small --device cuda --steps 300
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from pathlib import Path
@@ -21,16 +23,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
+import flexmod
 from flexmod import BlockMask, create_block_mask, flex_attention
 
-HEADS, WIDTH, LAYERS = 4, 64, 2
-LENGTH, PIECES = 1024, 8
+
+class Size(NamedTuple):
+    """Of the model, of a step (`length` characters in `pieces`), and of the text: files under `text`."""
+
+    layers: int
+    heads: int
+    width: int
+    length: int
+    pieces: int
+    steps: int
+    rate: float
+    text: Path
+
+
+SIZES = {
+    "small": Size(2, 4, 64, 1024, 8, 150, 6e-3, Path(__file__).parent),
+    "large": Size(6, 8, 512, 16384, 32, 300, 2e-3, Path(flexmod.__file__).parent),
+}
 
 
 class Result(NamedTuple):
     """Losses in nats per character, one a step, with learned slopes and with slopes of zero.
 
-    `slopes` [LAYERS, HEADS] are those learned.
+    `slopes` [steps, layers, heads] are the learned ones after each step.
     """
 
     losses: list[float]
@@ -39,55 +58,56 @@ class Result(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Attention with learned slopes, then a perceptron; both on a residual stream [batch, length, WIDTH]."""
+    """Attention with learned slopes, then a perceptron; both on a residual stream [batch, length, width]."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int, width: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.slopes = nn.Parameter(torch.zeros(HEADS))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.slopes = nn.Parameter(torch.zeros(heads))
 
     def forward(self, x: Tensor, block_mask: BlockMask) -> Tensor:
         def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return score - self.slopes[h] * (q_idx - kv_idx)
 
-        q, k, v = self.qkv(rms_norm(x, (WIDTH,))).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        heads, width = len(self.slopes), x.shape[-1]
+        q, k, v = self.qkv(rms_norm(x, (width,))).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
         attended = flex_attention(q, k, v, alibi, block_mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.inner(rms_norm(x, (WIDTH,)))
+        return x + self.inner(rms_norm(x, (width,)))
 
 
 class Model(nn.Module):
-    def __init__(self, characters: int) -> None:
+    def __init__(self, size: Size, characters: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(characters, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, characters)
+        self.embed = nn.Embedding(characters, size.width)
+        self.layers = nn.ModuleList(Layer(size.heads, size.width) for _ in range(size.layers))
+        self.head = nn.Linear(size.width, characters)
 
     def forward(self, tokens: Tensor, block_mask: BlockMask) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, block_mask)
-        return self.head(rms_norm(x, (WIDTH,)))
+        return self.head(rms_norm(x, x.shape[-1:]))
 
 
-def read_text() -> tuple[Tensor, int]:
-    """The characters of the examples as numbers, int64, and how many different ones there are."""
-    text = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+def read_text(folder: Path) -> tuple[Tensor, int]:
+    """The characters of the Python files there as numbers, int64, and how many different ones there are."""
+    text = "".join(path.read_text() for path in sorted(folder.rglob("*.py")))
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[character] for character in text]), len(alphabet)
 
 
-def pack(text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PIECES pieces of the text from random places, of random lengths, LENGTH characters in all.
+def pack(text: Tensor, length: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pieces of the text from random places, of random lengths, `length` characters in all.
 
-    Returns the characters, those that come next, and the piece that each belongs to, int64 [LENGTH] each.
+    Returns the characters, those that come next, and the piece that each belongs to, int64 [length] each.
     """
-    cuts = torch.randperm(LENGTH - 1)[: PIECES - 1].sort().values + 1
-    piece_of = torch.bucketize(torch.arange(LENGTH), cuts, right=True)
-    starts = torch.randint(len(text) - LENGTH, (PIECES,))
-    places = starts[piece_of] + torch.arange(LENGTH)
+    cuts = torch.randperm(length - 1)[: pieces - 1].sort().values + 1
+    piece_of = torch.bucketize(torch.arange(length), cuts, right=True)
+    starts = torch.randint(len(text) - length, (pieces,))
+    places = starts[piece_of] + torch.arange(length)
     return text[places], text[places + 1], piece_of
 
 
@@ -95,29 +115,32 @@ def mask_of(piece_of: Tensor) -> BlockMask:
     def causal_pieces(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (piece_of[q_idx] == piece_of[kv_idx]) & (q_idx >= kv_idx)
 
-    return create_block_mask(causal_pieces, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64)
+    length, block = len(piece_of), 128 if piece_of.is_cuda else 64
+    return create_block_mask(causal_pieces, None, None, length, length, piece_of.device, BLOCK_SIZE=block)
 
 
-def train(steps: int, learn_slopes: bool) -> tuple[list[float], Tensor]:
-    """The loss of each step, and the slopes after the last."""
+def train(size: Size, device: torch.device, steps: int, learn_slopes: bool) -> tuple[list[float], Tensor]:
+    """The loss of each step, and the slopes after it, float32 [steps, layers, heads]."""
     torch.manual_seed(0)
-    text, characters = read_text()
-    model = Model(characters)
+    text, characters = read_text(size.text)
+    model = Model(size, characters).to(device)
     slopes = [layer.slopes.requires_grad_(learn_slopes) for layer in model.layers]
     others = [p for p in model.parameters() if not any(p is s for s in slopes)]
     optimizer = torch.optim.Adam([{"params": others}, {"params": slopes}])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[6e-3, 3e-2], total_steps=steps)
-    losses = []
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[size.rate, 3e-2], total_steps=steps)
+    losses, history = [], []
     for _ in range(steps):
-        tokens, following, piece_of = pack(text)
-        logits = model(tokens[None], mask_of(piece_of))
-        loss = cross_entropy(logits[0], following)
+        tokens, following, piece_of = (x.to(device) for x in pack(text, size.length, size.pieces))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(tokens[None], mask_of(piece_of))
+        loss = cross_entropy(logits[0].float(), following)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
-    return losses, torch.stack([s.detach() for s in slopes])
+        losses.append(loss.detach())
+        history.append(torch.stack([s.detach().clone() for s in slopes]))
+    return torch.stack(losses).tolist(), torch.stack(history).cpu()
 
 
 def curves(result: Result, lines: int = 10) -> str:
@@ -131,30 +154,45 @@ def curves(result: Result, lines: int = 10) -> str:
 
 
 def draw(result: Result, path: str) -> None:
+    """The losses beside the slopes, a line a head, a color a layer."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        print("not drawn: matplotlib is not installed")
         return
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(result.losses, label="learned slopes")
-    axes.plot(result.losses_without, label="slopes of zero")
-    axes.set(xlabel="step", ylabel="loss, nats per character")
-    axes.legend()
-    figure.savefig(path)
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    loss, slope = figure.subplots(1, 2)
+    loss.plot(result.losses_without, label="slopes held at zero", color="tab:gray")
+    loss.plot(result.losses, label="learned slopes", color="tab:blue")
+    loss.set(xlabel="step", ylabel="loss, nats per character", ylim=(0, None))
+    loss.legend()
+    for number, of_layer in enumerate(result.slopes.unbind(1)):
+        lines = slope.plot(of_layer, color=f"C{number}")
+        lines[0].set_label(f"layer {number}")
+    slope.axhline(0, color="black", linewidth=0.5)
+    slope.set(xlabel="step", ylabel="slope of a head, per position")
+    slope.legend()
+    figure.savefig(path, dpi=120)
     print(f"drawn in {path}")
 
 
-def main(steps: int = 150, picture: str | None = None) -> Result:
-    print("backend: cpu, which computes gradients of captured tensors")
+def main(
+    device: str | None = None, size: str | None = None, steps: int | None = None, picture: str | None = None
+) -> Result:
+    """On a GPU, if there is one, and then large; `steps` None: as many as the size has."""
+    here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = size or ("large" if here.type == "cuda" else "small")
+    chosen = SIZES[name]
+    steps = steps or chosen.steps
+    print(f"{name}, on {here}")
     start = time.perf_counter()
-    losses, slopes = train(steps, learn_slopes=True)
-    losses_without, _ = train(steps, learn_slopes=False)
+    losses, slopes = train(chosen, here, steps, learn_slopes=True)
+    losses_without, _ = train(chosen, here, steps, learn_slopes=False)
     result = Result(losses, losses_without, slopes)
     print("loss, in nats per character, with learned slopes and with slopes of zero:")
     print(curves(result))
-    print(f"twice {steps} steps of {LENGTH} characters in {time.perf_counter() - start:.0f} s")
-    for number, row in enumerate(result.slopes):
+    print(f"twice {steps} steps of {chosen.length} characters in {time.perf_counter() - start:.0f} s")
+    for number, row in enumerate(result.slopes[-1]):
         print(f"slopes of layer {number}: " + "  ".join(f"{slope:+.3f}" for slope in row.tolist()))
     if picture is not None:
         draw(result, picture)
@@ -162,4 +200,9 @@ def main(steps: int = 150, picture: str | None = None) -> Result:
 
 
 if __name__ == "__main__":
-    main(picture="train_learned_bias.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", help="cpu or cuda (default: cuda, if there is one)")
+    parser.add_argument("--size", choices=SIZES, help="default: large on cuda, small elsewhere")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--picture", default="train_learned_bias.png", help="where to draw, with matplotlib")
+    main(**vars(parser.parse_args()))
