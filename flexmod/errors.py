@@ -288,21 +288,6 @@ class NoDerivativeError(FlexmodError, NotImplementedError):
     instead = "write it with differentiable operations, or detach what it reads."
 
 
-class DoubleBackwardError(FlexmodError, NotImplementedError):
-    what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
-    instead = 'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
-
-
-class ForwardModeError(FlexmodError, NotImplementedError):
-    what = "{name} carries a tangent of forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad); flex_attention has reverse mode alone."
-    instead = 'use torch.func.vjp or torch.autograd.grad, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
-
-
-class VmapError(FlexmodError, NotImplementedError):
-    what = "torch.vmap maps over {name}; flex_attention has no batching rule (nor for vmap in jacrev and is_grads_batched)."
-    instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
-
-
 class LibraryArgumentError(FlexmodError, ValueError):
     what = "{function}: {name} is {value}; it must be {rule}."
     instead = "{advice}."
@@ -374,3 +359,21 @@ class UnknownTarget(FlexmodError, ValueError):
 class NotAGpuError(FlexmodError, ValueError):
     what = "{device} is not a GPU: kernels are compiled for cuda devices."
     instead = "name a kind of chip, e.g. flexmod.runtime.target.named('sm_90')."
+
+
+# Derivatives of the derivative, transforms of torch
+
+
+class DoubleBackwardError(FlexmodError, NotImplementedError):
+    what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
+    instead = 'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+
+
+class ForwardModeError(FlexmodError, NotImplementedError):
+    what = "{name} carries a tangent of forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad); flex_attention has reverse mode alone."
+    instead = 'use torch.func.vjp or torch.autograd.grad, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
+
+
+class VmapError(FlexmodError, NotImplementedError):
+    what = "torch.vmap maps over {name}; flex_attention has no batching rule. (jacrev and is_grads_batched are vmap too.)"
+    instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'

@@ -359,8 +359,8 @@ DERIVATIVES: list[Row] = [
     (
         errors.VmapError,
         lambda: torch.func.vmap(call)(x(3, 2, 4, 32, 16)),
-        "torch.vmap maps over query; flex_attention has no batching rule (nor for vmap in jacrev and "
-        "is_grads_batched).\n"
+        "torch.vmap maps over query; flex_attention has no batching rule. (jacrev and is_grads_batched are "
+        "vmap too.)\n"
         "  Instead: put the mapped dimension into the batch, dimension 0 of query, key and value, or pass "
         'kernel_options={"BACKEND": "REFERENCE"}.',
     ),
