@@ -17,10 +17,11 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Mods(NamedTuple):
-    """One row of a table: what changes the scores, what rules them out."""
+    """One row of a table: what changes the scores, what rules them out, what of the captured is learned."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+    learned: tuple[Tensor, ...] = ()
 
 
 class Attention(NamedTuple):

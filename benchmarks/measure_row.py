@@ -53,7 +53,7 @@ def measure_row(case: RowCase) -> dict[str, Any]:
     runs: dict[str, Runs] = {}
     for name, build in builders(row, mods, device, case.tiny).items():
         with noted(result["faults"], name):
-            first = first_calls(build(), query, key, value, grad_out)
+            first = first_calls(build(), query, key, value, grad_out, mods.learned)
             result["first_call_s"][name] = first.seconds
             result["errors"][name] = errors(row, first.results, truth)
             runs[name] = first.runs
@@ -187,12 +187,14 @@ def sdpa_forward(row: Row, backend: SDPBackend) -> Forward:
     return forward
 
 
-def first_calls(forward: Forward, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor) -> FirstCalls:
+def first_calls(
+    forward: Forward, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, learned: tuple[Tensor, ...]
+) -> FirstCalls:
     started = time.perf_counter()
     out = forward(query, key, value)
     _wait()
     middle = time.perf_counter()
-    inputs = (query, key, value)
+    inputs = (query, key, value, *learned)
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
@@ -201,7 +203,7 @@ def first_calls(forward: Forward, query: Tensor, key: Tensor, value: Tensor, gra
     _wait()
     seconds = {"forward": middle - started, "backward": time.perf_counter() - middle}
     runs: Runs = {"forward": lambda: forward(query, key, value), "backward": backward}
-    return FirstCalls(runs, seconds, Attention(out.detach(), out.new_empty(0), *gradients))
+    return FirstCalls(runs, seconds, Attention(out.detach(), out.new_empty(0), *gradients[:3]))
 
 
 def slice_of_truth(

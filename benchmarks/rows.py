@@ -61,6 +61,40 @@ def alibi(row: Row, device: torch.device) -> Mods:
     return Mods(mods.alibi(slopes), masks.causal())
 
 
+def learned_alibi(row: Row, device: torch.device) -> Mods:
+    slopes = torch.exp2(-8.0 * torch.arange(1, row.heads + 1, device=device) / row.heads).requires_grad_()
+    return Mods(mods.alibi(slopes), masks.causal(), (slopes,))
+
+
+def table(row: Row, device: torch.device, learned: bool = False) -> Mods:
+    """A relative-position bias [heads, 2 * length]."""
+    bias = torch.zeros(row.heads, 2 * row.length, device=device, requires_grad=learned)
+    offset = row.length
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[h, q_idx - kv_idx + offset]
+
+    return Mods(score_mod, None, (bias,) if learned else ())
+
+
+def causal_table(row: Row, device: torch.device, learned: bool = False) -> Mods:
+    return table(row, device, learned)._replace(mask_mod=masks.causal())
+
+
+def learned_table(row: Row, device: torch.device) -> Mods:
+    return table(row, device, learned=True)
+
+
+def learned_causal_table(row: Row, device: torch.device) -> Mods:
+    return causal_table(row, device, learned=True)
+
+
+def learned_pairs(row: Row, device: torch.device) -> Mods:
+    """A bias [heads, length, length]: each element has a place of its own."""
+    bias = torch.zeros(row.heads, row.length, row.length, device=device, dtype=row.dtype, requires_grad=True)
+    return Mods(lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx], None, (bias,))
+
+
 def softcap(row: Row, device: torch.device) -> Mods:
     return Mods(mods.softcap(20.0), masks.causal())
 
@@ -117,6 +151,15 @@ SETS: dict[str, list[Row]] = {
         Row("D80", causal, "causal", batch=2, head_dim=80, value_dim=80),
         Row("S512 D64", causal, "causal", batch=64, length=512, head_dim=64, value_dim=64),
         Row("S1024", causal, "causal", batch=32, length=1024),
+    ],
+    "learned": [
+        Row("ALiBi + causal", alibi),
+        Row("learned ALiBi + causal", learned_alibi),
+        Row("table", table, length=4096),
+        Row("learned table", learned_table, length=4096),
+        Row("table + causal", causal_table, length=4096),
+        Row("learned table + causal", learned_causal_table, length=4096),
+        Row("learned pairs", learned_pairs, length=2048),
     ],
 }
 

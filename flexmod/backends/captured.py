@@ -85,7 +85,7 @@ def gradients(
                 Graph(graph.kind, term.indices, graph.captures), tensors,
                 b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, numbers=numbers, guarded=True,
             )  # fmt: skip
-            totals[term.capture].add(next(left[term.along]), indices)
+            totals[term.capture].add(next(left[term.along]), indices, torch.float64)
     return _results(totals, len(tensors))
 
 
@@ -112,10 +112,13 @@ class _Total:
         # one element more takes what lies outside of the tensor
         self._sums = torch.zeros(tensor.numel() + 1, dtype=dtype, device=tensor.device)
 
-    def add(self, term: Tensor, indices: Sequence[Tensor]) -> None:
-        """Adds each element of `term` to the element that the indices, broadcast to its shape, name."""
+    def add(self, term: Tensor, indices: Sequence[Tensor], wide: torch.dtype | None = None) -> None:
+        """Adds each element of `term` to the element that the indices, broadcast to its shape, name.
+
+        What the indices do not read is summed in `wide`, or else in the dtype of the sum.
+        """
         place = self._place(indices)
-        part = _sum_to(term.to(self._sums.dtype), place.shape)
+        part = _sum_to(term, place.shape, wide or self._sums.dtype).to(self._sums.dtype)
         place, part = place.expand(part.shape).flatten(), part.flatten()
         if (
             part.is_cuda
@@ -147,8 +150,8 @@ def _results(totals: Mapping[int, _Total], count: int) -> tuple[Tensor | None, .
     return tuple(totals[number].result() if number in totals else None for number in range(count))
 
 
-def _sum_to(term: Tensor, shape: torch.Size) -> Tensor:
+def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The sum over all dimensions along which a tensor of `shape`, broadcast to the term's, is the same."""
     missing = term.dim() - len(shape)
     same = [d for d in range(term.dim()) if d < missing or shape[d - missing] == 1]
-    return term.sum(same, keepdim=True) if same else term
+    return term.sum(same, keepdim=True, dtype=dtype) if same else term
