@@ -27,6 +27,7 @@ ROOMS = (
     ("ir.positions",),
     ("ir.passes",),
     ("ir.derivative",),
+    ("ir.reductions",),
     ("ir.evaluate",),
     (
         "block_mask.tiles",
@@ -36,7 +37,13 @@ ROOMS = (
         "block_mask.picture",
         "block_mask.format",
     ),
-    ("codegen.mod_text", "codegen.prelude", "codegen.expressions", "codegen.triton_text"),
+    (
+        "codegen.mod_text",
+        "codegen.prelude",
+        "codegen.expressions",
+        "codegen.triton_text",
+        "codegen.term_text",
+    ),
     ("codegen.spec",),
     ("codegen.schedule",),
     ("codegen.render",),

@@ -29,7 +29,7 @@ from flexmod.codegen.expressions import (
     rounded,
     tidy,
 )
-from flexmod.codegen.mod_text import Kind, ModText, Parameter
+from flexmod.codegen.mod_text import Kind, ModText, Parameter, TermText
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import integer_bounds
@@ -67,7 +67,7 @@ WIDTH = 96
 
 def write(graph: Graph) -> ModText:
     """The device functions of a mask, score or grad graph and the lines that splice them into a kernel."""
-    return _Writer(graph).write()
+    return Writer(graph).write()
 
 
 def home_of(node: Node) -> str:
@@ -79,7 +79,7 @@ def home_of(node: Node) -> str:
 
 
 @dataclass
-class _Function:
+class Function:
     """One device function while it is written."""
 
     name: str
@@ -94,11 +94,13 @@ class _Function:
     quoted: set[str] = field(default_factory=set)  # the user's lines that stand above a statement already
 
 
-class _Writer:
-    def __init__(self, graph: Graph) -> None:
+class Writer:
+    """Writes one graph; `main` names the function of its results."""
+
+    def __init__(self, graph: Graph, main: str = "") -> None:
         self.graph = graph
         self.suffix = f"_of_{graph.kind}"
-        self.main = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
+        self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
         self.captures = _capture_names(graph)
         self.taken = RESERVED | set(self.captures)
@@ -126,7 +128,7 @@ class _Writer:
         names: dict[Node, str] = {}
         for node in self.graph.nodes:
             if node in frontier:
-                names[node] = _fresh(self._describe(node), self.taken)
+                names[node] = fresh(self._describe(node), self.taken)
         return names
 
     def _describe(self, node: Node) -> str:
@@ -143,9 +145,8 @@ class _Writer:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
-        main = _Function(self.main, list(ARGUMENTS[self.graph.kind]))
-        value = self._value(main, self.graph.result)
-        _return(main, self._shaped(value))
+        main = Function(self.main, list(ARGUMENTS[self.graph.kind]))
+        _return(main, *self.returned(main))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
@@ -155,22 +156,31 @@ class _Writer:
             call=call,
             parameters=tuple(self.parameters.values()),
             held_by_column=held,
+            terms=self.term_names(),
             **statements,
         )
+
+    def returned(self, main: Function) -> list[str]:
+        """What the main function returns."""
+        return [self.shaped(self.value(main, self.graph.result), self.graph.result)]
+
+    def term_names(self) -> tuple[TermText, ...]:
+        """Names for what the main function returns beside its first value."""
+        return ()
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
             return "", ""
-        function = _Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
-        _return(function, *[self._value(function, n) for n in nodes])
+        function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
+        _return(function, *[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         call = f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
         return f"{targets} = {call}", self._source(function)
 
-    def _kernel_names(self, function: _Function) -> list[str]:
+    def _kernel_names(self, function: Function) -> list[str]:
         return [name + self.suffix for name in function.uses]
 
-    def _source(self, function: _Function) -> str:
+    def _source(self, function: Function) -> str:
         body = "\n".join(f"    {line}" for line in function.lines)
         head = f"def {function.name}({', '.join([*function.arguments, *function.uses])}):"
         if len(head) > WIDTH + 14:
@@ -178,9 +188,8 @@ class _Writer:
             head = f"def {function.name}(\n{inner}\n):"
         return f"@triton.jit\n{head}\n{body}\n"
 
-    def _shaped(self, value: str) -> str:
+    def shaped(self, value: str, result: Node) -> str:
         """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
-        result = self.graph.result
         if self.graph.kind == "mask":
             constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
             return constant.get(value, value)
@@ -191,7 +200,7 @@ class _Writer:
 
     # expressions
 
-    def _value(self, function: _Function, node: Node) -> str:
+    def value(self, function: Function, node: Node) -> str:
         """An expression for a node inside a function."""
         name = self.hoisted.get(node)
         if name and home_of(node) != function.home:
@@ -204,18 +213,18 @@ class _Writer:
         if node.op == "input":
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
-            return self._parameter(
+            return self.parameter(
                 function, f"number{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
         self._comment(function, node)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
             return text
-        name = name or _fresh(f"{node.op}_{len(function.names)}", self.taken)
+        name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
         function.names[node] = _bind(function, name, text)
         return name
 
-    def _comment(self, function: _Function, node: Node) -> None:
+    def _comment(self, function: Function, node: Node) -> None:
         """The user's line above the first statement that it made."""
         if node.where is None:
             return
@@ -226,12 +235,12 @@ class _Writer:
             function.quoted.add(line)
             function.lines.append(line)
 
-    def _expression(self, function: _Function, node: Node) -> str:
+    def _expression(self, function: Function, node: Node) -> str:
         if node.op == "load":
             return self._load(function, node)
         if node.op == CAST:
             source = node.args[0]
-            return cast(self._value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
+            return cast(self.value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         template = self._template(node, at[-1])
@@ -242,7 +251,7 @@ class _Writer:
                 value = literal(argument.value, row.number_dtype(dtype))
                 values.append(f"tl.cast({value}, {TRITON_DTYPES[held(dtype)]})" if typed else value)
             else:
-                values.append(cast(self._value(function, argument), strong(argument.dtype), dtype))
+                values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)
         if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
             text = f"({text}).to({TRITON_DTYPES[held(strong(node.dtype))]})"
@@ -260,64 +269,68 @@ class _Writer:
                 return PLAIN[node.op]
         return row.text(at)
 
-    def _load(self, function: _Function, node: Node) -> str:
+    def _load(self, function: Function, node: Node) -> str:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.main}"
-        pointer = self._parameter(function, capture, "pointer", number, comment=about)
+        pointer = self.parameter(function, capture, "pointer", number, comment=about)
         terms, guards = [pointer], []
-        for dim, index in enumerate(node.args):
-            value = self._index(function, node, dim)
-            if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
-                guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
-                if self.known[index][1] >= 0:
-                    guards.append(
-                        f"{value} < {self._parameter(function, f'{capture}_size{dim}', 'size', number, dim)}"
-                    )
+        for dim in range(len(node.args)):
+            value, its_guards = self.index(function, node, dim)
+            guards += its_guards
             if value != "0":
-                stride = self._parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
+                stride = self.parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
                 place = f"tl.cast({value}, tl.int64)" if spec.wide else value
                 terms.append(stride if value == "1" else f"{place} * {stride}")
         place = " + ".join(terms)
         if not guards:
             text = f"tl.load({place})"
         else:
-            guard = guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+            guard = together(guards)
             if len(place) + len(guard) > WIDTH - 40:
-                guard = self._bound_once(function, node, f"{capture}_inside", guard)
+                guard = self.bound_once(function, node, f"{capture}_inside", guard)
             text = f"tl.load({place}, mask={guard}, other=0)"
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
 
-    def _index(self, function: _Function, node: Node, dim: int) -> str:
-        """An index of a load as a name or a number; a negative one counts from the end."""
+    def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[str]]:
+        """An index of a load as a name or a number, and what holds where it is inside.
+
+        A negative one counts from the end.
+        """
         number: int = node.value  # type: ignore[assignment]
         capture, index = self.captures[number], node.args[dim]
-        value = self._value(function, index)
+        value = self.value(function, index)
         if strong(index.dtype).itemsize < 4:
             value = cast(value, strong(index.dtype), torch.int32)
         low, high = self.known[index]
         if low < 0:
-            size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim)
+            size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
             value = f"{group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
         if not re.fullmatch(r"\w+", value):
-            value = self._bound_once(function, node, f"{capture}_at{dim}", value)
-        return value
+            value = self.bound_once(function, node, f"{capture}_at{dim}", value)
+        guards = []
+        if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
+            guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
+            if high >= 0:
+                size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
+                guards.append(f"{value} < {size}")
+        return value, guards
 
-    def _bound_once(self, function: _Function, node: Node, name: str, text: str) -> str:
+    def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
             self._comment(function, node)
-            function.bound[text] = _bind(function, _fresh(name, self.taken), text)
+            function.bound[text] = _bind(function, fresh(name, self.taken), text)
         return function.bound[text]
 
-    def _parameter(
-        self, function: _Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
+    def parameter(
+        self, function: Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
     ) -> str:
         """The name, in the functions, of a kernel parameter."""
         known = self.parameters.get((kind, index, dim))
         if known is None:
-            name = name if kind == "pointer" else _fresh(name, self.taken)
+            name = name if kind == "pointer" else fresh(name, self.taken)
             known = Parameter(name + self.suffix, kind, index, dim, comment)  # type: ignore[arg-type]
             self.parameters[kind, index, dim] = known
         name = known.name.removesuffix(self.suffix)
@@ -330,13 +343,17 @@ def _costly(node: Node) -> bool:
     return node.op != CAST and strong(node.dtype) != torch.bool
 
 
+def together(guards: list[str]) -> str:
+    return guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+
+
 def _capture_names(graph: Graph) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
     taken = set(RESERVED)
-    return [_fresh(c.name, taken) for c in graph.captures]
+    return [fresh(c.name, taken) for c in graph.captures]
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def fresh(name: str, taken: set[str]) -> str:
     candidate, n = name, 0
     while candidate in taken:
         n += 1
@@ -346,19 +363,19 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _count_users(graph: Graph) -> dict[Node, int]:
-    users: dict[Node, int] = {}
+    users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
     for node in graph.nodes:
         for argument in node.args:
             users[argument] = users.get(argument, 0) + 1
     return users
 
 
-def _bind(function: _Function, name: str, text: str) -> str:
+def _bind(function: Function, name: str, text: str) -> str:
     function.lines.append(f"{name} = {tidy(text)}")
     return name
 
 
-def _return(function: _Function, *values: str) -> None:
+def _return(function: Function, *values: str) -> None:
     """The last statement; a value that the line before has just named needs no name."""
     text = ", ".join(map(tidy, values))
     last = function.lines[-1] if function.lines else ""
