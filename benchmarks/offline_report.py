@@ -34,7 +34,7 @@ TYPES = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
 OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
-STATISTICS = ("LSE", "LSE2", "DELTA")
+STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_COUNTS", "_TILES")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelSpec
-from flexmod.compiler import lower
+from flexmod.compiler import capture_grad, capture_texts, lower
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import trace
 
@@ -38,10 +39,12 @@ def explain(
     """What flexmod compiles for these mods; nothing is launched, no GPU is needed.
 
     head_dim, value_dim (head_dim if None): of query and key, and of value. dtype: of all three. block_size:
-    of the mask's tiles, (queries, keys). Raises what tracing raises.
+    of the mask's tiles, (queries, keys). Captured tensors that require grad get theirs. Raises what tracing
+    raises.
     """
     extents = (1, 1, 1 << 15, 1 << 15)
-    score = lower(trace(score_mod, "score").graph, extents, split=mask_mod is None) if score_mod else None
+    traced = trace(score_mod, "score") if score_mod else None
+    score = lower(traced.graph, extents, split=mask_mod is None) if traced else None
     mask = lower(trace(mask_mod, "mask").graph, extents, split=False) if mask_mod else None
     if score is not None and score.split is not None:
         mask = lower(score.split, extents, split=False)
@@ -50,8 +53,17 @@ def explain(
         q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
         mask_block=block if mask else None, backward=True,
     )  # fmt: skip
+    graphs = [mask.score if mask else None, *((score.score, score.grad) if score else ())]
+    captures = NO_CAPTURES
+    learned = tuple(n for n, tensor in enumerate(traced.tensors) if tensor.requires_grad) if traced else ()
+    if learned and score and score.score:
+        captures = capture_texts(score.score, learned)
+        graphs[-1] = capture_grad(score.score, learned).graph
     source = render(
-        spec, score.text if score else None, mask.text if mask else None, score.grad_text if score else None
+        spec,
+        score.text if score else None,
+        mask.text if mask else None,
+        score.grad_text if score else None,
+        captures,
     )
-    graphs = [g for g in (mask.score if mask else None, *((score.score, score.grad) if score else ())) if g]
-    return Explanation(tuple(graphs), source)
+    return Explanation(tuple(graph for graph in graphs if graph), source)

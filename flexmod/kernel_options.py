@@ -58,8 +58,8 @@ OPTIONS: Mapping[str, Option] = {
     "BLOCK_N1": Option(_TILE, _power_of_two, "keys of a tile, dK/dV"),
     "BLOCK_M2": Option(_TILE, _power_of_two, "queries of a tile, dQ"),
     "BLOCK_N2": Option(_TILE, _power_of_two, "keys of a tile, dQ"),
-    "BLOCK_M3": Option(_TILE, _power_of_two, "queries of a tile, gradients along diagonals"),
-    "BLOCK_N3": Option(_TILE, _power_of_two, "keys of a tile, gradients along diagonals; divides BLOCK_M3"),
+    "BLOCK_M3": Option(_TILE, _power_of_two, "queries of a tile, gradients of captured tensors alone"),
+    "BLOCK_N3": Option(_TILE, _power_of_two, "keys of a tile, gradients of captured tensors alone"),
     "deterministic": Option(
         "True or False", _flag,
         "bit-equal reruns where a captured tensor's gradient needs atomics; all else gives them anyway",

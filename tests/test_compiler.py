@@ -88,9 +88,9 @@ def test_only_what_differs_is_promoted(renders: list[object]) -> None:
         attend(mask=band(*sides))
         counts.append(len(renders))
     assert counts == [1, 2, 2, 3, 3, 3]
-    (spec, _, mask, _) = renders[1]  # type: ignore[misc]
+    (spec, _, mask, *_) = renders[1]  # type: ignore[misc]
     assert [p.kind for p in mask.parameters] == ["number"]
-    (spec, _, mask, _) = renders[2]  # type: ignore[misc]
+    (spec, _, mask, *_) = renders[2]  # type: ignore[misc]
     assert [p.kind for p in mask.parameters] == ["number", "number"]
 
 

@@ -110,7 +110,7 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
         "DIAGONAL_TILES": indices,
         "FULL_DIAGONAL_COUNTS": full_counts,
         "FULL_DIAGONAL_TILES": full_indices,
-        "diagonal_slots": rows,
+        "tile_slots": rows,
         "stride_mask_b": heads * per_mask if batch > 1 else 0,
         "stride_mask_h": per_mask if heads > 1 else 0,
     }

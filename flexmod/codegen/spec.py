@@ -104,10 +104,10 @@ _HALF: _Table = {
         512: ((16, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
     },
     "diagonal": {
-        64: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-        256: ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-        512: ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+        64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
+        128: ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+        256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 2)),
+        512: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
     },
 }
 _TF32: _Table = {
@@ -130,10 +130,10 @@ _TF32: _Table = {
         512: ((16, 16, 8, 1), (16, 16, 4, 1)),
     },
     "diagonal": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+        64: ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+        128: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 2)),
+        256: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
+        512: ((16, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
     },
 }
 # float32 products without tensor cores: a thread holds whole rows of its operands, and spills soon.
@@ -157,14 +157,14 @@ _IEEE: _Table = {
         512: ((16, 16, 8, 1),),
     },
     "diagonal": {
-        64: ((32, 32, 8, 2), (16, 16, 4, 1)),
-        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
+        64: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 4, 1)),
+        128: ((16, 16, 8, 2), (16, 16, 8, 1)),
         256: ((16, 16, 8, 1),),
         512: ((16, 16, 8, 1),),
     },
 }
-# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel; and
-# flexmod's own 3
+# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel. 3,
+# which torch has not, is for the kernels that exist for gradients of captured tensors alone.
 _SIDES: dict[KernelName, tuple[str, str]] = {
     "forward": ("BLOCK_M", "BLOCK_N"),
     "dq": ("BLOCK_M2", "BLOCK_N2"),
@@ -198,8 +198,8 @@ def ladder(
 
 
 def _like(kernel: KernelName) -> KernelName:
-    """delta_kernel takes the tiles of dq_kernel: its sums must come out the same. scatter_kernel has none."""
-    return "dq" if kernel in ("delta", "scatter") else kernel
+    """Whose tiles a kernel takes. The sums of delta_kernel must come out as those of dq_kernel do."""
+    return {"delta": "dq", "scatter": "diagonal"}.get(kernel, kernel)  # type: ignore[return-value]
 
 
 def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:

@@ -7,11 +7,13 @@ import symtable
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
+from flexmod import explain
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.render import parameters, render
 from flexmod.codegen.spec import KernelSpec
@@ -31,6 +33,52 @@ def test_golden_alibi_documents(golden: Callable[[str, str], None]) -> None:
 
 def test_golden_without_mods(golden: Callable[[str, str], None]) -> None:
     golden(render(replace(SINGLE, backward=True)), "plain_backward_float32.txt")
+
+
+def learned(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A term of each kind: by row, by column, along diagonals, by element."""
+    table = relative[h, q_idx - kv_idx + 63]
+    return score * rate + slopes[h] * table + keys[kv_idx] * pairs[q_idx, kv_idx]
+
+
+slopes, rate, keys = (torch.zeros(size, requires_grad=True) for size in ((4,), (), (64,)))
+relative, pairs = (torch.zeros(4, 127, requires_grad=True), torch.zeros(64, 64, requires_grad=True))
+
+
+def test_golden_learned(golden: Callable[[str, str], None]) -> None:
+    """The dQ kernel with a term, and the kernel that walks the diagonals."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * rate + relative[h, q_idx - kv_idx + 63]
+
+    golden(explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).source, "learned.txt")
+
+
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_careful_text_of_what_is_learned(dtype: torch.dtype, block: int | None) -> None:
+    mask = None if block is None else lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    text = explain(learned, mask, dtype=dtype, head_dim=80).source
+    assert_careful(text, longest=400)  # a mod that captures so much has long calls
+    kernels = ("dq_kernel", "dkdv_kernel", "diagonal_kernel", "scatter_kernel")
+    assert all(f"def {kernel}(" in text for kernel in kernels)
+    sums = ("RATE_BY_ROW", "SLOPES_BY_ROW", "KEYS_BY_COLUMN", "RELATIVE_BY_DIAGONAL", "PAIRS_BY_ELEMENT")
+    assert all(f"\n    {name}," in text for name in sums)
+
+
+def test_only_the_kernels_that_are_needed() -> None:
+    text = explain(lambda s, b, h, q_idx, kv_idx: s + keys[kv_idx]).source
+    assert "KEYS_BY_COLUMN" in text and "diagonal" not in text and "scatter" not in text
+    assert "GRAD_K is not None" in text and "GRAD_Q is not None" not in text
+    fixed = explain(lambda s, b, h, q_idx, kv_idx: s + keys.detach()[kv_idx]).source
+    assert "is not None:" in fixed and "GRAD_K is not None" not in fixed
+
+
+def test_names_that_differ_in_case_alone() -> None:
+    t, T = torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    text = explain(lambda s, b, h, q_idx, kv_idx: s + t[h] * T[b] + t[b]).source
+    assert all(f"    {name}_BY_ROW," in text for name in ("T", "T_1", "T_2"))
+    assert_careful(text, longest=200)
 
 
 ALL = [
@@ -54,9 +102,12 @@ ALL = [
 def test_a_careful_text(
     spec: KernelSpec, mods: tuple[ModText | None, ModText | None, ModText | None]
 ) -> None:
-    text = render(spec, *mods)
+    assert_careful(render(spec, *mods))
+
+
+def assert_careful(text: str, longest: int = 110) -> None:
     lines = text.split("\n")
-    assert max(map(len, lines)) <= 110
+    assert max(map(len, lines)) <= longest
     assert all(line == line.rstrip() for line in lines)
     assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
     for before, line in zip(lines, lines[1:], strict=False):

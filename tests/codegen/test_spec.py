@@ -11,7 +11,7 @@ import torch
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder, padded, statistics_rows
 from flexmod.errors import BlockSizeError, OptionValueError
 
-KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv")
+KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "diagonal", "scatter")
 SPEC = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 128, 128)
 
 
@@ -32,6 +32,8 @@ def test_tiles_divide_the_blocks_of_the_mask(kernel: KernelName, block: tuple[in
             assert min(tile.block_m, tile.block_n) >= 16
             if block:
                 assert block[0] % tile.block_m == 0 and block[1] % tile.block_n == 0
+            if kernel == "diagonal":
+                assert tile.block_m % tile.block_n == 0
 
 
 @pytest.mark.parametrize("block", [(8, 128), (128, 24)], ids=str)
@@ -61,6 +63,13 @@ def test_an_option_that_the_blocks_forbid() -> None:
         OptionValueError, match="kernel option BLOCK_M1 is 128.\n  Instead: give a divisor of"
     ):
         ladder(spec, "dkdv", {"BLOCK_M1": 128})
+
+
+def test_sides_of_the_kernels_of_captured_tensors() -> None:
+    options = {"BLOCK_M2": 16, "BLOCK_M3": 32, "BLOCK_N3": 64}
+    assert {(t.block_m, t.block_n) for t in ladder(SPEC, "scatter", options)} == {(32, 64)}
+    with pytest.raises(OptionValueError, match="BLOCK_N3 is 64.\n  Instead: give a divisor of BLOCK_M3, 32."):
+        ladder(SPEC, "diagonal", options)
 
 
 @pytest.mark.parametrize("dim, rows", [(16, 128), (128, 64), (512, 16), (2048, 16)])

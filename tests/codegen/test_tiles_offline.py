@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import CAUSAL
 
+from flexmod import explain
 from flexmod.codegen import cache
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
@@ -13,27 +16,33 @@ from flexmod.runtime import offline
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")
-SIZES = ("HQ", "HKV", "M", "N", "kv_slots", "full_kv_slots", "q_slots", "full_q_slots")
+SIZES = ("HQ", "HKV", "M", "N", "kv_slots", "full_kv_slots", "q_slots", "full_q_slots", "tile_slots", "room")
+LISTS = ("NUM_BLOCKS", "INDICES", "COUNTS", "TILES")
 
 
-def compiled(spec: KernelSpec, kernel: KernelName, tile: Tile, target: str) -> offline.Report:
+def compiled(
+    spec: KernelSpec, kernel: KernelName, tile: Tile, target: str, text: str = ""
+) -> offline.Report:
     """A causal kernel of dense tensors, as a launch would specialize it."""
-    function = getattr(cache.load(render(spec, mask=CAUSAL), "offline"), f"{kernel}_kernel")
+    function = getattr(cache.load(text or render(spec, mask=CAUSAL), "offline"), f"{kernel}_kernel")
     signature, divisible = {}, []
     constants: dict[str, object] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     for name in function.arg_names:
         if name in ABSENT or name in constants or (name.startswith("stride") and name.endswith("d")):
             constants.setdefault(name, None if name in ABSENT else 1)
             continue
-        if name.endswith(("NUM_BLOCKS", "INDICES")):
+        if name.endswith(("_FIXED", "_LARGEST")):
+            signature[name] = "*i64" if name.endswith("_FIXED") else "*i32"
+        elif name.endswith(LISTS):
             signature[name] = "*i32"
-        elif name in ("LSE", "LSE2", "DELTA"):
+        elif name in ("LSE", "LSE2", "DELTA", "table_of_score") or "_BY_" in name:
             signature[name] = "*fp32"
         elif name == "scale":
             signature[name] = "fp32"
         else:
-            signature[name] = "i32" if name in SIZES or name.startswith("stride") else TYPES[spec.q_dtype]
-        if name not in SIZES and name != "scale":
+            integer = name in SIZES or "stride" in name or "_size" in name
+            signature[name] = "i32" if integer else TYPES[spec.q_dtype]
+        if name not in SIZES and "_size" not in name and name != "scale":
             divisible.append(name)
     return offline.compile(
         function, signature, constants, target,
@@ -68,3 +77,22 @@ def test_float32_of_head_dim_512_has_a_rung_on_hopper() -> None:
         spec = spec_of(torch.float32, 512, precision)
         report = compiled(spec, "forward", ladder(spec, "forward", {})[-1], "sm_90")
         assert report.fits, report
+
+
+table = torch.zeros(4, 64, 64, requires_grad=True)
+LEARNED: dict[KernelName, Any] = {
+    "diagonal": lambda s, b, h, q_idx, kv_idx: s + table[h, 0, q_idx - kv_idx + 63],
+    "scatter": lambda s, b, h, q_idx, kv_idx: s + table[h, q_idx, kv_idx],
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("kernel", LEARNED)
+def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:
+    """Of the sum of elements it is the second deterministic pass, with 64-bit atomics, that is compiled."""
+    text = explain(LEARNED[kernel], lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).source
+    spec = spec_of(torch.bfloat16, 64)
+    report = compiled(spec, kernel, ladder(spec, kernel, {})[-1], target, text)
+    assert report.fits, report
+    assert report.spills <= 512, report
+    assert report.matrix_instructions, report

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexmod.ir.evaluate import evaluate, replay
-from flexmod.ir.passes import optimize, widen
+from flexmod.ir.passes import optimize, promote_constants, widen
 from flexmod.ir.trace import Traced, trace
 
 docs = torch.tensor([0, 0, 1, 1])
@@ -126,3 +126,28 @@ def test_replay_inside_another_mod() -> None:
     assert [c.name for c in traced.graph.captures] == ["docs"]
     expected = [[bool(same_document(0, 0, q + 1, k) & (docs[k] > 0)) for k in range(4)] for q in range(3)]
     assert value(traced, **place(1, 1, 3, 4))[0, 0].tolist() == expected
+
+
+def test_numbers_for_parameters() -> None:
+    graph = trace(lambda s, b, h, q, k: s * 0.5 + q * 3, "score").graph
+    promoted = promote_constants(graph, frozenset(range(2)))
+    sizes = place(1, 1, 4, 1)
+    score = torch.ones(1, 1, 4, 1)
+    (expected,) = evaluate(graph, (), **sizes, score=score)
+    (found,) = evaluate(promoted, (), **sizes, score=score, numbers=graph.skeleton[1])
+    assert torch.equal(found, expected)
+    (other,) = evaluate(promoted, (), **sizes, score=score, numbers=(2.0, 1))
+    assert other.flatten().tolist() == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_guarded_loads() -> None:
+    """Outside is 0, as in a kernel; negative indices count from the end."""
+    table = torch.arange(1, 13, dtype=torch.float32).view(3, 4)
+    traced = trace(lambda s, b, h, q, k: table[q - 4, k] + docs[k], "score")
+    sizes = place(1, 1, 8, 5)
+    (found,) = evaluate(traced.graph, traced.tensors, **sizes, guarded=True)
+    padded = torch.zeros(8, 5)
+    padded[1:4, :4], padded[4:7, :4] = table, table
+    assert torch.equal(found[0, 0], padded + torch.tensor([0, 0, 1, 1, 0]))
+    with pytest.raises(IndexError):
+        evaluate(traced.graph, traced.tensors, **sizes)

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import NoTileFits
 from flexmod.runtime.launch import launch
 
@@ -97,6 +97,20 @@ def test_a_tile_that_spills_gives_way(spills: dict[int, int], ran: list[int], ke
     device.ran.clear()
     run(compiled)
     assert [r["BLOCK_M"] for r in device.ran] == [kept]
+
+
+def test_arguments_made_for_each_tile() -> None:
+    """A try that gives way leaves nothing in what the next one adds to."""
+    device = Device(128 * 128, {128: 500})
+    compiled = kernels(device)
+
+    def arguments(tile: Tile) -> dict[str, object]:
+        return {"SUMS": [tile.block_m]}
+
+    for _ in range(2):
+        tile = launch(compiled, "forward", DEVICE, lambda tile: (1,), arguments)
+        assert tile.block_m == 64 and device.ran[-1]["SUMS"] == [64]
+    assert [r["SUMS"] for r in device.ran] == [[128], [64], [64]]
 
 
 def test_nothing_fits() -> None:
