@@ -56,7 +56,8 @@ class Kernels:
         """The tiles to try; see `spec.ladder`."""
         if kernel not in self._ladders:
             by_column = any(mod is not None and mod.held_by_column for mod in (self.score, self.mask))
-            self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column)
+            waits = self.score is not None and self.score.waits_for_score
+            self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column, waits)
         return self._ladders[kernel]
 
     def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:

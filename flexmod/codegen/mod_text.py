@@ -7,8 +7,9 @@
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
 A statement that nothing needs is "". `held_by_column` counts the numbers, truth values apart, that the column
-statement makes. The call of a mask gives an int1 tile, that of a score or of its derivative a float32 tile,
-and that of a derivative with `terms` a tuple, see `codegen.term_text`.
+statement makes; `waits_for_score`: a load's place depends on the score. The call of a mask gives an int1 tile,
+that of a score or of its derivative a float32 tile, and that of a derivative with `terms` a tuple, see
+`codegen.term_text`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class ModText:
     column: str = ""
     parameters: tuple[Parameter, ...] = ()
     held_by_column: int = 0
+    waits_for_score: bool = False
     terms: tuple[TermText, ...] = ()
 
 

@@ -174,12 +174,17 @@ _SIDES: dict[KernelName, tuple[str, str]] = {
 
 
 def ladder(
-    spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any], by_column: bool = False
+    spec: KernelSpec,
+    kernel: KernelName,
+    options: Mapping[str, Any],
+    by_column: bool = False,
+    waits_for_score: bool = False,
 ) -> tuple[Tile, ...]:
     """The tiles to try for a kernel, best first; later ones need less shared memory.
 
     `by_column`: a mod holds numbers by column, and a thread has many of them in a large tile. Small ones go
-    first in the forward then.
+    first in the forward then. `waits_for_score`: a load between two products, which Triton's pipeliner fails
+    on for Hopper, so that one tile is in flight.
     `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
 
     Raises:
@@ -191,6 +196,8 @@ def ladder(
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
+    if waits_for_score:
+        rows = tuple((*row[:3], 1) for row in rows)
     tiles = [_chosen(_inside(Tile(*row), spec, kernel), spec, kernel, options) for row in rows]
     if by_column and kernel == "forward" and widest <= 128:
         tiles.sort(key=lambda tile: tile.block_m * tile.block_n > 64 * 64)

@@ -156,6 +156,7 @@ class Writer:
             call=call,
             parameters=tuple(self.parameters.values()),
             held_by_column=held,
+            waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             terms=self.term_names(),
             **statements,
         )

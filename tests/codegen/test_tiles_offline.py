@@ -96,3 +96,16 @@ def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:
     assert report.fits, report
     assert report.spills <= 512, report
     assert report.matrix_instructions, report
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_a_load_that_waits_for_the_score(kernel: KernelName) -> None:
+    """Triton's pipeliner fails on it for Hopper with more than one tile in flight."""
+    text = explain(
+        lambda s, b, h, q_idx, kv_idx: s * table[h, 0, s.clamp(0, 9).int()],
+        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    ).source
+    spec = spec_of(torch.bfloat16, 64)
+    tiles = ladder(spec, kernel, {}, waits_for_score=True)
+    assert {tile.stages for tile in tiles} == {1}
+    assert compiled(spec, kernel, tiles[-1], "sm_90", text).matrix_instructions

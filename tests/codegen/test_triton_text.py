@@ -405,3 +405,9 @@ def test_the_prelude_brings_what_its_functions_call() -> None:
         "floor_divide_float",
     ]
     assert prelude.used_by("return tl.floor(x) + x.wrap(3) + unwrap(2)") == ""
+
+
+def test_a_load_whose_place_the_score_decides() -> None:
+    table = torch.zeros(8)
+    assert text_of(lambda s, b, h, q, k: s * table[s.clamp(0, 7).int()], "score").waits_for_score
+    assert not text_of(lambda s, b, h, q, k: s * table[q % 8], "score").waits_for_score
