@@ -7,8 +7,8 @@
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
 A statement that nothing needs is "". `held_by_column` counts the numbers, truth values apart, that the column
-statement makes; `waits_for_score`: a load's place depends on the score. The call of a mask gives an int1 tile,
-that of a score or of its derivative a float32 tile, and that of a derivative with `terms` a tuple, see
+statement makes; `waits_for_score`: a load's place depends on the score. The call of a mask gives an int1
+tile, that of a score or of its derivative a float32 tile, and that of a derivative with `terms` a tuple, see
 `codegen.term_text`.
 """
 
