@@ -26,12 +26,16 @@ AS_FLOATS = ("add", "sub", "neg", "abs", "minimum", "maximum")
 def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     """The graph with integers of both rows and columns that become float32 made of floats.
 
-    `known` are the bounds of the graph's nodes, in the call at hand.
+    `known` are the bounds of the graph's nodes, in the call at hand. What an index is made of stays as it is:
+    there, a difference of integers says how gradients of the loaded tensor may be summed.
     """
     new: dict[Node, Node] = {}
+    of_indices = _made_of([a for node in graph.nodes if node.op == "load" for a in node.args])
 
     def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         new.update(zip(node.args, args, strict=True))
+        if node in of_indices:
+            return None
         if node.op == CAST:
             same = node.dtype == torch.float32 and _converts(node.args[0], known)
             return _as_floats(builder, node.args[0], new) if same else None
@@ -46,6 +50,17 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
         return None if changed == args else builder.node(node.op, changed, node.dtype, node.value, node.where)
 
     return rebuild(graph, change)
+
+
+def _made_of(nodes: list[Node]) -> set[Node]:
+    """The nodes and all that they depend on."""
+    found: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes.extend(node.args)
+    return found
 
 
 def _converts(node: Node, known: Mapping[Node, Bounds]) -> bool:

@@ -44,6 +44,10 @@ PAIRS: dict[str, tuple[Callable[..., Any], str | None]] = {
     ),
     "rows alone are cheap as they are": (lambda s, b, h, q, k: s + q * 0.5, UNCHANGED),
     "an index stays an integer": (lambda s, b, h, q, k: s + slopes[(q - k) % 2], UNCHANGED),
+    "so it does on its way through a float": (
+        lambda s, b, h, q, k: s + slopes[(q - k).abs().float().log1p().int()],
+        UNCHANGED,
+    ),
     "a product may be a negative zero": (lambda s, b, h, q, k: s + 0.5 * (q * k), UNCHANGED),
     "a loaded integer may be anything": (lambda s, b, h, q, k: s + 0.5 * (places[q] - k), UNCHANGED),
 }

@@ -10,7 +10,8 @@ import torch
 from learned_mods import learned_mods
 
 from flexmod.ir.derivative import differentiate_captures
-from flexmod.ir.passes import optimize, promote_constants, widen
+from flexmod.ir.graph import Graph
+from flexmod.ir.passes import fitted, optimize, promote_constants, widen
 from flexmod.ir.reductions import terms_of
 from flexmod.ir.trace import trace
 
@@ -66,7 +67,11 @@ def alongs(score_mod: Callable[..., Any], change: Callable[..., Any] = optimize)
     return [term.along for term in terms_of(differentiate_captures(change(found.graph), learned))]
 
 
-@pytest.mark.parametrize("change", [optimize, widen], ids=["int32", "int64"])
+def fitted_to_a_call(graph: Graph) -> Graph:
+    return optimize(fitted(graph, (2, 4, 64, 64)))
+
+
+@pytest.mark.parametrize("change", [optimize, widen, fitted_to_a_call], ids=["int32", "int64", "fitted"])
 @pytest.mark.parametrize("name", INDICES)
 def test_index(name: str, change: Callable[..., Any]) -> None:
     index, along = INDICES[name]
