@@ -26,6 +26,7 @@ ROOMS = (
     ("ir.source", "ir.proxy", "ir.trace"),
     ("ir.positions",),
     ("ir.passes",),
+    ("ir.ends", "ir.linear", "ir.intervals"),
     ("ir.derivative",),
     ("ir.evaluate",),
     (
@@ -33,6 +34,7 @@ ROOMS = (
         "block_mask.parts",
         "block_mask.rebase",
         "block_mask.selection",
+        "block_mask.spans",
         "block_mask.picture",
         "block_mask.format",
     ),
