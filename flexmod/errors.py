@@ -67,9 +67,7 @@ class EmptyTensor(FlexmodError, ValueError):
 
 class NestedTensorInput(FlexmodError, ValueError):
     what = "{name} is a nested tensor; flex_attention takes strided ones."
-    instead = (
-        "pack it to [1, heads, total, head_dim] with {name}.values() and use a document mask over its offsets."
-    )
+    instead = "pack it to [1, heads, total, head_dim] with {name}.values() and use a document mask over its offsets."
 
 
 class DeviceMismatch(FlexmodError, ValueError):
@@ -243,7 +241,9 @@ class RandomNumberError(FlexmodError, NotImplementedError):
     instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
 
 
-class MutationError(FlexmodError, RuntimeError):  # a TypeError in `captured += 1` would mean: try `captured + 1`
+class MutationError(
+    FlexmodError, RuntimeError
+):  # a TypeError in `captured += 1` would mean: try `captured + 1`
     what = "{operation} writes in place inside a mod; a mod is a pure function."
     instead = "use the form that returns a new value, or do the write before the call."
 
@@ -313,7 +313,7 @@ class OptionValueError(FlexmodError, ValueError):
 
 class FlashBackendError(FlexmodError, NotImplementedError):
     what = 'BACKEND="FLASH" asks for torch\'s FlashAttention kernels, which flexmod does not contain.'
-    instead = 'leave BACKEND out: flexmod chooses its own fastest kernel.'
+    instead = "leave BACKEND out: flexmod chooses its own fastest kernel."
 
 
 class DecodeBackendError(FlexmodError, NotImplementedError):
@@ -328,7 +328,9 @@ class BackendDeviceError(FlexmodError, ValueError):
 
 class NoTileFits(FlexmodError, RuntimeError):
     what = "no tile size fits the {limit} bytes of shared memory of {device}; tried {tried}."
-    instead = "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
+    instead = (
+        "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
+    )
 
 
 class UnknownComparison(FlexmodError, ValueError):

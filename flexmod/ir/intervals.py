@@ -36,6 +36,8 @@ from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
 # no product with an index then leaves int64.
 MODERATE = 2**40
+# Of an argument without ends, which may be nan, their rules would make one that has an end.
+KEEP_NAN = frozenset({"minimum", "maximum", "abs", "sign"})
 ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "abs"})
 
 
@@ -120,11 +122,11 @@ class _Analyzer:
         """The nodes whose bounds rules make, arguments first: what stands in a term is not asked for."""
         wanted = {self.graph.result}
         for node in reversed(self.graph.nodes):
-            if node in wanted and self._plan(node) == "rule":
+            plan = self._plan(node) if node in wanted else ""
+            if plan in ("rule", "load"):
                 wanted.update(node.args)
-            elif node in wanted and self._plan(node) == "linear":
-                form = self._form(node)
-                wanted.update(form.others)
+            elif plan == "linear":
+                wanted.update(self._form(node).others)
         return [n for n in self.graph.nodes if n in wanted]
 
     def _node(self, end: Any) -> Node:
@@ -180,12 +182,9 @@ class _Analyzer:
         return self._numbers_only((end, end), end.dtype)[0] if node.is_const else end
 
     def _keep(self, node: Node) -> Node:
-        """The node in the graph of bounds. Of a Python number the dtype is settled."""
+        """The node in the graph of bounds."""
         if node not in self.kept:
-            if node.is_const:
-                self.kept[node] = self.builder.const(node.value, strong(node.dtype))  # type: ignore[arg-type]
-            else:
-                self.kept[node] = keep(self.builder, node, tuple(map(self._keep, node.args)))
+            self.kept[node] = keep(self.builder, node, tuple(map(self._keep, node.args)))
         return self.kept[node]
 
     def _position(self, name: str, dtype: torch.dtype) -> Bounds:
@@ -235,24 +234,29 @@ class _Analyzer:
         return keep(self.source, node, tuple(map(self._along, node.args)))
 
     def _sum_along(self, form: Linear) -> Node:
-        others = {self._along(n): form.parts[n] for n in form.others}
         index = next(n for n in self.graph.nodes if n.op == "input" and n.value == "q_idx")
-        return self._sum(Linear({index: form.of("q_idx"), **others}, form.constant))
+        along = Linear({index: form.of("q_idx")}, form.constant)
+        for node in form.others:
+            along = along.plus(Linear({self._along(node): form.parts[node]}))
+        return self._sum(along, self._width(form))
 
-    def _sum(self, form: Linear) -> Node:
-        """A linear form as nodes, in int64."""
+    def _width(self, form: Linear) -> torch.dtype:
+        """int32 where that holds all parts of the sum, in any order."""
+        sizes = [abs(c) * max(map(abs, self.known[n])) for n, c in form.parts.items()]
+        return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
+
+    def _sum(self, form: Linear, dtype: torch.dtype) -> Node:
+        """A linear form as nodes."""
         total: Node | None = None
         for node, coefficient in form.parts.items():
-            if not coefficient:
-                continue
-            part = self._cast(node, torch.int64)
+            part = self._cast(node, dtype)
             if coefficient != 1:
-                part = self.source.node("mul", (part, self.source.const(coefficient)), torch.int64)
-            total = part if total is None else self.source.node("add", (total, part), torch.int64)
-        constant = self.source.const(form.constant, torch.int64)
+                part = self.source.node("mul", (part, self.source.const(coefficient, dtype)), dtype)
+            total = part if total is None else self.source.node("add", (total, part), dtype)
+        constant = self.source.const(form.constant, dtype)
         if total is None:
             return constant
-        return self.source.node("add", (total, constant), torch.int64) if form.constant else total
+        return self.source.node("add", (total, constant), dtype) if form.constant else total
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
         return node if strong(node.dtype) == dtype else self.source.node(CAST, (node,), dtype, dtype)
@@ -272,7 +276,9 @@ class _Analyzer:
                 parts.append((self._of(along[0]), form.parts[along[0]]))
             elif along:
                 both = [*along, index] if index is not None else along
-                whole = self._sum(Linear({n: form.parts[n] for n in both}))
+                part = Linear({n: form.parts[n] for n in both})
+                whole = self._sum(part, self._width(part))
+                self.known[whole] = part.between(self.known)
                 parts.append((self._term(kind, whole), 1))
         rest = [n for n in form.others if self.forms.kind(n) not in ("row", "column")]
         parts += [(self._of(n), form.parts[n]) for n in rest]
@@ -293,12 +299,6 @@ class _Analyzer:
 
     def _rule(self, node: Node) -> Bounds:
         dtype = strong(node.dtype)
-        if node.op in COMPARISONS:
-            cancelled = self._cancelled(node)
-            if cancelled is not None:
-                rule = OPS[node.op].interval
-                assert rule is not None
-                return rule(self._held(self._linear(cancelled), torch.int64), (0, 0))
         if node.op == CAST:
             return self._cast_bounds(self._of(node.args[0]), node.args[0], dtype)
         row = OPS.get(node.op)
@@ -310,17 +310,28 @@ class _Analyzer:
             self._cast_bounds(self._of(a), a, row.number_dtype(d) if a.is_const else d)
             for a, d in zip(node.args, at, strict=True)
         ]
+        if node.op == "mul" and node.args[0] is node.args[1]:
+            arguments = [bounds.absolute(a) for a in arguments]
         if node.op in ARITHMETIC and not floats:
             return self._arithmetic(row.interval, arguments, dtype)
-        return self._held(row.interval(*arguments), dtype)
+        found = self._held(row.interval(*arguments), dtype)
+        if floats and node.op in KEEP_NAN:
+            for low, high in arguments:
+                may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
+                found = bounds.choose_bounds(may_be_nan, bounds.UNKNOWN, found)
+        difference = self._difference(node)
+        if difference is None:
+            return found
+        closer = row.interval(self._held(self._linear(difference), torch.int64), (0, 0))
+        return found[0] | closer[0], found[1] & closer[1]
 
-    def _cancelled(self, node: Node) -> Linear | None:
-        """The difference of a comparison's sides, where they have something in common that it loses."""
-        left, right = map(self.forms.of, node.args)
+    def _difference(self, node: Node) -> Linear | None:
+        """That of a comparison's sides, where they share something that it loses."""
+        left, right = map(self.forms.of, node.args) if node.op in COMPARISONS else (None, None)
         if left is None or right is None:
             return None
-        kinds = [{self.forms.kind(n) for n in side.parts} - {"uniform"} for side in (left, right)]
-        if not kinds[0] & kinds[1]:
+        axes = [{self.forms.kind(n) for n in side.parts} & {"row", "column"} for side in (left, right)]
+        if not axes[0] & axes[1] and not left.parts.keys() & right.parts.keys():
             return None
         difference = left.plus(right, -1)
         return difference if all(n in self.found or n.op == "input" for n in difference.parts) else None

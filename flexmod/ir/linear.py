@@ -44,6 +44,13 @@ class Linear:
         """The coefficient of a position."""
         return sum(c for n, c in self.parts.items() if n.op == "input" and n.value == name)
 
+    def between(self, known: Mapping[Node, bounds.Bounds]) -> bounds.Bounds:
+        """What the sum lies between, by the bounds of its nodes."""
+        total: bounds.Bounds = (self.constant, self.constant)
+        for node, coefficient in self.parts.items():
+            total = bounds.add(total, bounds.mul(known[node], (coefficient, coefficient)))
+        return total
+
     @property
     def others(self) -> list[Node]:
         """The nodes that are not q_idx or kv_idx themselves."""
@@ -123,12 +130,14 @@ class Forms:
             return CONVEX | CONCAVE
         if node.op in COMPARISONS:
             return self._comparison(node)
-        inner = [self.shapes(a) for a in node.args] if strong(node.dtype) == torch.bool else []
+        if not _is_logic(node):
+            return frozenset()
+        inner = [self.shapes(a) for a in node.args]
         if node.op in AND:
             return inner[0] & inner[1] & CONVEX
         if node.op in OR:
             return inner[0] & inner[1] & CONCAVE
-        if node.op in ("bitwise_not", "logical_not") and inner:
+        if node.op in ("bitwise_not", "logical_not"):
             return frozenset({"convex", "concave"} - inner[0]) if len(inner[0]) == 1 else inner[0]
         return frozenset()
 
