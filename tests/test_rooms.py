@@ -26,7 +26,7 @@ ROOMS = (
     ("ir.source", "ir.proxy", "ir.trace"),
     ("ir.positions",),
     ("ir.passes",),
-    ("ir.ends", "ir.linear", "ir.intervals"),
+    ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),
     ("ir.derivative",),
     ("ir.evaluate",),
     (

@@ -97,8 +97,8 @@ class Axes:
         return Spans(low, (low + block - 1).clamp_(max=length - 1), bounds)
 
     def pieces(self, axis: str, block: int) -> tuple[Spans, Tensor]:
-        """The tiles cut wherever a term jumps, which is where it leaves the progression that it keeps before
-        and after, and for each tile the number of its first piece: int64 [tiles + 1].
+        """The tiles cut wherever a term jumps, and for each tile the number of its first piece: int64
+        [tiles + 1].
 
         Between two cuts rules lose little that terms have in common. One synchronization.
         """
@@ -170,8 +170,9 @@ def _reduced(value: Tensor, number: Tensor, count: int, name: str) -> Tensor:
 
 
 def _jumps(value: Tensor) -> Tensor:
-    """bool [length]: where a value [B, H, length] takes a step unlike the one before and the next."""
+    """bool [length]: where a value [B, H, length] takes a step of more than 1, which leaves a gap, or one
+    unlike the step before and the next."""
     step = value[..., 1:].to(torch.float64) - value[..., :-1].to(torch.float64)
     changes = F.pad(step[..., 1:] != step[..., :-1], (1, 1), value=True)
-    jumps = (step != 0) & changes[..., 1:] & changes[..., :-1]
+    jumps = (step.abs() > 1) | ((step != 0) & changes[..., 1:] & changes[..., :-1])
     return F.pad(jumps.flatten(0, 1).any(0), (1, 0))

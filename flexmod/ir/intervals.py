@@ -27,11 +27,13 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
+from flexmod.ir.casts import brought_to, held, without_nan
 from flexmod.ir.ends import COMPARISONS, End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
-from flexmod.ir.linear import INTEGERS, Forms, Linear, regroup
-from flexmod.ir.ops import CAST, OPS, number, strong
+from flexmod.ir.linear import Forms, Linear, regroup
+from flexmod.ir.ops import CAST, OPS, strong
 from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize
+from flexmod.ir.sources import Sources
 
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
 # no product with an index then leaves int64.
@@ -102,12 +104,10 @@ class _Analyzer:
         self.forms = Forms(self.known)
         self.extents = extents
         self.builder = Builder()
-        self.source = Builder()  # of what terms evaluate
-        self.source.adopt(self.graph.nodes)
+        self.sources = Sources(self.graph, self.forms, self.known)
         self.terms: dict[tuple[str, Node], tuple[Term, Bounds]] = {}
         self.found: dict[Node, Bounds] = {}
         self.kept: dict[Node, Node] = {}
-        self.on_diagonal: dict[Node, Node] = {}
 
     def analyze(self) -> Analysis:
         for node in self._needed():
@@ -138,7 +138,7 @@ class _Analyzer:
     # how a node's bounds come about
 
     def _plan(self, node: Node) -> str:
-        """ "uniform", "term", "linear", "rule" or "load"."""
+        """What decides: "uniform", "term", "linear", "rule" or "load"."""
         if node.home <= UNIFORM:
             return "uniform"
         kind = self.forms.kind(node)
@@ -161,7 +161,7 @@ class _Analyzer:
         if plan == "term":
             return self._term(self.forms.kind(node), node)
         if plan == "linear":
-            return self._held(self._linear(self._form(node)), strong(node.dtype))
+            return held(self.builder, self._linear(self._form(node)), strong(node.dtype))
         if plan == "load":
             return self._load(node)
         return self._rule(node)
@@ -172,14 +172,15 @@ class _Analyzer:
         return form
 
     def _uniform(self, node: Node) -> Any:
-        """What b and h decide, a Python number where there is one."""
+        """What b and h decide, a Python number where there is one. It is exact, no number (nan) too."""
         if node.is_const and not isinstance(node.value, float):
             return node.value
-        kept = self._keep(node)
-        low, high = self.known[node]
-        finite = math.isfinite(low) and math.isfinite(high)
-        end = End(self.builder, kept, (low, high) if finite else None)
-        return self._numbers_only((end, end), end.dtype)[0] if node.is_const else end
+        return End(self.builder, self._keep(node), self._finite(node))
+
+    def _finite(self, node: Node) -> Bounds | None:
+        """What a node lies between at all positions, where that is known."""
+        found = self.known[node]
+        return found if all(map(math.isfinite, found)) else None
 
     def _keep(self, node: Node) -> Node:
         """The node in the graph of bounds."""
@@ -199,67 +200,15 @@ class _Analyzer:
 
     def _term(self, axis: str, node: Node) -> Bounds:
         if (axis, node) not in self.terms:
-            graph = Graph("term", (self._along(node) if axis == "diagonal" else node,), self.graph.captures)
+            value = self.sources.along_diagonal(node) if axis == "diagonal" else node
             name = f"{axis}{sum(a == axis for a, _ in self.terms)}"
+            graph = Graph("term", (value,), self.graph.captures)
             term = Term(axis, graph, f"{name}_low", f"{name}_high")
-            span = self.known.get(node, bounds.UNKNOWN)
-            low, high = (
-                End(
-                    self.builder,
-                    self.builder.input(name, term.dtype),
-                    span if all(map(math.isfinite, span)) else None,
-                )
-                for name in (term.low, term.high)
-            )
-            self.terms[axis, node] = term, self._numbers_only((low, high), term.dtype)
+            span = self._finite(node)
+            inputs = [self.builder.input(end, term.dtype) for end in (term.low, term.high)]
+            low, high = (End(self.builder, one, span) for one in inputs)
+            self.terms[axis, node] = term, without_nan(self.builder, (low, high), term.dtype)
         return self.terms[axis, node][1]
-
-    def _along(self, node: Node) -> Node:
-        """A node of the kind diagonal as a function of the difference, which q_idx stands for."""
-        if node.home <= UNIFORM:
-            return node
-        if node not in self.on_diagonal:
-            self.on_diagonal[node] = self._made_along(node)
-        return self.on_diagonal[node]
-
-    def _made_along(self, node: Node) -> Node:
-        form = self.forms.of(node)
-        if form is not None and node not in form.parts:
-            return self._cast(self._sum_along(form), strong(node.dtype))
-        if node.op in COMPARISONS and not all(map(self.forms.is_diagonal, node.args)):
-            form = self.forms.difference(node)
-            assert form is not None
-            zero = self.source.const(0)
-            return self.source.node(node.op, (self._sum_along(form), zero), torch.bool, None, node.where)
-        return keep(self.source, node, tuple(map(self._along, node.args)))
-
-    def _sum_along(self, form: Linear) -> Node:
-        index = next(n for n in self.graph.nodes if n.op == "input" and n.value == "q_idx")
-        along = Linear({index: form.of("q_idx")}, form.constant)
-        for node in form.others:
-            along = along.plus(Linear({self._along(node): form.parts[node]}))
-        return self._sum(along, self._width(form))
-
-    def _width(self, form: Linear) -> torch.dtype:
-        """int32 where that holds all parts of the sum, in any order."""
-        sizes = [abs(c) * max(map(abs, self.known[n])) for n, c in form.parts.items()]
-        return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
-
-    def _sum(self, form: Linear, dtype: torch.dtype) -> Node:
-        """A linear form as nodes."""
-        total: Node | None = None
-        for node, coefficient in form.parts.items():
-            part = self._cast(node, dtype)
-            if coefficient != 1:
-                part = self.source.node("mul", (part, self.source.const(coefficient, dtype)), dtype)
-            total = part if total is None else self.source.node("add", (total, part), dtype)
-        constant = self.source.const(form.constant, dtype)
-        if total is None:
-            return constant
-        return self.source.node("add", (total, constant), dtype) if form.constant else total
-
-    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
-        return node if strong(node.dtype) == dtype else self.source.node(CAST, (node,), dtype, dtype)
 
     # linear forms
 
@@ -277,7 +226,7 @@ class _Analyzer:
             elif along:
                 both = [*along, index] if index is not None else along
                 part = Linear({n: form.parts[n] for n in both})
-                whole = self._sum(part, self._width(part))
+                whole = self.sources.sum(part)
                 self.known[whole] = part.between(self.known)
                 parts.append((self._term(kind, whole), 1))
         rest = [n for n in form.others if self.forms.kind(n) not in ("row", "column")]
@@ -300,21 +249,21 @@ class _Analyzer:
     def _rule(self, node: Node) -> Bounds:
         dtype = strong(node.dtype)
         if node.op == CAST:
-            return self._cast_bounds(self._of(node.args[0]), node.args[0], dtype)
+            return brought_to(self.builder, self._of(node.args[0]), node.args[0], dtype)
         row = OPS.get(node.op)
         floats = dtype.is_floating_point or any(strong(a.dtype).is_floating_point for a in node.args)
         if row is None or row.interval is None or (floats and row.interval not in bounds.ROUNDED):
             return dtype_limits(dtype)
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         arguments = [
-            self._cast_bounds(self._of(a), a, row.number_dtype(d) if a.is_const else d)
+            brought_to(self.builder, self._of(a), a, row.number_dtype(d) if a.is_const else d)
             for a, d in zip(node.args, at, strict=True)
         ]
-        if node.op == "mul" and node.args[0] is node.args[1]:
+        if node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool:
             arguments = [bounds.absolute(a) for a in arguments]
         if node.op in ARITHMETIC and not floats:
             return self._arithmetic(row.interval, arguments, dtype)
-        found = self._held(row.interval(*arguments), dtype)
+        found = held(self.builder, row.interval(*arguments), dtype)
         if floats and node.op in KEEP_NAN:
             for low, high in arguments:
                 may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
@@ -322,7 +271,7 @@ class _Analyzer:
         difference = self._difference(node)
         if difference is None:
             return found
-        closer = row.interval(self._held(self._linear(difference), torch.int64), (0, 0))
+        closer = row.interval(held(self.builder, self._linear(difference), torch.int64), (0, 0))
         return found[0] | closer[0], found[1] & closer[1]
 
     def _difference(self, node: Node) -> Linear | None:
@@ -349,7 +298,7 @@ class _Analyzer:
                     for end in bounds.choose_bounds(inside, (low, high), (0, 0))
                 )
             taken.append((low, high))
-        found = self._held(rule(*taken), dtype)
+        found = held(self.builder, rule(*taken), dtype)
         return bounds.choose_bounds(moderate, found, dtype_limits(dtype))
 
     def _load(self, node: Node) -> Bounds:
@@ -367,98 +316,10 @@ class _Analyzer:
         chosen = [self._index(bounds.choose(at, i, 0), a) for i, a in zip(indices, node.args, strict=True)]
         loaded = self.builder.node("load", chosen, node.dtype, node.value, node.where)
         end = End(self.builder, loaded)
-        return bounds.choose_bounds(at, self._numbers_only((end, end), dtype), dtype_limits(dtype))
+        return bounds.choose_bounds(at, without_nan(self.builder, (end, end), dtype), dtype_limits(dtype))
 
     def _index(self, end: Any, argument: Node) -> Node:
         return end.node if isinstance(end, End) else self.builder.const(end, strong(argument.dtype))
-
-    def _cast_bounds(self, found: Bounds, source: Node, target: torch.dtype) -> Bounds:
-        """The bounds of a value that is brought to another dtype."""
-        dtype = strong(source.dtype)
-        if source.is_const:
-            return self._constant(source.value, target)
-        if target == dtype:
-            return found
-        if target == torch.bool:
-            return bounds.ne(found, (0, 0))
-        if dtype == torch.bool:
-            found = _ends(lambda end: end.cast(torch.int32) if isinstance(end, End) else int(end), found)
-        if target.is_floating_point:
-            ends = _ends(lambda end: self._as_float(end, target), found)
-            return self._numbers_only(ends, target)
-        if dtype.is_floating_point:
-            return self._truncated(found, target)
-        return self._held(found, target)
-
-    def _constant(self, value: Any, target: torch.dtype) -> Bounds:
-        rounded = number(value, target).item()
-        if not target.is_floating_point:
-            return rounded, rounded
-        if not math.isfinite(rounded):
-            return bounds.UNKNOWN if math.isnan(rounded) else (rounded, rounded)
-        end = End(self.builder, self.builder.const(rounded, target), (rounded, rounded))
-        return end, end
-
-    def _as_float(self, end: Any, target: torch.dtype) -> Any:
-        if isinstance(end, End):
-            return end.cast(target)
-        return end if bounds.is_endless(end) else self._constant(end, target)[0]
-
-    def _truncated(self, found: Bounds, target: torch.dtype) -> Bounds:
-        """A floating-point number as an integer, where the dtype has it; elsewhere it is the chip's own."""
-        limits = dtype_limits(target)
-        if any(map(bounds.is_number, found)):
-            return limits
-        least, most = max(limits[0], -(2**31)), min(limits[1], 2**30)
-        inside = (found[0] >= float(least)) & (found[1] <= float(most))
-        safe = bounds.choose_bounds(inside, found, (0.0, 0.0))
-        whole = _ends(lambda end: self._whole(end, target, (least, most)), safe)
-        return bounds.choose_bounds(inside, whole, limits)
-
-    def _whole(self, end: Any, target: torch.dtype, span: Bounds) -> Any:
-        if not isinstance(end, End):
-            return int(end)
-        wide = target if target in INTEGERS else torch.int32
-        return End(self.builder, self.builder.node(CAST, (end.node,), wide, wide), span)
-
-    # what a dtype holds
-
-    def _held(self, found: Bounds, dtype: torch.dtype) -> Bounds:
-        """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
-        if dtype.is_floating_point:
-            return self._numbers_only(found, dtype)
-        limits = dtype_limits(dtype)
-        if any(isinstance(end, float) for end in found):
-            return limits
-        if dtype == torch.bool:
-            return _ends(lambda end: bool(end) if bounds.is_number(end) else end, found)
-        low, high = bounds.settled(found)[0], bounds.span(found[1])[1]
-        if limits[0] <= low and high <= limits[1]:
-            return found
-        inside = (found[0] >= limits[0]) & (found[1] <= limits[1])
-        held = bounds.choose_bounds(inside, found, limits)
-        return _ends(lambda end: end.within(*limits) if isinstance(end, End) else end, held)
-
-    def _numbers_only(self, found: Bounds, dtype: torch.dtype) -> Bounds:
-        """Floating-point bounds without nan: what may be one is unknown."""
-        if not dtype.is_floating_point:
-            return found
-        if any(isinstance(end, float) and math.isnan(end) for end in found):
-            return bounds.UNKNOWN
-        spans = [bounds.span(end) for end in found]
-        if all(math.isfinite(x) for span in spans for x in span):
-            return found
-        bad: Any = False
-        for end in found:
-            if isinstance(end, End):
-                bad = bad | End(self.builder, self.builder.node("isnan", (end.node,), torch.bool))
-        return bounds.choose_bounds(bad, bounds.UNKNOWN, found)
-
-
-def _ends(change: Any, found: Bounds) -> Bounds:
-    """Both ends changed; one value stays one."""
-    low = change(found[0])
-    return (low, low) if found[0] is found[1] else (low, change(found[1]))
 
 
 def _is_moderate(found: Bounds) -> bool:

@@ -37,10 +37,12 @@ def document(
         block_mask = create_block_mask(mask_mod, None, None, 4096, 4096)
         out = flex_attention(query, key, value, block_mask=block_mask)
     """
-    of_position = _document_ids(ids, lengths, cu_seqlens, total)
+    return _document_mask(_document_ids(ids, lengths, cu_seqlens, total), causal)
 
+
+def _document_mask(ids: Tensor, causal: bool) -> MaskMod:
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = of_position if of_position.dim() == 1 else of_position[b]
+        of_batch = ids if ids.dim() == 1 else ids[b]
         same = of_batch[q_idx] == of_batch[kv_idx]
         return same & (q_idx >= kv_idx) if causal else same
 

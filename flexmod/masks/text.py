@@ -121,8 +121,8 @@ def padding(lengths: Tensor) -> MaskMod:
 def block_diffusion(length: int, block: int) -> MaskMod:
     """A sequence beside its noisy copy, generated block by block.
 
-    Positions 0 ... length - 1 are the noisy copy, length ... 2 * length - 1 the clean one. With n the block of
-    a position, (position % length) // block:
+    Positions 0 ... length - 1 are the noisy copy, length ... 2 * length - 1 the clean one. With n the block
+    of a position, (position % length) // block:
 
         noisy query, noisy key    n(q_idx) == n(kv_idx)
         noisy query, clean key    n(q_idx) >  n(kv_idx)
