@@ -31,6 +31,8 @@ ROOMS = (
     ("ir.evaluate",),
     (
         "block_mask.tiles",
+        "block_mask.runs",
+        "block_mask.held",
         "block_mask.parts",
         "block_mask.rebase",
         "block_mask.selection",

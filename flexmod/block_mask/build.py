@@ -57,12 +57,13 @@ def create_block_mask(
     here = _device(device)
     traced = trace_mask(mask_mod, here)
     _check_captures(traced, here)
-    traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     with transforms.paused():
-        table = classify(traced, sizes, block, here)
-        lists = tiles.lists_of(table, separate_full_blocks)
-        whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
-    return BlockMask(sizes[2:], **whole, BLOCK_SIZE=block, mask_mod=mask_mod, _trusted=True)
+        table = classify(Traced(fitted(traced.graph, sizes), traced.tensors), sizes, block, here)
+        if not separate_full_blocks:
+            table.clamp_(max=tiles.PARTIAL)
+        return BlockMask.of_table(
+            table, sizes[:2], sizes[2:], block, mask_mod, traced, separate=separate_full_blocks
+        )
 
 
 def create_mask(

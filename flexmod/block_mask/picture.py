@@ -16,14 +16,17 @@ SOLID, SHADED, BLANK = "█", "░", " "
 
 
 def picture(
-    tables: Tensor, batch_shape: Sequence[int], grid_size: int | tuple[int, int] = (20, 20), limit: int = 4
+    tables: Sequence[Tensor],
+    batch_shape: Sequence[int],
+    grid_size: int | tuple[int, int] = (20, 20),
+    limit: int = 4,
 ) -> str:
-    """Draws tables, bool [n, Qb, KVb]: the first n <= limit of the (batch, head) pairs of `batch_shape`.
+    """Draws tables, bool [Qb, KVb] each: the first n <= limit of the (batch, head) pairs of `batch_shape`.
 
     A cell stands for a rectangle of tiles, so that at most `grid_size` rows and columns are drawn (-1: one
     cell a tile). It is solid where every tile is present, blank where none is, shaded otherwise.
     """
-    steps = _steps(tables.shape[-2:], grid_size)
+    steps = _steps(tables[0].shape, grid_size)
     names = itertools.product(*map(range, batch_shape))
     grids = [f"{name}\n{_grid(table, steps)}" for name, table in zip(names, tables, strict=False)]
     if len(grids) < torch.Size(batch_shape).numel():

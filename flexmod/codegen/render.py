@@ -97,7 +97,7 @@ def _unspecialized(*names: str | list[str] | ModText | None) -> str:
     inside = ", ".join(f'"{name}"' for name in [*own, *captured])
     return (
         inside
-        if len(inside) < 80
+        if len(inside) < 78
         else "\n" + textwrap.fill(inside, 104, initial_indent="    ", subsequent_indent="    ") + "\n"
     )
 
@@ -114,10 +114,10 @@ def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list
         f"    head dims      {spec.head_dim} (queries and keys), {spec.value_dim} (values)",
     ]
     if spec.mask_block:
-        q_block, kv_block = spec.mask_block
-        lines.append(f"    mask           lists of blocks, {q_block} queries x {kv_block} keys each")
+        form, sides = spec.mask_form, spec.mask_block
+        lines.append(f"    mask           {form} of blocks, {sides[0]} queries x {sides[1]} keys each")
     else:
-        lines.append("    mask           no lists: every tile runs")
+        lines.append("    mask           none: every tile runs")
     if spec.q_dtype is torch.float32:
         lines.append(f"    float32 dots   {spec.precision}")
     lines += [

@@ -25,7 +25,7 @@ def compiled(spec: KernelSpec, kernel: KernelName, tile: Tile, target: str) -> o
         if name in ABSENT or name in constants or (name.startswith("stride") and name.endswith("d")):
             constants.setdefault(name, None if name in ABSENT else 1)
             continue
-        if name.endswith(("NUM_BLOCKS", "INDICES")):
+        if name.endswith(("NUM_BLOCKS", "INDICES", "_ROWS", "_RUNS")):
             signature[name] = "*i32"
         elif name in ("LSE", "LSE2", "DELTA"):
             signature[name] = "*fp32"
