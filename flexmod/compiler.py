@@ -30,13 +30,16 @@ from typing import Any, TypeVar
 
 from flexmod import config
 from flexmod.codegen import cache
+from flexmod.codegen.builder_kernels import Builder, BuilderKernels
+from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.render import render
+from flexmod.codegen.render import render, render_builder, render_runs
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.triton_text import write
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph
+from flexmod.ir.intervals import Term, analyze
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 
 Numbers = tuple[bool | int | float, ...]
@@ -157,6 +160,37 @@ def kernels_for(
         spec, lambda s: build(s, score_text, mask_text, grad_text), score_text, mask_text, grad_text,
         dict(options), interpreted,
     )  # fmt: skip
+
+
+def builder(graph: Graph, extents: Extents) -> Builder:
+    """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
+    analysis = analyze(graph, extents)
+    bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
+    terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
+    mask = compile_mod(graph, extents)
+    kernels = _builder_kernels(
+        bounds, tuple(replace(term, graph=promoted) for term, promoted, _ in terms), mask.lowered
+    )
+    return Builder(kernels, (of_bounds, mask.numbers, *(numbers for *_, numbers in terms)))
+
+
+@lru_cache(4096)
+def _builder_kernels(bounds: Graph, terms: tuple[Term, ...], mask: Lowered) -> BuilderKernels:
+    written = tuple(map(write_term, terms))
+    of_bounds = write_bounds(bounds, written)
+    of_mask = mask.text
+    assert of_mask is not None
+
+    def made() -> ModuleType:
+        text = stage("render", lambda: render_builder(written, of_bounds, of_mask))
+        return stage("load", lambda: cache.load(text, "block_mask"))
+
+    return BuilderKernels(written, of_bounds, of_mask, made)
+
+
+def runs_module() -> ModuleType:
+    """The module of `runs_kernel`."""
+    return cache.load(render_runs(), "runs")
 
 
 def build(spec: KernelSpec, score: ModText | None, mask: ModText | None, grad: ModText | None) -> ModuleType:

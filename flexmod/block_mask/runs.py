@@ -4,8 +4,8 @@
                                     how many runs, and the number of the first of these runs in `spans`
     spans    int32 [N, 2]           the first tile of a run, and the one after its last
 
-The runs of a row follow each other in ascending order. In `spans` come the partial runs of all rows, then the
-full ones, rows ascending; between those of two rows there may be places that nothing uses.
+The runs of a kind in a row follow each other, ascending. Where in `spans` they begin is of no account, and
+there may be places that nothing uses.
 
 What a mask costs grows with its boundary: a causal one has two runs a row, whatever its length.
 """
@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, row_groups
+from flexmod.block_mask.tiles import EMPTY, PARTIAL, row_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +37,10 @@ class Runs:
         _, number, first = self.rows.reshape(-1, 2, 3).movedim(1, 0).flatten(0, 1).unbind(-1)
         rows = len(first) // 2
         here = torch.arange(len(self.spans), dtype=torch.int32, device=self.spans.device)
-        # of several with the same first run, the last is the one that has runs
-        owner = torch.searchsorted(first.contiguous(), here, right=True).sub_(1).clamp_(min=0)
+        # of several with the same first run, one has runs: it comes last
+        order = (first.long() * 2 + (number > 0)).argsort()
+        owner = torch.searchsorted(first[order], here, right=True).sub_(1).clamp_(min=0)
+        owner = order[owner]
         used = here < (first + number)[owner]
         kind = torch.where(used, owner // rows + PARTIAL, EMPTY).to(torch.int8)
         place = (owner % rows * (columns + 1))[:, None] + self.spans
@@ -63,16 +64,37 @@ def of_table(table: Tensor) -> Runs:
     """
     *lead, columns = table.shape
     flat = table.reshape(-1, columns)
-    rows = torch.zeros(len(flat), 2, 3, dtype=torch.int32, device=table.device)
-    spans = []
-    for kind in (PARTIAL, FULL):
-        for group in row_groups(flat):
-            active = F.pad((flat[group] == kind).to(torch.int8), (1, 1))
-            step = active[:, 1:] - active[:, :-1]
-            starts, ends = (step == 1).nonzero(), (step == -1).nonzero()[:, 1]
-            spans.append(torch.stack([starts[:, 1], ends], 1).to(torch.int32))
-            rows[group, kind - 1, 0] = active.sum(-1, dtype=torch.int32)
-            rows[group, kind - 1, 1] = (step == 1).sum(-1, dtype=torch.int32)
-    number = rows[..., 1].T.flatten()
-    rows[..., 2] = (number.cumsum(0) - number).view(2, -1).T
-    return Runs(rows.view(*lead, 2, 3), torch.cat(spans))
+    # a row with nothing behind its end: no run goes on in the next one
+    width = (columns // 8 + 1) * 8
+    found = []
+    for group in row_groups(flat):
+        padded = flat.new_zeros(group.stop - group.start, width)
+        padded[:, :columns] = flat[group]
+        start, stop, kind = _stretches(padded.view(-1))
+        found.append(torch.stack([start // width + group.start, start % width, stop - start, kind]))
+    row, first, length, kind = torch.cat(found, 1)
+    order = kind.argsort(stable=True)
+    place = (row * 2 + kind - PARTIAL)[order]
+    rows = torch.zeros(2 * len(flat), 3, dtype=torch.int32, device=table.device)
+    rows[:, 0].index_add_(0, place, length[order].int())
+    rows[:, 1].index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    number = rows[:, 1].view(-1, 2).T.flatten()
+    rows[:, 2] = (number.cumsum(0, dtype=torch.int32) - number).view(2, -1).T.flatten()
+    spans = torch.stack([first, first + length], 1)[order].int()
+    return Runs(rows.view(*lead, 2, 3), spans)
+
+
+def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stretches of equal entries of int8 [8 n], where an entry is not EMPTY: start, stop and entry of each.
+
+    The last entry is EMPTY. All int64 [stretches].
+    """
+    before = torch.cat([kinds.new_zeros(1), kinds[:-1]])
+    # entries are bytes; eight at a time are looked at for a change
+    words = (before.view(torch.int64) != kinds.view(torch.int64)).nonzero()
+    changed = (before.view(-1, 8)[words[:, 0]] != kinds.view(-1, 8)[words[:, 0]]).nonzero()
+    at = words[changed[:, 0], 0] * 8 + changed[:, 1]
+    kind = kinds[at].long()
+    stop = torch.cat([at[1:], at.new_tensor([len(kinds)])])
+    used = (kind != EMPTY).nonzero()[:, 0]
+    return at[used], stop[used], kind[used]

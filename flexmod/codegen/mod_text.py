@@ -6,8 +6,9 @@
     column    a statement that reads kv_idx; it stands outside the loop of dK/dV
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
-A statement that nothing needs is "". `held_by_column` counts the numbers, truth values apart, that the column
-statement makes. The call of a mask gives an int1 tile, that of a score or of its derivative a float32 tile.
+A statement that nothing needs is "". `arguments` are those of the call that come before the parameters.
+`held_by_column` counts the numbers, truth values apart, that the column statement makes. The call of a mask
+gives an int1 tile, that of a score or of its derivative a float32 tile.
 """
 
 from __future__ import annotations
@@ -56,3 +57,4 @@ class ModText:
     column: str = ""
     parameters: tuple[Parameter, ...] = ()
     held_by_column: int = 0
+    arguments: tuple[str, ...] = ()

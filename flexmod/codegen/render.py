@@ -10,6 +10,7 @@ import jinja2
 import torch
 
 from flexmod.codegen import prelude, schedule
+from flexmod.codegen.builder_text import BoundsText, TermText
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.spec import KernelSpec
 
@@ -40,6 +41,30 @@ def render(
             exact=spec.exact,
         )
     )
+
+
+def render_builder(terms: tuple[TermText, ...], bounds: BoundsText, mask: ModText) -> str:
+    """The module of a builder of block masks: `terms_kernel` (where there are terms), `squares_kernel` and
+    `elements_kernel`.
+    """
+    texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
+    return _tidy(
+        _environment()
+        .get_template("block_mask_module.jinja")
+        .render(
+            terms=terms,
+            bounds=bounds,
+            mask=mask,
+            texts=texts,
+            prelude=prelude.used_by(*texts, single=True),
+        )
+    )
+
+
+@cache
+def render_runs() -> str:
+    """The module that makes runs of what tiles are: `runs_kernel`. The same for every mask."""
+    return _tidy(_environment().get_template("runs.jinja").render())
 
 
 def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:

@@ -63,11 +63,25 @@ RESERVED = {
     *keyword.kwlist,
 }
 WIDTH = 96
+_MAIN = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}
+# inputs that are positions, from 0 on; the first may stand for a difference of two
+PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
 
 
 def write(graph: Graph) -> ModText:
     """The device functions of a mask, score or grad graph and the lines that splice them into a kernel."""
-    return _Writer(graph).write()
+    return _Writer(graph, _MAIN[graph.kind], ARGUMENTS[graph.kind], f"_of_{graph.kind}").write()
+
+
+def write_whole(graph: Graph, name: str, signed: bool = False) -> ModText:
+    """One device function, `name`, of all a graph's inputs: the values of all its results.
+
+    For the builder of block masks. Captures have the names in a kernel that those of a mask have. `signed`:
+    q_idx is a difference of positions, which may be negative.
+    """
+    inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
+    writer = _Writer(graph, name, ("b", "h", *inputs), "_of_mask", PLACES[int(signed) :], whole=True)
+    return writer.write()
 
 
 def home_of(node: Node) -> str:
@@ -95,19 +109,31 @@ class _Function:
 
 
 class _Writer:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        main: str,
+        arguments: tuple[str, ...],
+        suffix: str,
+        places: tuple[str, ...] = POSITIONS,
+        whole: bool = False,
+    ) -> None:
         self.graph = graph
-        self.suffix = f"_of_{graph.kind}"
-        self.main = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
+        self.main = main
+        self.arguments = arguments
+        self.suffix = suffix
+        self.owner = "mask_mod" if whole else main  # of the captures
+        self.whole = whole  # one function for everything
+        self.numbers = f"{main}_number" if whole else "number"
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
-        self.captures = _capture_names(graph)
-        self.taken = RESERVED | set(self.captures)
+        self.captures = _capture_names(graph, set(arguments))
+        self.taken = RESERVED | set(self.captures) | set(arguments)
         self.users = _count_users(graph)
-        extents = dict.fromkeys(POSITIONS, 2**31)
+        extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
         # of padding too, where what int32 does not hold wraps
         self.certain = integer_bounds(graph, extents, may_wrap=True)
-        self.hoisted = self._choose_hoisted()
+        self.hoisted = {} if whole else self._choose_hoisted()
 
     # what is computed where
 
@@ -143,9 +169,14 @@ class _Writer:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
-        main = _Function(self.main, list(ARGUMENTS[self.graph.kind]))
-        value = self._value(main, self.graph.result)
-        _return(main, self._shaped(value))
+        main = _Function(self.main, list(self.arguments))
+        results = [self._shaped(self._value(main, result), result) for result in self.graph.results]
+        if self.graph.kind == "bounds":
+            results = [
+                _bind(main, _fresh(name, self.taken), text)
+                for name, text in zip(("certain", "possible"), results, strict=True)
+            ]
+        _return(main, *results)
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
@@ -153,6 +184,7 @@ class _Writer:
         return ModText(
             text=text,
             call=call,
+            arguments=self.arguments,
             parameters=tuple(self.parameters.values()),
             held_by_column=held,
             **statements,
@@ -178,13 +210,11 @@ class _Writer:
             head = f"def {function.name}(\n{inner}\n):"
         return f"@triton.jit\n{head}\n{body}\n"
 
-    def _shaped(self, value: str) -> str:
+    def _shaped(self, value: str, result: Node) -> str:
         """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
-        result = self.graph.result
-        if self.graph.kind == "mask":
-            constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
-            return constant.get(value, value)
-        if home_of(result) == "element":
+        if strong(result.dtype) == torch.bool and value in ("True", "False"):
+            return f"{'b' if self.whole else 'kv_idx'} {'>=' if value == 'True' else '<'} 0"
+        if self.graph.kind == "mask" or self.whole or home_of(result) == "element":
             return value
         shape_of = "grad" if self.graph.kind == "grad" else "score"
         return f"tl.where({shape_of} == {shape_of}, {value}, {value})"
@@ -205,7 +235,7 @@ class _Writer:
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
             return self._parameter(
-                function, f"number{node.value}", "number", node.value, comment="a Python number"
+                function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
         self._comment(function, node)
@@ -264,7 +294,7 @@ class _Writer:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
-        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.main}"
+        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
         pointer = self._parameter(function, capture, "pointer", number, comment=about)
         terms, guards = [pointer], []
         for dim, index in enumerate(node.args):
@@ -330,9 +360,9 @@ def _costly(node: Node) -> bool:
     return node.op != CAST and strong(node.dtype) != torch.bool
 
 
-def _capture_names(graph: Graph) -> list[str]:
+def _capture_names(graph: Graph, arguments: set[str]) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
-    taken = set(RESERVED)
+    taken = RESERVED | arguments
     return [_fresh(c.name, taken) for c in graph.captures]
 
 
