@@ -24,12 +24,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 from flexmod import config
-from flexmod.codegen import cache
+from flexmod.codegen import cache as modules
 from flexmod.codegen.builder_kernels import Builder, BuilderKernels
 from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.kernels import Kernels
@@ -183,21 +183,22 @@ def _builder_kernels(bounds: Graph, terms: tuple[Term, ...], mask: Lowered) -> B
 
     def made() -> ModuleType:
         text = stage("render", lambda: render_builder(written, of_bounds, of_mask))
-        return stage("load", lambda: cache.load(text, "block_mask"))
+        return stage("load", lambda: modules.load(text, "block_mask"))
 
     return BuilderKernels(written, of_bounds, of_mask, made)
 
 
+@cache
 def runs_module() -> ModuleType:
     """The module of `runs_kernel`."""
-    return cache.load(render_runs(), "runs")
+    return modules.load(render_runs(), "runs")
 
 
 def build(spec: KernelSpec, score: ModText | None, mask: ModText | None, grad: ModText | None) -> ModuleType:
     """render and load."""
     text = stage("render", lambda: render(spec, score, mask, grad))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
-    module = stage("load", lambda: cache.load(text, name))
+    module = stage("load", lambda: modules.load(text, name))
     if config.debug_level() >= 3:
         print(f"flexmod: source {module.__file__}", file=sys.stderr)
     return module
