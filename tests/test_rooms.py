@@ -38,6 +38,7 @@ ROOMS = (
         "block_mask.selection",
         "block_mask.spans",
         "block_mask.picture",
+        "block_mask.facts",
         "block_mask.format",
     ),
     (

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flexmod import transforms
 from flexmod.block_mask import runs, selection, tiles
-from flexmod.block_mask.held import Axis, Held
+from flexmod.block_mask.facts import Facts, facts
+from flexmod.block_mask.held import Axis, Held, ListPart
 from flexmod.block_mask.parts import (
     block_pair,
     check_lengths,
@@ -40,6 +41,8 @@ from flexmod.ir.trace import Traced, trace
 MaskMod = Callable[..., Any]
 
 DEFAULT_BLOCK = 128
+# elements that a mask counts to be printed
+COUNTED = 1 << 26
 # Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
@@ -61,19 +64,6 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
             raise MaskCaptureGradientError(name=capture.name)
         captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
     return Traced(traced.graph, tuple(captured))
-
-
-class _List:
-    """One of the eight lists, as an attribute."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, mask: BlockMask, owner: type) -> Any:
-        return mask.held.list(self._name)
-
-    def __set__(self, mask: BlockMask, part: Tensor | None) -> None:
-        mask.held.assign(self._name, part)
 
 
 class BlockMask:
@@ -99,14 +89,14 @@ class BlockMask:
     together, and what tracing a mask_mod raises.
     """
 
-    kv_num_blocks = _List()
-    kv_indices = _List()
-    full_kv_num_blocks = _List()
-    full_kv_indices = _List()
-    q_num_blocks = _List()
-    q_indices = _List()
-    full_q_num_blocks = _List()
-    full_q_indices = _List()
+    kv_num_blocks = ListPart()
+    kv_indices = ListPart()
+    full_kv_num_blocks = ListPart()
+    full_kv_indices = ListPart()
+    q_num_blocks = ListPart()
+    q_indices = ListPart()
+    full_q_num_blocks = ListPart()
+    full_q_indices = ListPart()
 
     def __init__(
         self,
@@ -373,9 +363,18 @@ class BlockMask:
             by_column=self.held.by_column, full_tiles_padded=self.full_tiles_padded,
         )  # fmt: skip
 
+    def facts(self, budget: float = math.inf) -> Facts:
+        """What the mask turns out to be: density, whether every query has keys, and so on.
+
+        Elements of partial tiles are counted where there are no more than `budget`.
+        """
+        known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
+        return facts(self.table(), *known, budget=budget)
+
     def __str__(self) -> str:
+        """The picture, and the facts in a line."""
         head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, "
-        return f"{head}\n{self.to_string().strip()}\n)"
+        return f"{head}\n{self.to_string().strip()}\n{self.facts(COUNTED)}\n)"
 
     def __repr__(self) -> str:
         shapes = [(name, None if part is None else part.shape) for name, part in self._parts(LISTS).items()]

@@ -8,7 +8,7 @@ that a user has written to: kernels launch from what is held.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -141,6 +141,19 @@ class Held:
         table = runs.table(self.grid[axis == "kv"])
         _, indices = tiles.ordered(table == (FULL if full else PARTIAL))
         return indices.expand(*self.batch, -1, -1)
+
+
+class ListPart:
+    """One of the eight lists, as an attribute of a mask that has `held`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, mask: Any, owner: type) -> Any:
+        return mask.held.list(self._name)
+
+    def __set__(self, mask: Any, part: Tensor | None) -> None:
+        mask.held.assign(self._name, part)
 
 
 def _version(part: Tensor) -> float:
