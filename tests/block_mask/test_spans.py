@@ -60,6 +60,10 @@ MORE: dict[str, tuple[Any, int | None, int | None, int, int]] = {
     "dilated documents": (
         and_masks(masks.document(IDS), masks.dilated_window(20, 5)), None, None, 1000, 1000
     ),
+    "dilated documents, in no order": (
+        lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k) & (q - k <= 98) & ((q - k) % 5 == 0),
+        None, None, 1000, 1000,
+    ),
     "block diffusion": (masks.block_diffusion(500, 32), None, None, 1000, 1000),
     "shared prefix": (masks.shared_prefix(100, IDS), None, None, 1000, 1000),
     "sliding tiles": (masks.sliding_tiles((6, 15, 12), (2, 5, 4), (1, 3, 3)), None, None, 1080, 1080),

@@ -84,6 +84,7 @@ TRAPS = {
     "int8 wraps": lambda b, h, q, k: SMALL[q % 4] + SMALL[k % 4] > 0,
     "a cast wraps": lambda b, h, q, k: (q * 20 - k).to(torch.uint8) > 40,
     "a cast of a float": lambda b, h, q, k: (q * 0.7 - k * 0.3).to(torch.int32) >= 2,
+    "a cast of a float beyond int32": lambda b, h, q, k: (q * 3e8 - k * 2e8).to(torch.int32) >= 2,
     "a divisor that may be zero": lambda b, h, q, k: (q + 1) / (k - 5.0) > 1,
     "a divisor below zero": lambda b, h, q, k: (q - k) // -3 >= -2,
     "a divisor of either sign": lambda b, h, q, k: (q - k) // torch.where(h > 0, -3, 2) >= -2,
@@ -116,6 +117,17 @@ def test_positions_beyond_int32_are_bounded_in_int64() -> None:
         corners = q * 5000 > k * 4999
         assert certain[0, 0, i, j] == corners.all()
         assert possible[0, 0, i, j] == corners.any()
+
+
+def test_functions_of_the_difference_beyond_int32_are_evaluated_in_int64() -> None:
+    sizes = (1, 1, 2**19, 2**20)
+    traced = trace(lambda b, h, q, k: (q * 5000 - k * 5000 + 1) % 7 == 0, "mask")
+    axes = axes_of(traced, sizes)
+    (term,) = axes.analysis.terms
+    difference = torch.arange(1 - 2**20, 2**19)
+    expected = F.pad(((difference * 5000 + 1) % 7 == 0).cumsum(0), (1, 0))
+    assert term.axis == "diagonal"
+    assert axes.values[term.low].flatten().tolist() == expected.tolist()
 
 
 # text
@@ -200,3 +212,11 @@ def test_what_heads_and_batches_decide_stays_in_the_graph() -> None:
 def test_lengths_that_are_alike_share_a_graph() -> None:
     graph = trace(masks.sliding_window(200), "mask").graph
     assert analyze(graph, (1, 1, 5000, 5000)).bounds == analyze(graph, (1, 1, 6000, 8000)).bounds
+
+
+def test_a_length_that_int32_only_just_holds_is_not_rounded_up() -> None:
+    """q_idx * 1500 stays a linear form, which the next power of two would not allow."""
+    length = 2**20 + 1
+    analysis, found = text(lambda b, h, q, k: q * 1500 - k * 1500 <= 3000, (1, 1, length, length))
+    assert not analysis.terms
+    assert "int64" not in found
