@@ -33,6 +33,7 @@ ROOMS = (
         "block_mask.tiles",
         "block_mask.runs",
         "block_mask.held",
+        "block_mask.mask_mod",
         "block_mask.parts",
         "block_mask.rebase",
         "block_mask.selection",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from flexmod import transforms
 from flexmod.block_mask import runs, selection, tiles
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
+from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
     block_pair,
     check_lengths,
@@ -31,39 +31,17 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import (
     BlockMaskCropError,
-    MaskCaptureGradientError,
     NotABlockMask,
     SlicedTorchMaskError,
 )
 from flexmod.ir.passes import fitted
-from flexmod.ir.trace import Traced, trace
-
-MaskMod = Callable[..., Any]
+from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
 # elements that a mask counts to be printed
 COUNTED = 1 << 26
 # Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
-
-
-def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """The mask_mod that keeps every score."""
-    return b.new_ones((), dtype=torch.bool)
-
-
-def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
-    """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
-
-    Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
-    """
-    traced = trace(mask_mod, "mask", device)
-    captured = []
-    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if transforms.is_wrapped(tensor) and tensor.requires_grad:
-            raise MaskCaptureGradientError(name=capture.name)
-        captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
-    return Traced(traced.graph, tuple(captured))
 
 
 class BlockMask:
@@ -124,9 +102,7 @@ class BlockMask:
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
         lists = checked_lists(parts)
-        plain = {
-            name: None if part is None else transforms.plain(part, name) for name, part in lists.items()
-        }
+        plain = {name: None if part is None else transforms.plain(part, name) for name, part in lists.items()}
         self.held = Held.of_lists(plain)
         self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths
