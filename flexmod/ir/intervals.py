@@ -133,6 +133,8 @@ class _Analyzer:
         return end.node if isinstance(end, End) else self.builder.const(bool(end), torch.bool)
 
     def _of(self, node: Node) -> Bounds:
+        if node not in self.found and node.home <= UNIFORM:
+            self.found[node] = self._bounds(node)
         return self.found[node]
 
     # how a node's bounds come about
@@ -283,7 +285,8 @@ class _Analyzer:
         if not axes[0] & axes[1] and not left.parts.keys() & right.parts.keys():
             return None
         difference = left.plus(right, -1)
-        return difference if all(n in self.found or n.op == "input" for n in difference.parts) else None
+        known = (n in self.found or n.op == "input" or n.home <= UNIFORM for n in difference.parts)
+        return difference if all(known) else None
 
     def _arithmetic(self, rule: Any, arguments: Sequence[Bounds], dtype: torch.dtype) -> Bounds:
         """A rule on integers, of which those of int64 may be too large for it."""
