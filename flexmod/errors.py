@@ -368,7 +368,9 @@ class NotAGpuError(FlexmodError, ValueError):
 
 class DoubleBackwardError(FlexmodError, NotImplementedError):
     what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
-    instead = 'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+    instead = (
+        'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+    )
 
 
 class ForwardModeError(FlexmodError, NotImplementedError):

@@ -68,9 +68,8 @@ def _document_ids(
         check_number("document", "total", total, least=1)
     ends = value.cumsum(-1) if lengths is not None else value[..., 1:].long()
     positions = torch.arange(int(ends.max()) if total is None else total, device=ends.device)
-    return torch.searchsorted(
-        ends.contiguous(), positions.expand(*ends.shape[:-1], -1), right=True, out_int32=True
-    )
+    in_rows = positions.expand(*ends.shape[:-1], -1).contiguous()
+    return torch.searchsorted(ends.contiguous(), in_rows, right=True, out_int32=True)
 
 
 def shared_prefix(prefix: int, ids: Tensor) -> MaskMod:

@@ -93,6 +93,7 @@ TRAPS = {
     "the difference of far terms": lambda b, h, q, k: (q - LARGE[q % 4]) - (k - LARGE[k % 4]) <= 3,
     "rounded sums": lambda b, h, q, k: (q.half() * 100.7 + k * 0.1) > 1000,
     "a mask of one": lambda b, h, q, k: (q == 7) & (k == 11),
+    "what b decides, in a difference": lambda b, h, q, k: (q // 7 + b) < (q + k // 7),
     "bits": lambda b, h, q, k: ((q ^ k) & 12) < ((q | k) >> 1),
 }  # fmt: skip
 
