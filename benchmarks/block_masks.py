@@ -168,7 +168,7 @@ def open_tiles(mask_mod: Any, heads: int | None, case: Case, device: torch.devic
     refined = Refined(Traced(fitted(found.graph, sizes), found.tensors), sizes, (128, 128), device)
     refined.by_bounds()
     left, total = len(refined.open), refined.table.numel()
-    refined.by_samples()
+    refined.by_samples(4)
     at = refined.open
     refined.by_pieces()
     refined.by_elements()
@@ -197,8 +197,12 @@ def _cells(result: dict[str, Any] | None, first: bool = False) -> list[str]:
         why = "-" if result is None else "memory" if "memory" in result["error"].lower() else "fails"
         return [why, *["-"] * (1 + first)]
     value = result["value"]
-    cells = [f"{value['ms']:.3g}", f"{value['bytes'] / 2**20:.4g}"]
+    cells = [_short(value["ms"]), _short(value["bytes"] / 2**20)]
     return [*cells, f"{value['first_s']:.2f}"] if first else cells
+
+
+def _short(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.2g}" if x < 10 else f"{x:.3g}"
 
 
 if __name__ == "__main__":

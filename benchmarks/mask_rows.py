@@ -16,7 +16,7 @@ HEADS = 16
 
 def random_lengths(length: int) -> Tensor:
     """Lengths of documents of 100 to 8000 tokens that make up `length`, the same in every run."""
-    drawn = torch.randint(100, 8001, (length // 100,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(100, 8001, (length // 100 + 1,), generator=torch.Generator().manual_seed(0))
     count = int((drawn.cumsum(0) < length).sum()) + 1
     drawn = drawn[:count].clone()
     drawn[-1] -= drawn.sum() - length

@@ -4,7 +4,7 @@
     tiles       of the squares that stay open, by their bounds
     samples     a few elements of the tiles that stay open: one kept and one not make a partial tile
     pieces      tiles that stay open, cut where what the mask reads jumps, by the bounds of the pieces
-    elements    what is open still, element by element
+    elements    what is open still: some more elements of a tile, then all of them
 
 So the work grows with the boundary of the mask. No step holds more than AT_ONCE numbers of a kind.
 """
@@ -24,9 +24,9 @@ from flexmod.ir.intervals import analyze
 from flexmod.ir.trace import Traced
 
 OPEN = 3
-# Tiles in a square, on a side; elements of a tile that are tried first, on a side.
+# Tiles in a square, on a side; elements of a tile that are tried, on a side: first, and before all of them.
 SIDE = 32
-SAMPLES = 4
+SAMPLES = 4, 16
 AT_ONCE = 1 << 20
 # Pairs of pieces that a tile may have: many more, and its elements are as cheap.
 PIECES = 64
@@ -66,8 +66,9 @@ class Refined:
 
     def run(self) -> None:
         self.by_bounds()
-        self.by_samples()
+        self.by_samples(SAMPLES[0])
         self.by_pieces()
+        self.by_samples(SAMPLES[1])
         self.by_elements()
 
     def by_bounds(self) -> None:
@@ -86,11 +87,11 @@ class Refined:
             left.append(self._settle(at, self._decided(self.rows, self.columns, at)))
         self.open = torch.cat([self.open, *left])
 
-    def by_samples(self) -> None:
-        """Some elements of each tile. They can but tell that it is partial."""
+    def by_samples(self, side: int) -> None:
+        """`side` x `side` elements of each tile. They can but tell that it is partial."""
         left = [self.open[:0]]
-        for at in self.open.split(max(1, AT_ONCE // SAMPLES**2)):
-            kept = self._kept(at, SAMPLES, SAMPLES)
+        for at in self.open.split(max(1, AT_ONCE // side**2)):
+            kept = self._kept(at, side, side)
             mixed = kept.any(-1) & ~kept.all(-1)
             left.append(self._settle(at, torch.where(mixed, PARTIAL, OPEN)))
         self.open = torch.cat(left)

@@ -139,7 +139,7 @@ def test_documents_are_decided_without_their_elements(monkeypatch):
     )
     with Largest() as largest:
         refined.by_bounds()
-        refined.by_samples()
+        refined.by_samples(4)
     assert len(refined.open) == 0 and largest.bytes <= 32 << 20
     inside = torch.arange(1 << 17) // 128
     first, last = ids[::128], ids[127::128]
