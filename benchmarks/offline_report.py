@@ -35,7 +35,9 @@ TYPES = {
 }  # fmt: skip
 OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
 STATISTICS = ("LSE", "LSE2", "DELTA")
-ABSENT = ("MAX_SCORES", "GRAD_LSE")
+SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
+LISTS = ("_BLOCKS", "_INDICES", "_COUNTS", "_TILES")
+ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
 LAST_STRIDES = (
     "stride_qd",
     "stride_kd",
@@ -104,7 +106,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", default=["causal", "soft-cap + causal"])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", choices=names, default=names)
+    more = (*names, "diagonal", "scatter")
+    parser.add_argument("--kernels", nargs="+", choices=more, default=names)
     parser.add_argument("--tiles", nargs="+", default=["ladder"])
     parser.add_argument(
         "--out", default=os.environ.get("OUT"), help="folder for results (default: OUT, or none)"
@@ -160,9 +163,13 @@ def compiled(part: Part, dtype: torch.dtype) -> tuple[Kernels, dict[str, str]]:
         backward=part.kernel != "forward",
     )
     lowered = [compile_mod(mod.graph, extents).lowered if mod else None for mod in (score, mask)]
-    kernels = kernels_for(spec, *lowered)
+    wanted = tuple(n for n, tensor in enumerate(score.tensors) if tensor.requires_grad) if score else ()
+    kernels = kernels_for(spec, *lowered, wanted=wanted if spec.backward else ())
     types: dict[str, str] = {}
-    for text, mod in ((kernels.score, score), (kernels.grad, score), (kernels.mask, mask)):
+    grads = kernels.captures.by_kernel(kernels.grad)
+    if part.kernel in ("diagonal", "scatter") and grads[part.kernel] is None:
+        raise ValueError(f"{part.row} has no {part.kernel} kernel")
+    for text, mod in ((kernels.score, score), (grads.get(part.kernel), score), (kernels.mask, mask)):
         if text and mod:
             types |= {parameter.name: _type(parameter, mod) for parameter in text.parameters}
     return kernels, types
@@ -185,11 +192,11 @@ def signature_of(
             signature[name] = types[name]
         elif name in OPERANDS:
             signature[name] = f"*{operand}"
-        elif name in STATISTICS:
+        elif name in STATISTICS or name.endswith(SUMS):
             signature[name] = "*fp32"
-        elif name.endswith(("_BLOCKS", "_INDICES")):
+        elif name.endswith(LISTS):
             signature[name] = "*i32"
-        elif name in ABSENT:
+        elif name.endswith(ABSENT):
             constexprs[name] = None
         elif name in LAST_STRIDES:
             constexprs[name] = 1

@@ -81,6 +81,12 @@ def table(row: Row, device: torch.device, learn: bool = False, mask_mod: MaskMod
     return Mods(relative_table, mask_mod, (bias,) if learn else ())
 
 
+def learned_pairs(row: Row, device: torch.device) -> Mods:
+    """A learned bias [heads, length, length]: each element has a place of its own."""
+    bias = torch.zeros(row.heads, row.length, row.length, device=device, dtype=row.dtype, requires_grad=True)
+    return Mods(lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx], None, (bias,))
+
+
 def softcap(row: Row, device: torch.device) -> Mods:
     return Mods(mods.softcap(20.0), masks.causal())
 
@@ -151,6 +157,7 @@ SETS: dict[str, list[Row]] = {
         Row("learned table", LEARNED_TABLE, length=4096, constant="table"),
         Row("table + causal", CAUSAL_TABLE, length=4096),
         Row("learned table + causal", LEARNED_CAUSAL_TABLE, length=4096, constant="table + causal"),
+        Row("learned pairs", learned_pairs, length=2048),
     ],
     "memory": [
         Row("memory: causal", causal, batch=1, length=32768, memory=True),

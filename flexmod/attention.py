@@ -170,7 +170,7 @@ def _problem(
         checks.check_mask(mask, query, key)
     if source is None:
         return Problem(None, None, mask, scale)
-    checks.check_captures(source, "score", query, backend)
+    checks.check_captures(source, "score", query)
     split = mask is None
     extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     lowered = lower(source.graph, extents, split=split)

@@ -33,14 +33,16 @@ from flexmod.codegen import cache as modules
 from flexmod.codegen.builder_kernels import Builder, BuilderKernels
 from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.render import render, render_builder, render_runs
 from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
+from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph
-from flexmod.ir.intervals import Term, analyze
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
+from flexmod.ir.reductions import Term, terms_of
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
@@ -99,6 +101,18 @@ def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
     return replace(found, graph=optimize(found.graph))
 
 
+@lru_cache(4096)
+def capture_terms(graph: Graph, wanted: tuple[int, ...]) -> tuple[Term, ...]:
+    """What each load of the captures `wanted` adds to their gradients, and how that is summed."""
+    return terms_of(capture_grad(graph, wanted))
+
+
+@lru_cache(4096)
+def capture_texts(graph: Graph, wanted: tuple[int, ...]) -> CaptureTexts:
+    """`capture_terms` as device functions."""
+    return stage("write", lambda: write_terms(capture_grad(graph, wanted), capture_terms(graph, wanted)))
+
+
 class Constants:
     """Which constants of a graph have become run-time arguments.
 
@@ -151,20 +165,25 @@ def kernels_for(
     mask: Lowered | None,
     options: tuple[tuple[str, Any], ...] = (),
     interpreted: bool = False,
+    wanted: tuple[int, ...] = (),
 ) -> Kernels:
-    """The kernels of a spec and its mods; they are rendered and loaded when they are first launched."""
+    """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
+
+    `wanted` are the captures of the score_mod that a backward makes gradients of.
+    """
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
+    captures = capture_texts(score.score, wanted) if wanted and score and score.score else NO_CAPTURES
     return Kernels(
-        spec, lambda s: build(s, score_text, mask_text, grad_text), score_text, mask_text, grad_text,
-        dict(options), interpreted,
+        spec, lambda s: build(s, score_text, mask_text, grad_text, captures),
+        score_text, mask_text, grad_text, dict(options), interpreted, captures,
     )  # fmt: skip
 
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
-    analysis = analyze(graph, extents)
+    analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
     terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
     mask = compile_mod(graph, extents)
@@ -175,7 +194,7 @@ def builder(graph: Graph, extents: Extents) -> Builder:
 
 
 @lru_cache(4096)
-def _builder_kernels(bounds: Graph, terms: tuple[Term, ...], mask: Lowered) -> BuilderKernels:
+def _builder_kernels(bounds: Graph, terms: tuple[intervals.Term, ...], mask: Lowered) -> BuilderKernels:
     written = tuple(map(write_term, terms))
     of_bounds = write_bounds(bounds, written)
     of_mask = mask.text
@@ -194,9 +213,15 @@ def runs_module() -> ModuleType:
     return modules.load(render_runs(), "runs")
 
 
-def build(spec: KernelSpec, score: ModText | None, mask: ModText | None, grad: ModText | None) -> ModuleType:
+def build(
+    spec: KernelSpec,
+    score: ModText | None,
+    mask: ModText | None,
+    grad: ModText | None,
+    captures: CaptureTexts = NO_CAPTURES,
+) -> ModuleType:
     """render and load."""
-    text = stage("render", lambda: render(spec, score, mask, grad))
+    text = stage("render", lambda: render(spec, score, mask, grad, captures))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
     module = stage("load", lambda: modules.load(text, name))
     if config.debug_level() >= 3:

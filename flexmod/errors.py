@@ -273,11 +273,6 @@ class ModDtypeError(FlexmodError, TypeError):
     instead = "convert it before the call."
 
 
-class CaptureGradientError(FlexmodError, NotImplementedError):
-    what = "{name}, captured by score_mod, requires grad; the {backend} backend computes no gradients of captured tensors yet."
-    instead = 'pass kernel_options={{"BACKEND": "REFERENCE"}}, or {name}.detach() if no gradient is wanted.'
-
-
 class MaskCaptureGradientError(FlexmodError, TypeError):
     what = "{name}, captured by mask_mod, requires grad; a mask has no derivative."
     instead = "capture {name}.detach()."

@@ -1,6 +1,7 @@
 """The `kernel_options` of flex_attention: one table, checked before anything else happens.
 
-Names are torch's. Each may carry the prefix `fwd_` or `bwd_`, which wins over the bare name in its kernels.
+Names are torch's, but for BLOCK_M3 and BLOCK_N3. Each may carry the prefix `fwd_` or `bwd_`, which wins over
+the bare name in its kernels.
 """
 
 from __future__ import annotations
@@ -57,7 +58,12 @@ OPTIONS: Mapping[str, Option] = {
     "BLOCK_N1": Option(_TILE, _power_of_two, "keys of a tile, dK/dV"),
     "BLOCK_M2": Option(_TILE, _power_of_two, "queries of a tile, dQ"),
     "BLOCK_N2": Option(_TILE, _power_of_two, "keys of a tile, dQ"),
-    "deterministic": Option("True or False", _flag, "bit-equal reruns (today every kernel gives them)"),
+    "BLOCK_M3": Option(_TILE, _power_of_two, "queries of a tile, gradients along diagonals"),
+    "BLOCK_N3": Option(_TILE, _power_of_two, "keys of a tile, gradients along diagonals; divides BLOCK_M3"),
+    "deterministic": Option(
+        "True or False", _flag,
+        "bit-equal reruns where a captured tensor's gradient needs atomics; all else gives them anyway",
+    ),
     "PRESCALE_QK": Option("True or False", _flag, _INFERRED),
     "ROWS_GUARANTEED_SAFE": Option("True or False", _flag, _INFERRED),
     "BLOCKS_ARE_CONTIGUOUS": Option("True or False", _flag, _INFERRED),

@@ -325,14 +325,6 @@ MODS: list[Row] = [
         "  Instead: pass a function of scalars, e.g. lambda b, h, q_idx, kv_idx: q_idx >= kv_idx.",
     ),
     (
-        errors.CaptureGradientError,
-        lambda: captured_by_score("bias", x(4, requires_grad=True), kernel_options={"BACKEND": "INTERPRET"}),
-        "bias, captured by score_mod, requires grad; the INTERPRET backend computes no gradients of "
-        "captured tensors yet.\n"
-        '  Instead: pass kernel_options={"BACKEND": "REFERENCE"}, or bias.detach() if no gradient is '
-        "wanted.",
-    ),
-    (
         errors.MaskCaptureGradientError,
         lambda: captured_by_mask(x(32, requires_grad=True)),
         "limits, captured by mask_mod, requires grad; a mask has no derivative.\n"

@@ -2,81 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from learned_mods import causal, every_third, learned_mods, random
 from reference_case import LargestTensor, make_case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexmod import create_block_mask, errors, flex_attention, mods
+from flexmod import create_block_mask, flex_attention, mods
 from flexmod.backends import cpu
 
 REFERENCE = {"BACKEND": "REFERENCE"}
 BATCH, HEADS, ROWS, COLUMNS = 2, 4, 13, 11
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return q_idx >= kv_idx
-
-
-def every_third(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Two rows of three attend to nothing."""
-    return (q_idx % 3 == 1) & (q_idx >= kv_idx)
-
-
-# Each makes a score_mod of the tensors that it learns; beside it the shapes of these tensors.
-LEARNED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
-    "slopes": (lambda t: lambda s, b, h, q, k: s + t[h] * (k - q), [(HEADS,)]),
-    "alibi of the library": (mods.alibi, [(HEADS,)]),
-    "relative table": (
-        lambda t: lambda s, b, h, q, k: s + t[h, q - k + COLUMNS - 1],
-        [(HEADS, ROWS + COLUMNS - 1)],
-    ),
-    "relative table, from its end": (
-        lambda t: lambda s, b, h, q, k: s + t[q - k],
-        [(2 * max(ROWS, COLUMNS),)],
-    ),
-    "bias of pairs": (lambda t: lambda s, b, h, q, k: s + t[q, k], [(ROWS, COLUMNS)]),
-    "bias of pairs and heads": (lambda t: lambda s, b, h, q, k: s + t[h, q, k], [(HEADS, ROWS, COLUMNS)]),
-    "bias of everything": (
-        lambda t: lambda s, b, h, q, k: s + t[b, h, q, k],
-        [(BATCH, HEADS, ROWS, COLUMNS)],
-    ),
-    "bias of rows": (lambda t: lambda s, b, h, q, k: s * t[q], [(ROWS,)]),
-    "bias of keys": (lambda t: lambda s, b, h, q, k: s + t[b, k], [(BATCH, COLUMNS)]),
-    "temperature": (lambda t: lambda s, b, h, q, k: s * torch.exp(t[b]), [(BATCH,)]),
-    "scalar": (lambda t: lambda s, b, h, q, k: torch.tanh(s * t) / t, [()]),
-    "one element": (lambda t: lambda s, b, h, q, k: s * t[0] + t[-1], [(3,)]),
-    "indexed twice": (lambda t: lambda s, b, h, q, k: s + t[q] * torch.sin(t[k]), [(ROWS,)]),
-    "in two places": (
-        lambda t: lambda s, b, h, q, k: torch.where(q > k, s * t[h], s + t[h] ** 2) + t[h - 1],
-        [(HEADS,)],
-    ),
-    "by a load": (lambda t: lambda s, b, h, q, k: s + t[BUCKET[k]], [(3,)]),
-    "by the score": (lambda t: lambda s, b, h, q, k: s * t[s.clamp(-1, 1).round().int() + 1], [(3,)]),
-    "several": (
-        lambda t, u, v: lambda s, b, h, q, k: v * torch.tanh(s * u[h]) + t[q - k + COLUMNS - 1],
-        [(ROWS + COLUMNS - 1,), (HEADS,), ()],
-    ),
-    "with -inf": (
-        lambda t: lambda s, b, h, q, k: torch.where(q + 2 >= k, s + t[h, q], -math.inf),
-        [(HEADS, ROWS)],
-    ),
-    "with -inf that a table decides": (
-        lambda t: lambda s, b, h, q, k: torch.where(t[k] > 0, s + t[k], -math.inf),
-        [(COLUMNS,)],
-    ),
-}
-BUCKET = torch.arange(COLUMNS) % 3
+LEARNED = learned_mods(BATCH, HEADS, ROWS, COLUMNS)
 MASKS = pytest.mark.parametrize("mask_mod", [None, causal, every_third])
 
 
@@ -320,12 +263,3 @@ def test_a_learned_tensor_that_changes_before_the_backward_is_refused() -> None:
         slopes.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_generated_kernels_refuse() -> None:
-    slopes = random(HEADS).float().requires_grad_()
-    with pytest.raises(errors.CaptureGradientError, match="slopes, .* INTERPRET backend"):
-        flex_attention(
-            *small_case(torch.float32), lambda s, b, h, q, k: s * slopes[h], enable_gqa=True,
-            kernel_options={"BACKEND": "INTERPRET"},
-        )  # fmt: skip

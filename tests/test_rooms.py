@@ -28,6 +28,7 @@ ROOMS = (
     ("ir.passes",),
     ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),
     ("ir.derivative",),
+    ("ir.reductions",),
     ("ir.evaluate",),
     (
         "block_mask.tiles",
@@ -47,6 +48,7 @@ ROOMS = (
         "codegen.prelude",
         "codegen.expressions",
         "codegen.triton_text",
+        "codegen.term_text",
         "codegen.builder_text",
     ),
     ("codegen.spec",),

@@ -1,20 +1,34 @@
-"""Gradients of captured tensors, summed tile by tile.
+"""Gradients of captured tensors, from the gradients of what each load gave the scores.
 
-A term, the gradient of one loaded element for each score, is first summed over what the load's index does not
-read: the slopes of heads see one number a tile and head, a bias of the keys one a column. Only what is left
-is added to the elements, one after the other in a fixed order, so that two runs agree bit for bit.
+A term, the gradient of one loaded element for each score, is first summed over what the load's index does
+not read: the slopes of heads see one number a head, a bias of the keys one a column. Only what is left is
+added to the elements, one after the other in a fixed order, so that two runs agree bit for bit.
+
+`CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums that kernels have made of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flexmod.backends.interface import Problem
+from flexmod.ir.evaluate import evaluate, wrapped
 from flexmod.ir.graph import Graph
+from flexmod.ir.passes import Extents
+from flexmod.ir.reductions import Along, Term
+
+Sums = Mapping[Along, Sequence[Tensor]]
+"""What kernels make of terms, float32, for each term in order:
+
+    row         [B, Hq, M]
+    column      [B, Hq, N]
+    diagonal    [B, Hq, M + N - 1], by the distance q_idx - kv_idx, from 1 - N on
+    element     the sums of a captured tensor's elements, flat; one for each tensor in order
+"""
 
 
 class CaptureSums:
@@ -25,11 +39,7 @@ class CaptureSums:
         self.graph: Graph = problem.capture_grad.graph
         self._loads = problem.capture_grad.loads
         self._tensors = problem.score.tensors
-        self._sums: dict[int, Tensor] = {}
-        for number in self._loads:
-            tensor = self._tensors[number]
-            dtype = torch.promote_types(real, tensor.dtype)
-            self._sums[number] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
+        self._totals = {number: _Total(self._tensors[number], real) for number in self._loads}
 
     def add(self, values: Sequence[Tensor], shape: tuple[int, ...], forbid: Callable[[Tensor], None]) -> None:
         """Adds the terms of a tile of scores of this shape.
@@ -40,36 +50,108 @@ class CaptureSums:
         rest = iter(values)
         for number in self._loads:
             term = next(rest)
-            sizes = self._tensors[number].shape
-            indices = [next(rest) for _ in sizes]
+            indices = [next(rest) for _ in self._tensors[number].shape]
             if term.shape != shape:  # a constant
                 term = term.expand(shape).clone()
             forbid(term)
-            total = self._sums[number]
-            place = _place(indices, sizes, total.device)
-            term = _sum_to(term.to(total.dtype), place.shape)
-            total.index_add_(0, place.expand(term.shape).flatten(), term.flatten())
+            self._totals[number].add(term, indices)
 
     def result(self) -> tuple[Tensor | None, ...]:
         """One gradient for each captured tensor, in its shape and dtype; None for one without a term."""
-        return tuple(
-            self._sums[number].view(tensor.shape).to(tensor.dtype) if number in self._sums else None
-            for number, tensor in enumerate(self._tensors)
-        )
+        return _results(self._totals, len(self._tensors))
 
 
-def _place(indices: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Where the loaded elements are in a contiguous tensor of these sizes, int64."""
-    place = torch.zeros((), dtype=torch.int64, device=device)
-    for axis, (index, size) in enumerate(zip(indices, sizes, strict=True)):
-        index = index.long()
-        index = torch.where(index < 0, index + size, index)
-        place = place + index * math.prod(sizes[axis + 1 :])
-    return place
+def gradients(
+    graph: Graph,
+    terms: Sequence[Term],
+    sums: Sums,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[bool | int | float],
+    extents: Extents,
+) -> tuple[Tensor | None, ...]:
+    """One gradient for each captured tensor, in its shape and dtype; None for one without a term.
+
+    `graph` is the one that the terms are of, with the values `numbers` for its parameters; `extents` are B,
+    Hq, M and N.
+    """
+    totals = {term.capture: _Total(tensors[term.capture], torch.float32) for term in terms}
+    left = {along: iter(found) for along, found in sums.items()}
+    for number in dict.fromkeys(term.capture for term in terms if term.along == "element"):
+        totals[number].include(next(left["element"]))
+    for term in terms:
+        if term.along != "element":
+            b, h, q_idx, kv_idx = _positions(term.along, extents, tensors[term.capture].device)
+            indices = evaluate(
+                Graph(graph.kind, term.indices, graph.captures), tensors,
+                b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, numbers=numbers, guarded=True,
+            )  # fmt: skip
+            totals[term.capture].add(next(left[term.along]), indices, torch.float64)
+    return _results(totals, len(tensors))
 
 
-def _sum_to(term: Tensor, shape: torch.Size) -> Tensor:
+def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Tensor, ...]:
+    """b [B, 1, 1], h [Hq, 1], q_idx and kv_idx [length]: those that stand for what a sum has gone over."""
+    batch, heads, length, keys = extents
+    first, last = {"row": (0, length), "column": (0, keys), "diagonal": (1 - keys, length)}[along]
+    place = torch.arange(first, last, device=device)
+    b, h = (torch.arange(size, device=device) for size in (batch, heads))
+    return (
+        b[:, None, None],
+        h[:, None],
+        place.clamp(min=0),
+        place if along == "column" else (-place).clamp(min=0),
+    )
+
+
+class _Total:
+    """The sum of a captured tensor's gradient, in float32 or wider, rounded once at the end."""
+
+    def __init__(self, tensor: Tensor, real: torch.dtype) -> None:
+        self._tensor = tensor
+        dtype = torch.promote_types(real, tensor.dtype)
+        # one element more takes what lies outside of the tensor
+        self._sums = torch.zeros(tensor.numel() + 1, dtype=dtype, device=tensor.device)
+
+    def add(self, term: Tensor, indices: Sequence[Tensor], wide: torch.dtype | None = None) -> None:
+        """Adds each element of `term` to the element that the indices, broadcast to its shape, name.
+
+        What the indices do not read is summed in `wide`, or else in the dtype of the sum.
+        """
+        place = self._place(indices)
+        part = _sum_to(term, place.shape, wide or self._sums.dtype).to(self._sums.dtype)
+        place, part = place.expand(part.shape).flatten(), part.flatten()
+        if (
+            part.is_cuda
+        ):  # sorts, so that sums come in order, where index_add_ has atomics; on the CPU it has not
+            self._sums.index_put_((place,), part, accumulate=True)
+        else:
+            self._sums.index_add_(0, place, part)
+
+    def include(self, sums: Tensor) -> None:
+        """Adds sums of all elements, flat."""
+        self._sums[:-1] += sums
+
+    def result(self) -> Tensor:
+        return self._sums[:-1].view(self._tensor.shape).to(self._tensor.dtype)
+
+    def _place(self, indices: Sequence[Tensor]) -> Tensor:
+        """Where the loaded elements are in a contiguous tensor of the same sizes, int64."""
+        sizes, device = self._tensor.shape, self._sums.device
+        place = torch.zeros((), dtype=torch.int64, device=device)
+        inside = torch.ones((), dtype=torch.bool, device=device)
+        for axis, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            index, within = wrapped(index, size)
+            place = place + index * math.prod(sizes[axis + 1 :])
+            inside = inside & within
+        return torch.where(inside, place, self._tensor.numel())
+
+
+def _results(totals: Mapping[int, _Total], count: int) -> tuple[Tensor | None, ...]:
+    return tuple(totals[number].result() if number in totals else None for number in range(count))
+
+
+def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The sum over all dimensions along which a tensor of `shape`, broadcast to the term's, is the same."""
     missing = term.dim() - len(shape)
     same = [d for d in range(term.dim()) if d < missing or shape[d - missing] == 1]
-    return term.sum(same, keepdim=True) if same else term
+    return term.sum(same, keepdim=True, dtype=dtype) if same else term

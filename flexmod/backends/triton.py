@@ -6,23 +6,36 @@ launch. Shapes are those of `interface.py`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from flexmod.backends.interface import Forward, Gradients
+from flexmod.backends.captured import Sums
+from flexmod.backends.interface import Forward
+from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
+from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
-from flexmod.codegen.spec import KernelSpec, Tile, statistics_rows
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
 from flexmod.errors import BlockMaskPartsError
+from flexmod.ir.reductions import Along
 from flexmod.runtime.launch import launch, start
 
 Arguments = dict[str, object]
+
+
+class Found(NamedTuple):
+    """What a backward finds: gradients where they were asked for, and the sums of captured tensors' terms."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    sums: Sums
 
 
 def kernel_spec(
@@ -111,21 +124,21 @@ def backward(
     mask: BlockMask | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
-) -> Gradients:
+) -> Found:
     """Gradients of q, k and v where `needs` asks for them; the strides of `grad_out` and `grad_lse` may be 0.
 
+    The sums are those that `kernels.captures` name.
+
     Raises:
-        BlockMaskPartsError: the mask has no lists by column, and k or v needs a gradient.
+        BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
         NoTileFits, BlockSizeError, OptionValueError: as in the forward.
     """
     batch, heads, length, _ = q.shape
+    captures, keys = kernels.captures, k.shape[2]
     delta = torch.empty_like(lse)
     weights = dict(zip(("PEAK", "TOTAL"), kept, strict=True)) if kept else {"LSE2": torch.empty_like(lse)}
     grad_q = grad_k = grad_v = None
-
-    def by_query(tile: Tile) -> tuple[int]:
-        return grid(batch, heads, length, tile.block_m)
-
+    sums: dict[Along, list[Tensor]] = {}
     shared = {
         **_strided("Q", "q", "m", q),
         **_strided("K", "k", "n", k),
@@ -135,38 +148,54 @@ def backward(
         "DELTA": delta,
         **_sizes(q, k, scale),
     }
+
+    def arguments(kernel: KernelName) -> Arguments:
+        lists = {} if kernel == "diagonal" else _tiles(mask, "q" if kernel == "dkdv" else "kv")
+        return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
+
+    def by_query(tile: Tile) -> tuple[int]:
+        return grid(batch, heads, length, tile.block_m)
+
     if kernels.spec.exact:
-        arguments = {
-            **shared,
-            **_grad_lse(grad_lse),
-            **_tiles(mask, "kv"),
-            **kernels.mod_arguments("delta", score_captured, mask_captured),
-        }
-        launch(kernels, "delta", q.device, by_query, arguments)
+        launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **_grad_lse(grad_lse)})
     else:
         _statistics(kernels, out, lse, grad_out, grad_lse, weights["LSE2"], delta)
-    if needs[0]:
-        grad_q = _allocate(q, q.shape[3])
-        arguments = {
-            **shared,
-            **_strided("GRAD_Q", "dq", "m", grad_q),
-            **_tiles(mask, "kv"),
-            **kernels.mod_arguments("dq", score_captured, mask_captured),
-        }
-        launch(kernels, "dq", q.device, by_query, arguments)
-    if needs[1] or needs[2]:
-        grad_k, grad_v = _allocate(k, k.shape[3]), _allocate(v, v.shape[3])
-        arguments = {
-            **shared,
+    if needs[0] or captures.row:
+        grad_q = _allocate(q, q.shape[3]) if needs[0] else None
+        rows, sums["row"] = _sum_buffers(captures.row, "_BY_ROW", lse, length)
+        strided = _strided("GRAD_Q", "dq", "m", grad_q)
+        launch(kernels, "dq", q.device, by_query, {**arguments("dq"), **strided, **rows})
+    if needs[1] or needs[2] or captures.column:
+        # without terms of its own the kernel makes both
+        grad_k = _allocate(k, k.shape[3]) if needs[1] or not captures.column else None
+        grad_v = _allocate(v, v.shape[3]) if needs[2] or not captures.column else None
+        columns, sums["column"] = _sum_buffers(captures.column, "_BY_COLUMN", lse, keys)
+        own = {
+            **arguments("dkdv"),
             **_strided("GRAD_K", "dk", "n", grad_k),
             **_strided("GRAD_V", "dv", "n", grad_v),
-            **_tiles(mask, "q"),
-            **kernels.mod_arguments("dkdv", score_captured, mask_captured),
+            **columns,
             **({"BATCHES": batch // k.shape[0]} if kernels.spec.shared_kv else {}),
         }
         b, h, n, _ = k.shape
-        launch(kernels, "dkdv", q.device, lambda tile: grid(b, h, n, tile.block_n), arguments)
-    return Gradients(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, ())
+        launch(kernels, "dkdv", q.device, lambda tile: grid(b, h, n, tile.block_n), own)
+    extents = (batch, heads, length, keys)
+    if captures.diagonal:
+        sums["diagonal"] = sums_along_diagonals(kernels, q.device, extents, arguments("diagonal"), mask)
+    if captures.element:
+        sums["element"] = sums_of_elements(
+            kernels, q.device, extents, arguments("scatter"), score_captured.tensors
+        )
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
+
+
+def _sum_buffers(
+    text: ModText | None, suffix: str, lse: Tensor, length: int
+) -> tuple[Arguments, list[Tensor]]:
+    """A [B, Hq, length] buffer for each of a text's terms, as arguments and in order."""
+    terms = text.terms if text else ()
+    buffers = [lse.new_empty((*lse.shape[:2], length)) for _ in terms]
+    return {term.into.upper() + suffix: x for term, x in zip(terms, buffers, strict=True)}, buffers
 
 
 def _statistics(
@@ -211,12 +240,12 @@ def _allocate(like: Tensor, dim: int) -> Tensor:
     return memory.permute([order.index(0), order.index(1), order.index(2), 3])
 
 
-def _strided(name: str, letters: str, row: str, tensor: Tensor) -> Arguments:
+def _strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:
     """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
-    b, h, m, d = tensor.stride()
+    b, h, m, d = tensor.stride() if tensor is not None else (0, 0, 0, 0)
     return {
         name: tensor,
-        f"stride_{letters}b": b if tensor.shape[0] > 1 else 0,
+        f"stride_{letters}b": b if tensor is not None and tensor.shape[0] > 1 else 0,
         f"stride_{letters}h": h,
         f"stride_{letters}{row}": m,
         f"stride_{letters}d": d,
@@ -233,7 +262,7 @@ def _tiles(mask: BlockMask | None, axis: Axis) -> Arguments:
         return {}
     if axis == "q" and not mask.held.by_column:
         raise BlockMaskPartsError(
-            problem="block_mask has no q_num_blocks and q_indices, and key or value needs a gradient",
+            problem="block_mask has no q_num_blocks and q_indices, and a gradient is summed up by keys",
             advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
         )
     runs = mask.held.runs(axis)

@@ -21,7 +21,7 @@ from flexmod.block_mask import tiles
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
-from flexmod.codegen.builder_text import TermText
+from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.compiler import builder, runs_module
 from flexmod.ir.graph import POSITIONS
 from flexmod.ir.trace import Traced
@@ -173,7 +173,7 @@ class _Job:
                 torch.cumsum(counts, -1, dtype=torch.int32, out=counts)
         return made
 
-    def _bounds(self, term: TermText, groups: int) -> Tensor:
+    def _bounds(self, term: BuilderTerm, groups: int) -> Tensor:
         if term.axis == "diagonal":
             return self._new((groups, sum(self.lengths)), torch.int32)
         return self._new((2, groups, self.grid[term.axis == "column"]), term.stored)

@@ -76,6 +76,13 @@ class Held:
         """The runs by row ("kv") or by column ("q") of a mask of the form "runs"."""
         return None if self._runs is None else self._runs[axis]
 
+    def by_row(self) -> list[Tensor]:
+        """The tensors that say what tiles a row has."""
+        runs = self.runs("kv") if self.form == "runs" else None
+        if runs is not None:
+            return [runs.rows, runs.spans]
+        return [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
+
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:

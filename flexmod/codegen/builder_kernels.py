@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from flexmod.codegen.builder_text import BoundsText, TermText
+from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.render import parameters
 
@@ -20,7 +20,7 @@ Numbers = Sequence[bool | int | float]
 class BuilderKernels:
     """The texts, and the module that comes of them, built when it is first needed."""
 
-    terms: tuple[TermText, ...]
+    terms: tuple[BuilderTerm, ...]
     bounds: BoundsText
     mask: ModText
     build: Callable[[], ModuleType]

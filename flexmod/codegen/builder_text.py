@@ -9,13 +9,14 @@ import torch
 
 from flexmod.codegen.expressions import TRITON_DTYPES, held
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import write_whole
-from flexmod.ir.graph import Graph
+from flexmod.codegen.triton_text import Function, Writer, bind, fresh
+from flexmod.ir.graph import Graph, Node
 from flexmod.ir.intervals import Term
+from flexmod.ir.ops import strong
 
 
 @dataclass(frozen=True)
-class TermText:
+class BuilderTerm:
     """A term in a builder's kernels. `stored` is the dtype of its bounds in memory."""
 
     name: str
@@ -71,16 +72,42 @@ class BoundsText:
     of_tiles: str
 
 
-def write_term(term: Term) -> TermText:
+# inputs that are positions, from 0 on; the first may stand for a difference of two
+PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
+
+
+class _Whole(Writer):
+    """One device function of all a graph's inputs. In a kernel captures have the names of a mask's."""
+
+    def __init__(self, graph: Graph, main: str, signed: bool = False) -> None:
+        inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
+        super().__init__(graph, main, ("b", "h", *inputs), PLACES[int(signed) :])
+        self.suffix, self.owner, self.numbers = "_of_mask", "mask_mod", f"{main}_number"
+        self.hoisted = {}
+
+    def returned(self, main: Function) -> list[str]:
+        values = [self.shaped(self.value(main, result), result) for result in self.graph.results]
+        if len(values) == 1:
+            return values
+        names = ("certain", "possible")
+        return [bind(main, fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
+
+    def shaped(self, value: str, result: Node) -> str:
+        """A constant must be a tensor."""
+        constant = {"True": "b >= 0", "False": "b < 0"} if strong(result.dtype) == torch.bool else {}
+        return constant.get(value, value)
+
+
+def write_term(term: Term) -> BuilderTerm:
     """The text of a term: the function `name`_at of its position."""
     name = term.low.removesuffix("_low")
-    text = write_whole(term.graph, f"{name}_at", signed=term.axis == "diagonal")
-    return TermText(name, term.axis, term.dtype, text)
+    text = _Whole(term.graph, f"{name}_at", term.axis == "diagonal").write()
+    return BuilderTerm(name, term.axis, term.dtype, text)
 
 
-def write_bounds(graph: Graph, terms: tuple[TermText, ...]) -> BoundsText:
+def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...]) -> BoundsText:
     """The text of a graph of bounds: the function tile_bounds, and its two calls."""
-    text = write_whole(graph, "tile_bounds")
+    text = _Whole(graph, "tile_bounds").write()
     by_name = {f"{term.name}_{end}": term for term in terms for end in ("low", "high")}
     square, tiles = [], []
     for name in text.arguments[2:]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.render import parameters
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
 
@@ -29,7 +29,8 @@ NOTHING = Captured()
 class Kernels:
     """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
 
-    `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward.
+    `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward;
+    `captures` are those that make gradients of captured tensors as well.
     `options` are checked kernel_options. `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
     """
 
@@ -40,6 +41,7 @@ class Kernels:
     grad: ModText | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     interpreted: bool = False
+    captures: CaptureTexts = NO_CAPTURES
 
     @cached_property
     def module(self) -> ModuleType:
@@ -59,8 +61,10 @@ class Kernels:
 
     def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:
         """The launch arguments that the mods of a kernel need, by name."""
-        wanted = self._scores_forward if kernel in ("forward", "delta") else self._scores_backward
-        values = {p.name: p.value(score.tensors, score.numbers) for p in wanted}
+        if kernel not in self._parameters:
+            grad = self.captures.by_kernel(self.grad).get(kernel)
+            self._parameters[kernel] = parameters(self.score, grad)
+        values = {p.name: p.value(score.tensors, score.numbers) for p in self._parameters[kernel]}
         for p in self.mask.parameters if self.mask else ():
             values[p.name] = p.value(mask.tensors, mask.numbers)
         return values
@@ -70,9 +74,6 @@ class Kernels:
         return {}
 
     @cached_property
-    def _scores_forward(self) -> tuple[Parameter, ...]:
-        return parameters(self.score)
-
-    @cached_property
-    def _scores_backward(self) -> tuple[Parameter, ...]:
-        return parameters(self.score, self.grad)
+    def _parameters(self) -> dict[KernelName, tuple[Parameter, ...]]:
+        """By kernel, those of the score_mod and of its derivative there."""
+        return {}

@@ -8,14 +8,15 @@
 
 A statement that nothing needs is "". `arguments` are those of the call that come before the parameters.
 `held_by_column` counts the numbers, truth values apart, that the column statement makes. The call of a mask
-gives an int1 tile, that of a score or of its derivative a float32 tile.
+gives an int1 tile, that of a score or of its derivative a float32 tile, and that of a derivative with `terms`
+a tuple, see `codegen.term_text`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -46,6 +47,14 @@ class Parameter:
         return tensor.stride(self.dim) if self.kind == "stride" else tensor
 
 
+class TermText(NamedTuple):
+    """A term of a captured tensor's gradient: its name, that of the sum it goes into, the tensor's number."""
+
+    name: str
+    into: str
+    capture: int
+
+
 @dataclass(frozen=True)
 class ModText:
     """What `codegen.triton_text.write` makes of a graph; see the head of this file."""
@@ -58,3 +67,30 @@ class ModText:
     parameters: tuple[Parameter, ...] = ()
     held_by_column: int = 0
     arguments: tuple[str, ...] = ()
+    terms: tuple[TermText, ...] = ()
+
+
+@dataclass(frozen=True)
+class CaptureTexts:
+    """The derivatives that make gradients of captured tensors, by how their terms are summed.
+
+    `row` and `column` take the place of the plain derivative in the dQ and the dK/dV kernel; `diagonal` and
+    `element` have kernels of their own. None where no term is summed that way.
+    """
+
+    row: ModText | None = None
+    column: ModText | None = None
+    diagonal: ModText | None = None
+    element: ModText | None = None
+
+    def by_kernel(self, grad: ModText | None) -> dict[str, ModText | None]:
+        """The derivative that each kernel calls, `grad` where it has no terms."""
+        return {
+            "dq": self.row or grad,
+            "dkdv": self.column or grad,
+            "diagonal": self.diagonal,
+            "scatter": self.element,
+        }
+
+
+NO_CAPTURES = CaptureTexts()

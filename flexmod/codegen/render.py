@@ -10,32 +10,42 @@ import jinja2
 import torch
 
 from flexmod.codegen import prelude, schedule
-from flexmod.codegen.builder_text import BoundsText, TermText
-from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.codegen.builder_text import BoundsText, BuilderTerm
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import KernelSpec
 
 
 def render(
-    spec: KernelSpec, score: ModText | None = None, mask: ModText | None = None, grad: ModText | None = None
+    spec: KernelSpec,
+    score: ModText | None = None,
+    mask: ModText | None = None,
+    grad: ModText | None = None,
+    captures: CaptureTexts = NO_CAPTURES,
 ) -> str:
     """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
 
-    `grad` is the derivative of the score_mod; a backward with a score_mod needs it. What the mods' texts call
-    of `prelude.py` is in the module too.
+    `grad` is the derivative of the score_mod; a backward with a score_mod needs it. `captures` are those that
+    make gradients of captured tensors as well, and may ask for a `diagonal_kernel` and a `scatter_kernel`.
+    What the mods' texts call of `prelude.py` is in the module too.
     """
     if not spec.backward:
-        grad = None
+        grad, captures = None, NO_CAPTURES
     elif (score is None) != (grad is None):
         raise ValueError("a backward takes a score_mod's text and its derivative's, or neither")
+    grads = captures.by_kernel(grad)
+    terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
+    mods = [mod for mod in (score, *dict.fromkeys(grads.values()), mask) if mod]
     template = _environment().get_template("module.jinja")
     return _tidy(
         template.render(
             spec=spec,
             score=score,
             mask=mask,
-            grad=grad,
-            prelude=prelude.used_by(*(mod.text for mod in (score, mask, grad) if mod), single=spec.exact),
+            grads=grads,
+            terms_of=lambda kernel: terms.get(kernel, ()),
+            mods=mods,
+            prelude=prelude.used_by(*(mod.text for mod in mods), single=spec.exact),
             head=_head(spec, score, mask),
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
@@ -43,7 +53,7 @@ def render(
     )
 
 
-def render_builder(terms: tuple[TermText, ...], bounds: BoundsText, mask: ModText) -> str:
+def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: ModText) -> str:
     """The module of a builder of block masks: `terms_kernel` (where there are terms), `squares_kernel` and
     `elements_kernel`.
     """
@@ -97,6 +107,7 @@ def _environment() -> jinja2.Environment:
         unspecialized=_unspecialized,
         query_order=schedule.query_order,
         key_order=schedule.key_order,
+        diagonal_order=schedule.diagonal_order,
     )
     return environment
 

@@ -35,6 +35,29 @@ def key_order() -> str:
     )
 
 
+def diagonal_order() -> str:
+    """Statements that turn the program's number into batch, head and offset (a diagonal of tiles).
+
+    Neighbors meet the same queries with neighboring keys at the same time.
+    """
+    return "\n".join(
+        [
+            "program = tl.program_id(0)",
+            "key_tiles = (N + BLOCK_N - 1) // BLOCK_N",
+            "diagonals = key_tiles + ((M + BLOCK_M - 1) // BLOCK_M - 1) * (BLOCK_M // BLOCK_N)",
+            "diagonal = program % diagonals",
+            "offset = (key_tiles - 1 - diagonal) * BLOCK_N",
+            "head = program // diagonals % HQ",
+            "batch = program // diagonals // HQ",
+        ]
+    )
+
+
+def diagonal_count(length: int, keys: int, block_m: int, block_n: int) -> int:
+    """The number of diagonals of tiles, of `block_m` queries by `block_n` keys, a divisor."""
+    return -(-keys // block_n) + (-(-length // block_m) - 1) * (block_m // block_n)
+
+
 def grid(batch: int, heads: int, length: int, block: int) -> tuple[int]:
     """The number of programs for `length` rows in tiles of `block`, for each head of each batch entry."""
     return (batch * heads * -(-length // block),)

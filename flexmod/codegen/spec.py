@@ -13,7 +13,7 @@ import torch
 
 from flexmod.errors import BlockSizeError, OptionValueError
 
-KernelName = Literal["forward", "delta", "dq", "dkdv"]
+KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 # tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
@@ -105,6 +105,12 @@ _HALF: _Table = {
         256: ((32, 64, 8, 2), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
         512: ((16, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
     },
+    "diagonal": {
+        64: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        512: ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    },
 }
 _TF32: _Table = {
     "forward": {
@@ -121,6 +127,12 @@ _TF32: _Table = {
     },
     "dkdv": {
         64: ((32, 64, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
+        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+    },
+    "diagonal": {
+        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
         128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
         256: ((32, 32, 8, 1), (16, 16, 4, 1)),
         512: ((16, 16, 8, 1), (16, 16, 4, 1)),
@@ -146,12 +158,20 @@ _IEEE: _Table = {
         256: ((16, 16, 8, 1),),
         512: ((16, 16, 8, 1),),
     },
+    "diagonal": {
+        64: ((32, 32, 8, 2), (16, 16, 4, 1)),
+        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 8, 1),),
+        512: ((16, 16, 8, 1),),
+    },
 }
-# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel
+# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel; and
+# flexmod's own 3
 _SIDES: dict[KernelName, tuple[str, str]] = {
     "forward": ("BLOCK_M", "BLOCK_N"),
     "dq": ("BLOCK_M2", "BLOCK_N2"),
     "dkdv": ("BLOCK_M1", "BLOCK_N1"),
+    "diagonal": ("BLOCK_M3", "BLOCK_N3"),
 }
 
 
@@ -166,21 +186,22 @@ def ladder(
 
     Raises:
         BlockSizeError: a block of the mask is no multiple of 16 on a side.
-        OptionValueError: a tile side that the mask's blocks are no multiple of.
+        OptionValueError: a tile side that the mask's blocks are no multiple of, or keys of a tile along
+            diagonals that do not divide its queries.
     """
     single = _IEEE if spec.precision == "ieee" else _TF32
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
-    tiles = [_chosen(_inside(Tile(*row), spec), spec, kernel, options) for row in rows]
+    tiles = [_chosen(_inside(Tile(*row), spec, kernel), spec, kernel, options) for row in rows]
     if by_column and kernel == "forward" and widest <= 128:
         tiles.sort(key=lambda tile: tile.block_m * tile.block_n > 64 * 64)
     return tuple(dict.fromkeys(tiles))
 
 
 def _like(kernel: KernelName) -> KernelName:
-    """delta_kernel takes the tiles of dq_kernel: its sums must come out the same."""
-    return "dq" if kernel == "delta" else kernel
+    """delta_kernel takes the tiles of dq_kernel: its sums must come out the same. scatter_kernel has none."""
+    return "dq" if kernel in ("delta", "scatter") else kernel
 
 
 def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:
@@ -194,7 +215,7 @@ def statistics_rows(spec: KernelSpec) -> int:
     return max(SMALLEST_TILE, min(128, 8192 // spec.value_tile))
 
 
-def _inside(tile: Tile, spec: KernelSpec) -> Tile:
+def _inside(tile: Tile, spec: KernelSpec, kernel: KernelName) -> Tile:
     """The tile, made small enough to divide the mask's blocks."""
     if spec.mask_block is None:
         return tile
@@ -206,6 +227,8 @@ def _inside(tile: Tile, spec: KernelSpec) -> Tile:
             problem=f"is no multiple of {SMALLEST_TILE} on both sides",
             advice=f"multiples of {SMALLEST_TILE}, e.g. 128",
         )
+    if kernel == "diagonal":
+        block_n = min(block_m, block_n)
     shrunk = block_m * block_n * 2 <= tile.block_m * tile.block_n
     return Tile(block_m, block_n, min(tile.warps, 4) if shrunk else tile.warps, tile.stages)
 
@@ -219,5 +242,7 @@ def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[s
     for name, side, block in ((m_name, block_m, q_block), (n_name, block_n, kv_block)):
         if block % side:
             raise OptionValueError(name=name, value=side, accepted=f"a divisor of the mask's block, {block}")
+    if kernel == "diagonal" and block_m % block_n:
+        raise OptionValueError(name=n_name, value=block_n, accepted=f"a divisor of {m_name}, {block_m}")
     warps = option(options, kernel, "num_warps", tile.warps)
     return Tile(block_m, block_n, warps, option(options, kernel, "num_stages", tile.stages))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +30,7 @@ from flexmod.codegen.expressions import (
     rounded,
     tidy,
 )
-from flexmod.codegen.mod_text import Kind, ModText, Parameter
+from flexmod.codegen.mod_text import Kind, ModText, Parameter, TermText
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import integer_bounds
@@ -63,25 +64,11 @@ RESERVED = {
     *keyword.kwlist,
 }
 WIDTH = 96
-_MAIN = {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}
-# inputs that are positions, from 0 on; the first may stand for a difference of two
-PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
 
 
 def write(graph: Graph) -> ModText:
     """The device functions of a mask, score or grad graph and the lines that splice them into a kernel."""
-    return _Writer(graph, _MAIN[graph.kind], ARGUMENTS[graph.kind], f"_of_{graph.kind}").write()
-
-
-def write_whole(graph: Graph, name: str, signed: bool = False) -> ModText:
-    """One device function, `name`, of all a graph's inputs: the values of all its results.
-
-    For the builder of block masks. Captures have the names in a kernel that those of a mask have. `signed`:
-    q_idx is a difference of positions, which may be negative.
-    """
-    inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
-    writer = _Writer(graph, name, ("b", "h", *inputs), "_of_mask", PLACES[int(signed) :], whole=True)
-    return writer.write()
+    return Writer(graph).write()
 
 
 def home_of(node: Node) -> str:
@@ -93,7 +80,7 @@ def home_of(node: Node) -> str:
 
 
 @dataclass
-class _Function:
+class Function:
     """One device function while it is written."""
 
     name: str
@@ -108,32 +95,32 @@ class _Function:
     quoted: set[str] = field(default_factory=set)  # the user's lines that stand above a statement already
 
 
-class _Writer:
+class Writer:
+    """Writes one graph; `main` names the function of its results."""
+
     def __init__(
         self,
         graph: Graph,
-        main: str,
-        arguments: tuple[str, ...],
-        suffix: str,
-        places: tuple[str, ...] = POSITIONS,
-        whole: bool = False,
+        main: str = "",
+        arguments: Sequence[str] = (),
+        places: Sequence[str] = POSITIONS,
     ) -> None:
+        """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on."""
         self.graph = graph
-        self.main = main
-        self.arguments = arguments
-        self.suffix = suffix
-        self.owner = "mask_mod" if whole else main  # of the captures
-        self.whole = whole  # one function for everything
-        self.numbers = f"{main}_number" if whole else "number"
+        self.arguments = tuple(arguments or ARGUMENTS[graph.kind])
+        self.suffix = f"_of_{graph.kind}"
+        self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
-        self.captures = _capture_names(graph, set(arguments))
-        self.taken = RESERVED | set(self.captures) | set(arguments)
+        self.owner = self.main  # of the captures
+        self.numbers = "number"
+        self.captures = _capture_names(graph, self.arguments)
+        self.taken = RESERVED | {*self.captures, *self.arguments}
         self.users = _count_users(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
         # of padding too, where what int32 does not hold wraps
         self.certain = integer_bounds(graph, extents, may_wrap=True)
-        self.hoisted = {} if whole else self._choose_hoisted()
+        self.hoisted = self._choose_hoisted()
 
     # what is computed where
 
@@ -152,7 +139,7 @@ class _Writer:
         names: dict[Node, str] = {}
         for node in self.graph.nodes:
             if node in frontier:
-                names[node] = _fresh(self._describe(node), self.taken)
+                names[node] = fresh(self._describe(node), self.taken)
         return names
 
     def _describe(self, node: Node) -> str:
@@ -169,14 +156,8 @@ class _Writer:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
-        main = _Function(self.main, list(self.arguments))
-        results = [self._shaped(self._value(main, result), result) for result in self.graph.results]
-        if self.graph.kind == "bounds":
-            results = [
-                _bind(main, _fresh(name, self.taken), text)
-                for name, text in zip(("certain", "possible"), results, strict=True)
-            ]
-        _return(main, *results)
+        main = Function(self.main, list(self.arguments))
+        _return(main, *self.returned(main))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
@@ -184,25 +165,34 @@ class _Writer:
         return ModText(
             text=text,
             call=call,
-            arguments=self.arguments,
             parameters=tuple(self.parameters.values()),
             held_by_column=held,
+            arguments=self.arguments,
+            terms=self.term_names(),
             **statements,
         )
+
+    def returned(self, main: Function) -> list[str]:
+        """What the main function returns."""
+        return [self.shaped(self.value(main, self.graph.result), self.graph.result)]
+
+    def term_names(self) -> tuple[TermText, ...]:
+        """Names for what the main function returns beside its first value."""
+        return ()
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
             return "", ""
-        function = _Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
-        _return(function, *[self._value(function, n) for n in nodes])
+        function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
+        _return(function, *[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         call = f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
         return f"{targets} = {call}", self._source(function)
 
-    def _kernel_names(self, function: _Function) -> list[str]:
+    def _kernel_names(self, function: Function) -> list[str]:
         return [name + self.suffix for name in function.uses]
 
-    def _source(self, function: _Function) -> str:
+    def _source(self, function: Function) -> str:
         body = "\n".join(f"    {line}" for line in function.lines)
         head = f"def {function.name}({', '.join([*function.arguments, *function.uses])}):"
         if len(head) > WIDTH + 14:
@@ -210,18 +200,19 @@ class _Writer:
             head = f"def {function.name}(\n{inner}\n):"
         return f"@triton.jit\n{head}\n{body}\n"
 
-    def _shaped(self, value: str, result: Node) -> str:
+    def shaped(self, value: str, result: Node) -> str:
         """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
-        if strong(result.dtype) == torch.bool and value in ("True", "False"):
-            return f"{'b' if self.whole else 'kv_idx'} {'>=' if value == 'True' else '<'} 0"
-        if self.graph.kind == "mask" or self.whole or home_of(result) == "element":
+        if self.graph.kind == "mask":
+            constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
+            return constant.get(value, value)
+        if home_of(result) == "element":
             return value
         shape_of = "grad" if self.graph.kind == "grad" else "score"
         return f"tl.where({shape_of} == {shape_of}, {value}, {value})"
 
     # expressions
 
-    def _value(self, function: _Function, node: Node) -> str:
+    def value(self, function: Function, node: Node) -> str:
         """An expression for a node inside a function."""
         name = self.hoisted.get(node)
         if name and home_of(node) != function.home:
@@ -234,18 +225,18 @@ class _Writer:
         if node.op == "input":
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
-            return self._parameter(
+            return self.parameter(
                 function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
         self._comment(function, node)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
             return text
-        name = name or _fresh(f"{node.op}_{len(function.names)}", self.taken)
-        function.names[node] = _bind(function, name, text)
+        name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
+        function.names[node] = bind(function, name, text)
         return name
 
-    def _comment(self, function: _Function, node: Node) -> None:
+    def _comment(self, function: Function, node: Node) -> None:
         """The user's line above the first statement that it made."""
         if node.where is None:
             return
@@ -256,12 +247,12 @@ class _Writer:
             function.quoted.add(line)
             function.lines.append(line)
 
-    def _expression(self, function: _Function, node: Node) -> str:
+    def _expression(self, function: Function, node: Node) -> str:
         if node.op == "load":
             return self._load(function, node)
         if node.op == CAST:
             source = node.args[0]
-            return cast(self._value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
+            return cast(self.value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         template = self._template(node, at[-1])
@@ -272,7 +263,7 @@ class _Writer:
                 value = literal(argument.value, row.number_dtype(dtype))
                 values.append(f"tl.cast({value}, {TRITON_DTYPES[held(dtype)]})" if typed else value)
             else:
-                values.append(cast(self._value(function, argument), strong(argument.dtype), dtype))
+                values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)
         if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
             text = f"({text}).to({TRITON_DTYPES[held(strong(node.dtype))]})"
@@ -290,64 +281,68 @@ class _Writer:
                 return PLAIN[node.op]
         return row.text(at)
 
-    def _load(self, function: _Function, node: Node) -> str:
+    def _load(self, function: Function, node: Node) -> str:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
-        pointer = self._parameter(function, capture, "pointer", number, comment=about)
+        pointer = self.parameter(function, capture, "pointer", number, comment=about)
         terms, guards = [pointer], []
-        for dim, index in enumerate(node.args):
-            value = self._index(function, node, dim)
-            if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
-                guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
-                if self.known[index][1] >= 0:
-                    guards.append(
-                        f"{value} < {self._parameter(function, f'{capture}_size{dim}', 'size', number, dim)}"
-                    )
+        for dim in range(len(node.args)):
+            value, its_guards = self.index(function, node, dim)
+            guards += its_guards
             if value != "0":
-                stride = self._parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
+                stride = self.parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
                 place = f"tl.cast({value}, tl.int64)" if spec.wide else value
                 terms.append(stride if value == "1" else f"{place} * {stride}")
         place = " + ".join(terms)
         if not guards:
             text = f"tl.load({place})"
         else:
-            guard = guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+            guard = together(guards)
             if len(place) + len(guard) > WIDTH - 40:
-                guard = self._bound_once(function, node, f"{capture}_inside", guard)
+                guard = self.bound_once(function, node, f"{capture}_inside", guard)
             text = f"tl.load({place}, mask={guard}, other=0)"
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
 
-    def _index(self, function: _Function, node: Node, dim: int) -> str:
-        """An index of a load as a name or a number; a negative one counts from the end."""
+    def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[str]]:
+        """An index of a load as a name or a number, and what holds where it is inside.
+
+        A negative one counts from the end.
+        """
         number: int = node.value  # type: ignore[assignment]
         capture, index = self.captures[number], node.args[dim]
-        value = self._value(function, index)
+        value = self.value(function, index)
         if strong(index.dtype).itemsize < 4:
             value = cast(value, strong(index.dtype), torch.int32)
         low, high = self.known[index]
         if low < 0:
-            size = self._parameter(function, f"{capture}_size{dim}", "size", number, dim)
+            size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
             value = f"{group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
         if not re.fullmatch(r"\w+", value):
-            value = self._bound_once(function, node, f"{capture}_at{dim}", value)
-        return value
+            value = self.bound_once(function, node, f"{capture}_at{dim}", value)
+        guards = []
+        if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
+            guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
+            if high >= 0:
+                size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
+                guards.append(f"{value} < {size}")
+        return value, guards
 
-    def _bound_once(self, function: _Function, node: Node, name: str, text: str) -> str:
+    def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
             self._comment(function, node)
-            function.bound[text] = _bind(function, _fresh(name, self.taken), text)
+            function.bound[text] = bind(function, fresh(name, self.taken), text)
         return function.bound[text]
 
-    def _parameter(
-        self, function: _Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
+    def parameter(
+        self, function: Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
     ) -> str:
         """The name, in the functions, of a kernel parameter."""
         known = self.parameters.get((kind, index, dim))
         if known is None:
-            name = name if kind == "pointer" else _fresh(name, self.taken)
+            name = name if kind == "pointer" else fresh(name, self.taken)
             known = Parameter(name + self.suffix, kind, index, dim, comment)  # type: ignore[arg-type]
             self.parameters[kind, index, dim] = known
         name = known.name.removesuffix(self.suffix)
@@ -360,13 +355,17 @@ def _costly(node: Node) -> bool:
     return node.op != CAST and strong(node.dtype) != torch.bool
 
 
-def _capture_names(graph: Graph, arguments: set[str]) -> list[str]:
+def together(guards: list[str]) -> str:
+    return guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+
+
+def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
-    taken = RESERVED | arguments
-    return [_fresh(c.name, taken) for c in graph.captures]
+    taken = RESERVED | set(arguments)
+    return [fresh(c.name, taken) for c in graph.captures]
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def fresh(name: str, taken: set[str]) -> str:
     candidate, n = name, 0
     while candidate in taken:
         n += 1
@@ -376,19 +375,19 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _count_users(graph: Graph) -> dict[Node, int]:
-    users: dict[Node, int] = {}
+    users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
     for node in graph.nodes:
         for argument in node.args:
             users[argument] = users.get(argument, 0) + 1
     return users
 
 
-def _bind(function: _Function, name: str, text: str) -> str:
+def bind(function: Function, name: str, text: str) -> str:
     function.lines.append(f"{name} = {tidy(text)}")
     return name
 
 
-def _return(function: _Function, *values: str) -> None:
+def _return(function: Function, *values: str) -> None:
     """The last statement; a value that the line before has just named needs no name."""
     text = ", ".join(map(tidy, values))
     last = function.lines[-1] if function.lines else ""

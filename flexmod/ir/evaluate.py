@@ -25,19 +25,28 @@ def evaluate(
     grad: torch.Tensor | None = None,
     real: torch.dtype = torch.float32,
     others: Mapping[str, torch.Tensor] | None = None,
+    numbers: Sequence[bool | int | float] = (),
+    guarded: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The graph's results for given positions.
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
     `tensors` are the captured tensors in order. Results have the shape of what they read: one that reads no
     position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is what float32 means:
-    float64 gives the truth that kernels are judged against. Everything is differentiable torch.
+    float64 gives the truth that kernels are judged against. `numbers` are the values of parameters, by place.
+    `guarded`: a load outside of a tensor gives 0, as in a kernel. Everything is differentiable torch.
     """
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
     inputs.update(others or {})
     values: dict[Node, Any] = {}
     for node in graph.nodes:
-        values[node] = _value(node, values, inputs, tensors, real)
+        if node.op == "param":
+            values[node] = numbers[_number(node)]
+        elif node.op == "load" and guarded:
+            loaded = _guarded(tensors[_number(node)], [values[a] for a in node.args])
+            values[node] = loaded.to(real_dtype(node.dtype, real))
+        else:
+            values[node] = _value(node, values, inputs, tensors, real)
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
 
 
@@ -85,12 +94,36 @@ def _value(
     row = OPS[node.op]
     at = [real_dtype(d, real) for d in row.argument_dtypes([a.dtype for a in node.args], node.dtype)]
     arguments = [
-        _argument(values[a], row.number_dtype(d) if a.is_const else d)
+        _argument(values[a], row.number_dtype(d) if a.op in ("const", "param") else d)
         for a, d in zip(node.args, at, strict=True)
     ]
     if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch's own do it
         return row.torch(*(a.float() for a in arguments)).to(at[0])
     return row.torch(*arguments)
+
+
+def _guarded(tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    """`tensor[indices]`, 0 where an index is outside."""
+    found = [wrapped(torch.as_tensor(i), size) for i, size in zip(indices, tensor.shape, strict=True)]
+    places = tuple(place.clamp(0, size - 1) for (place, _), size in zip(found, tensor.shape, strict=True))
+    outside = [~inside.to(tensor.device) for _, inside in found]
+    loaded = tensor[places] if places else tensor
+    for each in outside:
+        loaded = torch.where(each, torch.zeros((), dtype=tensor.dtype), loaded)
+    return loaded
+
+
+def wrapped(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index into `size` elements, a negative one from the end (int64), and whether it is inside."""
+    index = index.long()
+    place = torch.where(index < 0, index + size, index)
+    return place, (place >= 0) & (place < size)
+
+
+def _number(node: Node) -> int:
+    """The place of a parameter, the number of the capture that a load reads."""
+    assert isinstance(node.value, int)
+    return node.value
 
 
 def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -26,13 +26,14 @@ def launch(
     kernel: KernelName,
     device: torch.device,
     grid: Callable[[Tile], tuple[int]],
-    arguments: Mapping[str, object],
-) -> None:
-    """Run `forward_kernel`, `dq_kernel` or `dkdv_kernel` of the module, on the device's current stream.
+    arguments: Mapping[str, object] | Callable[[Tile], Mapping[str, object]],
+) -> Tile:
+    """Run a kernel of the module that has a ladder, on the device's current stream; returns the tile it took.
 
-    `arguments` are all but the tile's. The first call tries the rungs of the ladder in order. Triton refuses
-    one that does not fit before anything runs; one whose registers spill much gives way to the next, and the
-    one that spills least is kept. A kernel writes all of its results: a second try replaces the first.
+    `arguments` are all but the tile's, or a function that makes those of a tile. The first call tries the
+    rungs of the ladder in order. Triton refuses one that does not fit before anything runs; one whose
+    registers spill much gives way to the next, and the one that spills least is kept. A kernel writes all of
+    its results, or what it adds to is made for each try: a second one replaces the first.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
@@ -40,16 +41,18 @@ def launch(
 
     def run(tile: Tile) -> int:
         chosen = _tile_arguments(kernels, kernel, tile)
-        return start(kernels, f"{kernel}_kernel", device, grid(tile), {**arguments, **chosen})
+        given = arguments(tile) if callable(arguments) else arguments
+        return start(kernels, f"{kernel}_kernel", device, grid(tile), {**given, **chosen})
 
     settled = kernels.tiles.get((kernel, device))
     if settled is not None:
         try:
             run(settled)
-            return
+            return settled
         except OutOfResources:  # other strides make another variant of the kernel, which may need more
             pass
     kernels.tiles[kernel, device] = _settle(kernels.ladder(kernel), device, run)
+    return kernels.tiles[kernel, device]
 
 
 def _settle(rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], int]) -> Tile:

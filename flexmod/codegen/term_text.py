@@ -1,0 +1,87 @@
+"""The derivative of a score_mod by what it loads, as device functions.
+
+What the main function returns, by how the terms are summed (see `ir/reductions.py`):
+
+    row, column    (gradient of the score, a term for each load)
+    diagonal       a term for each load
+    element        for each load a term, its place in a contiguous tensor of the capture's sizes (int64), and
+                   whether it has one: what an index outside of the tensor loads is 0, and nobody's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flexmod.codegen.expressions import cast
+from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
+from flexmod.codegen.triton_text import Function, Writer, fresh, together
+from flexmod.ir.derivative import CaptureGrad
+from flexmod.ir.graph import Graph, Node
+from flexmod.ir.ops import strong
+from flexmod.ir.reductions import Along, Term
+
+MAIN: dict[Along, str] = {
+    "row": "score_grad_by_row",
+    "column": "score_grad_by_column",
+    "diagonal": "grad_by_diagonal",
+    "element": "grad_by_element",
+}
+
+
+def write_terms(found: CaptureGrad, terms: Sequence[Term]) -> CaptureTexts:
+    """The device functions for all terms of a CaptureGrad."""
+    texts: dict[str, ModText] = {}
+    for along in MAIN:
+        chosen = [term for term in terms if term.along == along]
+        if chosen:
+            texts[along] = _TermWriter(found.graph, along, chosen).write()
+    return CaptureTexts(**texts)
+
+
+class _TermWriter(Writer):
+    def __init__(self, graph: Graph, along: Along, terms: Sequence[Term]) -> None:
+        results = [graph.result] if along in ("row", "column") else []
+        for term in terms:
+            results += [term.gradient, *(term.indices if along == "element" else ())]
+        super().__init__(Graph(graph.kind, tuple(results), graph.captures), MAIN[along])
+        self._along = along
+        self._terms = terms
+
+    def returned(self, main: Function) -> list[str]:
+        values = super().returned(main) if self._along in ("row", "column") else []
+        for term in self._terms:
+            gradient = self.shaped(self.value(main, term.gradient), term.gradient)
+            values.append(cast(gradient, strong(term.gradient.dtype), torch.float32))
+            if self._along == "element":
+                values += self._place(main, term)
+        return values
+
+    def term_names(self) -> tuple[TermText, ...]:
+        """Unique where case does not count: those of buffers are in capitals."""
+        taken: set[str] = set()
+        found: list[TermText] = []
+        first: dict[int, str] = {}
+        for term in self._terms:
+            name = fresh(self.captures[term.capture].lower(), taken)
+            into = first.setdefault(term.capture, name) if self._along == "element" else name
+            found.append(TermText(name, into, term.capture))
+        return tuple(found)
+
+    def _place(self, main: Function, term: Term) -> tuple[str, str]:
+        """Where the element is, and whether it is anywhere."""
+        load = Node("load", term.indices, torch.float32, term.capture)
+        place, guards = "", []
+        for dim in range(len(term.indices)):
+            value, its_guards = self.index(main, load, dim)
+            guards += its_guards
+            row = f"tl.cast({value}, tl.int64)"
+            if place:
+                name = f"{self.captures[term.capture]}_size{dim}"
+                size = self.parameter(main, name, "size", term.capture, dim)
+                row = f"({place}) * {size} + {row}"
+            place = row
+        name = f"{self.captures[term.capture]}_place"
+        place = self.bound_once(main, load, name, place)
+        return place, together(guards or [f"{place} >= 0"])
