@@ -178,6 +178,16 @@ class BlockMaskCropError(FlexmodError, ValueError):
     instead = "build it anew, create_block_mask(mask_mod, B, H, {query}, {key})."
 
 
+class BlockMaskResizeError(FlexmodError, ValueError):
+    what = "this block mask of Q_LEN={mask_q} and KV_LEN={mask_kv} was given as lists, which say nothing of Q_LEN={query} and KV_LEN={key}."
+    instead = "build it of its mask_mod, create_block_mask(mask_mod, B, H, {query}, {key})."
+
+
+class BlockMaskCombineError(FlexmodError, ValueError):
+    what = "these block masks do not go together: {problem}."
+    instead = "{advice}."
+
+
 class SlicedTorchMaskError(FlexmodError, ValueError):
     what = "this torch BlockMask was sliced, and torch drops the mask_mod of a slice."
     instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."

@@ -31,6 +31,12 @@ def mask(
     return create_block_mask(mod, batch, heads, length, length, device="cpu", **options)
 
 
+def given_mask() -> flexmod.BlockMask:
+    """One tile of 32 x 32, given as a list."""
+    lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return flexmod.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32)
+
+
 def call(query: Any = None, key: Any = None, value: Any = None, **options: Any) -> Any:
     """Attention on the CPU; key and value are like query where they are not given."""
     query = x() if query is None else query
@@ -300,6 +306,19 @@ BLOCK_MASKS: list[Row] = [
         "_adjust crops a block mask: this one of Q_LEN=32 and KV_LEN=32 has no tiles for Q_LEN=64 "
         "and KV_LEN=32.\n"
         "  Instead: build it anew, create_block_mask(mask_mod, B, H, 64, 32).",
+    ),
+    (
+        errors.BlockMaskResizeError,
+        lambda: given_mask().resize(64, 32),
+        "this block mask of Q_LEN=32 and KV_LEN=32 was given as lists, which say nothing of Q_LEN=64 and "
+        "KV_LEN=32.\n"
+        "  Instead: build it of its mask_mod, create_block_mask(mask_mod, B, H, 64, 32).",
+    ),
+    (
+        errors.BlockMaskCombineError,
+        lambda: mask() & mask(length=64),
+        "these block masks do not go together: seq_lengths is (32, 32) in one and (64, 64) in the other.\n"
+        "  Instead: build both with the same seq_lengths; resize() and to() change lengths and device.",
     ),
     (
         errors.SlicedTorchMaskError,

@@ -41,6 +41,9 @@ ROOMS = (
         "block_mask.spans",
         "block_mask.picture",
         "block_mask.facts",
+        "block_mask.refine",
+        "block_mask.derived",
+        "block_mask.combine",
         "block_mask.format",
     ),
     (
@@ -60,7 +63,7 @@ ROOMS = (
     ("explain",),
     ("runtime",),
     ("backends",),
-    ("block_mask.generated", "block_mask.refine", "block_mask.build"),
+    ("block_mask.generated", "block_mask.build"),
     ("checks",),
     ("autograd",),
     ("attention",),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmod import transforms
-from flexmod.block_mask import runs, selection, tiles
+from flexmod.block_mask import combine, runs, selection, tiles
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
@@ -128,6 +128,7 @@ class BlockMask:
         mask.BLOCK_SIZE = block_size
         mask._seq_lengths = seq_lengths
         mask.full_tiles_padded = full_tiles_padded
+        mask._classified = True
         mask._mask_mod, mask._traced = mask_mod, traced
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
@@ -205,6 +206,12 @@ class BlockMask:
     def mask_mod(self, mask_mod: MaskMod) -> None:
         self._traced = trace_mask(mask_mod, self.device)
         self._mask_mod = mask_mod
+        self._classified = False
+
+    @property
+    def classified(self) -> bool:
+        """Are the tiles what mask_mod says, and not lists that were given beside it?"""
+        return self._classified and self.held.form == "runs"
 
     @property
     def traced(self) -> Traced:
@@ -273,6 +280,7 @@ class BlockMask:
         mask = BlockMask.of_held(
             self.held.to(device), self.seq_lengths, self.BLOCK_SIZE, mask_mod, traced, self.full_tiles_padded
         )
+        mask._classified = self._classified
         for name in FLASH_PARTS:
             part = getattr(self, name)
             setattr(mask, name, None if part is None else part.to(device))
@@ -334,10 +342,36 @@ class BlockMask:
     ) -> BlockMask:
         """A mask made of a part of this one."""
         traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, self.device)
-        return BlockMask.of_table(
+        mask = BlockMask.of_table(
             table, batch, lengths, self.BLOCK_SIZE, mask_mod, traced, separate=self.held.separate,
             by_column=self.held.by_column, full_tiles_padded=self.full_tiles_padded,
         )  # fmt: skip
+        mask._classified = self.classified
+        return mask
+
+    def resize(self, q_len: int, kv_len: int) -> BlockMask:
+        """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
+        kept. So a mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, looks at one row and one
+        column of tiles.
+
+        Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
+        """
+        return combine.resized(self, (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both masks keep. A dimension of 1, for batch or head, serves each of the other's.
+
+        Raises BlockMaskCombineError.
+        """
+        return combine.combined(self, other, "and") if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """What either mask keeps. Raises BlockMaskCombineError."""
+        return combine.combined(self, other, "or") if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """What the mask does not keep. Raises BlockMaskCombineError."""
+        return combine.complement(self)
 
     def facts(self, budget: float = math.inf) -> Facts:
         """What the mask turns out to be: density, whether every query has keys, and so on.

@@ -43,6 +43,22 @@ def classify(traced: Traced, sizes: Sequence[int], block: tuple[int, int], devic
     return keep_padding_partial(refined.table, (sizes[2], sizes[3]), block)
 
 
+def finish(traced: Traced, sizes: Sequence[int], block: tuple[int, int], table: Tensor) -> Tensor:
+    """A table int8 [B or 1, H or 1, Qb, KVb] whose OPEN tiles are decided. Arguments as for `classify`.
+
+    Where most are open it is made afresh, from coarse to fine.
+    """
+    is_open = table == OPEN
+    if 2 * int(is_open.sum()) > table.numel():
+        return classify(traced, sizes, block, table.device)
+    refined = Refined(traced, (sizes[0], sizes[1], sizes[2], sizes[3]), block, table.device)
+    apart = [max(pair) for pair in zip(table.shape, refined.shape, strict=True)]
+    refined.table = table.expand(apart).clone()
+    refined.open = (refined.table == OPEN).nonzero()
+    refined.run_on_open()
+    return refined.table
+
+
 class Refined:
     """`table` int8 [B or 1, H or 1, Qb, KVb]: what each tile is, as far as the steps that were done know.
 
@@ -66,6 +82,16 @@ class Refined:
 
     def run(self) -> None:
         self.by_bounds()
+        self.by_closer_looks()
+
+    def run_on_open(self) -> None:
+        """The steps for tiles, on those that are open."""
+        portions = self.open.split(AT_ONCE)
+        left = [self._settle(at, self._decided(self.rows, self.columns, at)) for at in portions]
+        self.open = torch.cat(left)
+        self.by_closer_looks()
+
+    def by_closer_looks(self) -> None:
         self.by_samples(SAMPLES[0])
         self.by_pieces()
         self.by_samples(SAMPLES[1])
