@@ -193,6 +193,11 @@ class SlicedTorchMaskError(FlexmodError, ValueError):
     instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."
 
 
+class MissingMatplotlib(FlexmodError, RuntimeError):
+    what = "BlockMask.plot draws with matplotlib, which is not installed."
+    instead = "pip install matplotlib, or write mask.to_svg() to a file."
+
+
 class GridSizeError(FlexmodError, ValueError):
     what = "grid_size is {grid_size!r}; it is the largest number of rows and columns to draw."
     instead = "give a positive integer, a pair (rows, columns) of them, or -1 to draw every tile."

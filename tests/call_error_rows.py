@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -35,6 +37,11 @@ def given_mask() -> flexmod.BlockMask:
     """One tile of 32 x 32, given as a list."""
     lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     return flexmod.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32)
+
+
+def plotted_without_matplotlib() -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None}):
+        mask().plot("mask.png")
 
 
 def call(query: Any = None, key: Any = None, value: Any = None, **options: Any) -> Any:
@@ -326,6 +333,12 @@ BLOCK_MASKS: list[Row] = [
         "this torch BlockMask was sliced, and torch drops the mask_mod of a slice.\n"
         "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's "
         "mask_mod first.",
+    ),
+    (
+        errors.MissingMatplotlib,
+        plotted_without_matplotlib,
+        "BlockMask.plot draws with matplotlib, which is not installed.\n"
+        "  Instead: pip install matplotlib, or write mask.to_svg() to a file.",
     ),
     (
         errors.GridSizeError,

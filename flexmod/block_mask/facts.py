@@ -86,7 +86,7 @@ def facts(
     counted = partial <= budget
     if counted:
         partial = 0
-        for places, kept in _elements(table, lengths, block, sides, traced):
+        for places, kept in elements(table, lengths, block, sides, traced):
             partial += int(kept.sum())
             b, h, row, _ = places.unbind(1)
             line = (b * table.shape[1] + h) * table.shape[2] + row
@@ -109,7 +109,7 @@ def facts(
     )
 
 
-def _elements(
+def elements(
     table: Tensor, lengths: tuple[int, int], block: tuple[int, int], sides: tuple[int, int], traced: Traced
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Partial tiles, int64 [n, 4], and what the mask keeps of their elements, bool [n, *sides]."""

@@ -6,7 +6,6 @@ it is sliced, and checks when it is made that its parts fit together.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flexmod import transforms
 from flexmod.block_mask import combine, runs, selection, tiles
+from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
@@ -25,7 +25,6 @@ from flexmod.block_mask.parts import (
     checked_lists,
     length,
 )
-from flexmod.block_mask.picture import picture
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
@@ -38,13 +37,11 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
-# elements that a mask counts to be printed
-COUNTED = 1 << 26
 # Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-class BlockMask:
+class BlockMask(Drawn):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -261,18 +258,6 @@ class BlockMask:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
         return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
 
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
-
-        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
-        negative limit draws all of them.
-        """
-        batch_shape = self.held.batch
-        count = math.prod(batch_shape) if limit < 0 else limit
-        listed = (self.table() != EMPTY).expand(*batch_shape, -1, -1)
-        shown = itertools.islice(itertools.product(*map(range, batch_shape)), count)
-        return picture([listed[place] for place in shown], batch_shape, grid_size, limit)
-
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
         mask_mod = moved(self.mask_mod, device)
@@ -380,11 +365,6 @@ class BlockMask:
         """
         known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
         return facts(self.table(), *known, budget=budget)
-
-    def __str__(self) -> str:
-        """The picture, and the facts in a line."""
-        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, "
-        return f"{head}\n{self.to_string().strip()}\n{self.facts(COUNTED)}\n)"
 
     def __repr__(self) -> str:
         shapes = [(name, None if part is None else part.shape) for name, part in self._parts(LISTS).items()]
