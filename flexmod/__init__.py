@@ -1,7 +1,7 @@
 """flexmod: attention variants as plain Python functions, compiled to Triton kernels that you can read.
 
-    mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8192, 8192)
-    out = flexmod.flex_attention(q, k, v, block_mask=mask)
+mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8192, 8192)
+out = flexmod.flex_attention(q, k, v, block_mask=mask)
 """
 
 from flexmod import errors, masks, mods

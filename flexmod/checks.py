@@ -34,7 +34,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
         if 0 in tensor.shape:
             raise errors.EmptyTensor(name=name, shape=tuple(tensor.shape))
     for name in ("key", "value"):
-        _same_device("query", query, name, named[name])
+        _same_device("query", query, name, named[name].device)
     if query.shape[3] != key.shape[3]:
         raise errors.HeadDimMismatch(query=query.shape[3], key=key.shape[3])
     if key.shape[2] != value.shape[2]:
@@ -69,9 +69,9 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
 
 def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
     """The mask's shape, device and captures against the call."""
-    _same_device("query", query, "block_mask", mask.kv_indices)
-    shape = tuple(mask.kv_indices.shape)
-    if len(shape) != 4:
+    _same_device("query", query, "block_mask", mask.device)
+    if len(mask.held.batch) != 2:
+        shape = tuple(mask.kv_indices.shape)
         raise errors.BlockMaskPartsError(
             problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
             advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
@@ -83,7 +83,7 @@ def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
             call=_rebuild_call(mask, lengths),
         )  # fmt: skip
     for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
-        size = mask.kv_num_blocks.shape[dim]
+        size = mask.held.batch[dim]
         if size not in (1, query.shape[dim]):
             raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
         if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
@@ -92,8 +92,8 @@ def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
 
 
 def _rebuild_call(mask: BlockMask, lengths: tuple[int, int]) -> str:
-    batch, heads = (size if size > 1 else None for size in mask.kv_num_blocks.shape[:2])
-    device = str(mask.kv_indices.device)
+    batch, heads = (size if size > 1 else None for size in mask.held.batch)
+    device = str(mask.device)
     return (
         f"create_block_mask(mask_mod, {batch}, {heads}, {lengths[0]}, {lengths[1]}, device={device!r}, "
         f"BLOCK_SIZE={tuple(mask.BLOCK_SIZE)})"
@@ -104,14 +104,14 @@ def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
     """Captured tensors lie where query does; those of a mask want no gradient."""
     for number in used_captures(traced.graph.nodes):
         tensor, name = traced.tensors[number], traced.graph.captures[number].name
-        _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor)
+        _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
         if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
             raise errors.MaskCaptureGradientError(name=name)
 
 
-def _same_device(first: str, one: Tensor, second: str, other: Tensor) -> None:
-    if one.device != other.device:
+def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
+    if one.device != other:
         raise errors.DeviceMismatch(
-            first=first, first_device=str(one.device), second=second, second_device=str(other.device),
+            first=first, first_device=str(one.device), second=second, second_device=str(other),
             name=second.split(",")[0],
         )  # fmt: skip

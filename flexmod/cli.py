@@ -1,7 +1,7 @@
 """The command line: `python -m flexmod`, or `flexmod`.
 
-    flexmod compare causal softcap --seq 4096
-    flexmod explain sliding_window
+flexmod compare causal softcap --seq 4096
+flexmod explain sliding_window
 """
 
 from __future__ import annotations

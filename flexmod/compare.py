@@ -1,8 +1,8 @@
 """flexmod beside SDPA on one mask or score mod: first whether it is right, then how fast it is.
 
-    flexmod.compare("sliding_window")
-    flexmod.compare(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100, seq=4096)
-    python -m flexmod compare causal
+flexmod.compare("sliding_window")
+flexmod.compare(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100, seq=4096)
+python -m flexmod compare causal
 """
 
 from __future__ import annotations

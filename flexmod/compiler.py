@@ -24,18 +24,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 from flexmod import config
-from flexmod.codegen import cache
+from flexmod.codegen import cache as modules
+from flexmod.codegen.builder_kernels import Builder, BuilderKernels
+from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
-from flexmod.codegen.render import render
+from flexmod.codegen.render import render, render_builder, render_runs
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
+from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
@@ -178,6 +181,38 @@ def kernels_for(
     )  # fmt: skip
 
 
+def builder(graph: Graph, extents: Extents) -> Builder:
+    """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
+    analysis = intervals.analyze(graph, extents)
+    bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
+    terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
+    mask = compile_mod(graph, extents)
+    kernels = _builder_kernels(
+        bounds, tuple(replace(term, graph=promoted) for term, promoted, _ in terms), mask.lowered
+    )
+    return Builder(kernels, (of_bounds, mask.numbers, *(numbers for *_, numbers in terms)))
+
+
+@lru_cache(4096)
+def _builder_kernels(bounds: Graph, terms: tuple[intervals.Term, ...], mask: Lowered) -> BuilderKernels:
+    written = tuple(map(write_term, terms))
+    of_bounds = write_bounds(bounds, written)
+    of_mask = mask.text
+    assert of_mask is not None
+
+    def made() -> ModuleType:
+        text = stage("render", lambda: render_builder(written, of_bounds, of_mask))
+        return stage("load", lambda: modules.load(text, "block_mask"))
+
+    return BuilderKernels(written, of_bounds, of_mask, made)
+
+
+@cache
+def runs_module() -> ModuleType:
+    """The module of `runs_kernel`."""
+    return modules.load(render_runs(), "runs")
+
+
 def build(
     spec: KernelSpec,
     score: ModText | None,
@@ -188,7 +223,7 @@ def build(
     """render and load."""
     text = stage("render", lambda: render(spec, score, mask, grad, captures))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
-    module = stage("load", lambda: cache.load(text, name))
+    module = stage("load", lambda: modules.load(text, name))
     if config.debug_level() >= 3:
         print(f"flexmod: source {module.__file__}", file=sys.stderr)
     return module

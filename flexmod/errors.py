@@ -67,9 +67,7 @@ class EmptyTensor(FlexmodError, ValueError):
 
 class NestedTensorInput(FlexmodError, ValueError):
     what = "{name} is a nested tensor; flex_attention takes strided ones."
-    instead = (
-        "pack it to [1, heads, total, head_dim] with {name}.values() and use a document mask over its offsets."
-    )
+    instead = "pack it to [1, heads, total, head_dim] with {name}.values() and use a document mask over its offsets."
 
 
 class DeviceMismatch(FlexmodError, ValueError):
@@ -180,9 +178,24 @@ class BlockMaskCropError(FlexmodError, ValueError):
     instead = "build it anew, create_block_mask(mask_mod, B, H, {query}, {key})."
 
 
+class BlockMaskResizeError(FlexmodError, ValueError):
+    what = "this block mask of Q_LEN={mask_q} and KV_LEN={mask_kv} was given as lists, which say nothing of Q_LEN={query} and KV_LEN={key}."
+    instead = "build it of its mask_mod, create_block_mask(mask_mod, B, H, {query}, {key})."
+
+
+class BlockMaskCombineError(FlexmodError, ValueError):
+    what = "these block masks do not go together: {problem}."
+    instead = "{advice}."
+
+
 class SlicedTorchMaskError(FlexmodError, ValueError):
     what = "this torch BlockMask was sliced, and torch drops the mask_mod of a slice."
     instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."
+
+
+class MissingMatplotlib(FlexmodError, RuntimeError):
+    what = "BlockMask.plot draws with matplotlib, which is not installed."
+    instead = "pip install matplotlib, or write mask.to_svg() to a file."
 
 
 class GridSizeError(FlexmodError, ValueError):
@@ -243,7 +256,9 @@ class RandomNumberError(FlexmodError, NotImplementedError):
     instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
 
 
-class MutationError(FlexmodError, RuntimeError):  # a TypeError in `captured += 1` would mean: try `captured + 1`
+class MutationError(
+    FlexmodError, RuntimeError
+):  # a TypeError in `captured += 1` would mean: try `captured + 1`
     what = "{operation} writes in place inside a mod; a mod is a pure function."
     instead = "use the form that returns a new value, or do the write before the call."
 
@@ -308,7 +323,7 @@ class OptionValueError(FlexmodError, ValueError):
 
 class FlashBackendError(FlexmodError, NotImplementedError):
     what = 'BACKEND="FLASH" asks for torch\'s FlashAttention kernels, which flexmod does not contain.'
-    instead = 'leave BACKEND out: flexmod chooses its own fastest kernel.'
+    instead = "leave BACKEND out: flexmod chooses its own fastest kernel."
 
 
 class DecodeBackendError(FlexmodError, NotImplementedError):
@@ -323,7 +338,9 @@ class BackendDeviceError(FlexmodError, ValueError):
 
 class NoTileFits(FlexmodError, RuntimeError):
     what = "no tile size fits the {limit} bytes of shared memory of {device}; tried {tried}."
-    instead = "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
+    instead = (
+        "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
+    )
 
 
 class UnknownComparison(FlexmodError, ValueError):
@@ -361,7 +378,9 @@ class NotAGpuError(FlexmodError, ValueError):
 
 class DoubleBackwardError(FlexmodError, NotImplementedError):
     what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
-    instead = 'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+    instead = (
+        'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+    )
 
 
 class ForwardModeError(FlexmodError, NotImplementedError):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmod.block_mask import runs, tiles
 from flexmod.codegen.mod_text import ModText, Parameter
 
 CAUSAL = ModText(
@@ -96,10 +97,30 @@ def score_grad(grad, score, b, h, q_idx, kv_idx):
 
 
 class Lists:
-    """The parts of a BlockMask that a launch reads."""
+    """The parts of a BlockMask that a launch reads. `form` is what it launches from, "lists" or "runs"."""
 
     def __init__(self, **parts: Any) -> None:
+        self.form = "lists"
         self.__dict__.update(parts)
+
+    @property
+    def held(self) -> Lists:
+        return self
+
+    @property
+    def by_column(self) -> bool:
+        return self.q_indices is not None
+
+    def runs(self, axis: str) -> runs.Runs | None:
+        if self.form == "lists":
+            return None
+        counts, indices = getattr(self, f"{axis}_num_blocks"), getattr(self, f"{axis}_indices")
+        full = getattr(self, f"full_{axis}_num_blocks"), getattr(self, f"full_{axis}_indices")
+        columns = indices.shape[-1]
+        table = tiles.dense((counts, indices), columns).to(torch.int8)
+        if full[0] is not None:
+            table.masked_fill_(tiles.dense(full, columns), tiles.FULL)
+        return runs.of_table(table)
 
 
 def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> Lists:

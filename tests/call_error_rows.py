@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +31,17 @@ def mask(
     batch: int | None = None, heads: int | None = None, length: int = 32, mod: Any = causal, **options: Any
 ) -> flexmod.BlockMask:
     return create_block_mask(mod, batch, heads, length, length, device="cpu", **options)
+
+
+def given_mask() -> flexmod.BlockMask:
+    """One tile of 32 x 32, given as a list."""
+    lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    return flexmod.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32)
+
+
+def plotted_without_matplotlib() -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None}):
+        mask().plot("mask.png")
 
 
 def call(query: Any = None, key: Any = None, value: Any = None, **options: Any) -> Any:
@@ -302,11 +315,30 @@ BLOCK_MASKS: list[Row] = [
         "  Instead: build it anew, create_block_mask(mask_mod, B, H, 64, 32).",
     ),
     (
+        errors.BlockMaskResizeError,
+        lambda: given_mask().resize(64, 32),
+        "this block mask of Q_LEN=32 and KV_LEN=32 was given as lists, which say nothing of Q_LEN=64 and "
+        "KV_LEN=32.\n"
+        "  Instead: build it of its mask_mod, create_block_mask(mask_mod, B, H, 64, 32).",
+    ),
+    (
+        errors.BlockMaskCombineError,
+        lambda: mask() & mask(length=64),
+        "these block masks do not go together: seq_lengths is (32, 32) in one and (64, 64) in the other.\n"
+        "  Instead: build both with the same seq_lengths; resize() and to() change lengths and device.",
+    ),
+    (
         errors.SlicedTorchMaskError,
         sliced_by_torch,
         "this torch BlockMask was sliced, and torch drops the mask_mod of a slice.\n"
         "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's "
         "mask_mod first.",
+    ),
+    (
+        errors.MissingMatplotlib,
+        plotted_without_matplotlib,
+        "BlockMask.plot draws with matplotlib, which is not installed.\n"
+        "  Instead: pip install matplotlib, or write mask.to_svg() to a file.",
     ),
     (
         errors.GridSizeError,

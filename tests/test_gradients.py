@@ -196,7 +196,7 @@ def test_layouts(options: Any, layout: str) -> None:
 def test_no_buffer_of_all_scores(options: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole training step, mask and all: nothing beyond a few times an input."""
     monkeypatch.setattr(cpu, "BUDGET", 1 << 14)
-    monkeypatch.setattr("flexmod.block_mask.build.strip_elements", lambda device: 1 << 14)
+    monkeypatch.setattr("flexmod.block_mask.refine.AT_ONCE", 1 << 14)
     case = make_case(q_len=512, heads=2)
     leaves = [x.requires_grad_() for x in case.inputs]
     with LargestTensor() as seen:

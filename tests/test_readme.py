@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmod import config
+from flexmod import config, masks
 from flexmod.ir.ops import COMPOSED, OPS, Op
 from flexmod.ir.trace import CASTS, FILLS
 from flexmod.kernel_options import OPTIONS
@@ -42,6 +42,10 @@ def test_every_kernel_option_is_documented() -> None:
 
 def test_every_switch_is_documented() -> None:
     assert first_column("environment.md") == {config.DEBUG, config.CACHE_DIR}
+
+
+def test_every_mask_is_documented() -> None:
+    assert first_column("masks.md") == set(masks.__all__) - {"MaskMod"}
 
 
 def line_of(row: Op) -> str:

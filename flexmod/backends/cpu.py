@@ -20,7 +20,7 @@ from torch import Tensor
 from flexmod.backends.captured import CaptureSums
 from flexmod.backends.heads import Heads, as_slice, chunks
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.backends.tiles import Step, shared_part, steps_of_table, steps_without_mask, tile_table
+from flexmod.backends.tiles import Step, shared_part, steps_of_table, steps_without_mask
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 
@@ -232,7 +232,7 @@ def _shares(
     if problem.mask is None:
         yield *heads.where(None, None), steps_without_mask(rows, columns, BUDGET)
         return
-    table = shared_part(tile_table(problem.mask))
+    table = shared_part(problem.mask.table())
     for b, h in product(range(table.shape[0]), range(table.shape[1])):
         here = heads.where(b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
         yield *here, steps_of_table(table[b, h], problem.mask.BLOCK_SIZE, rows, columns, BUDGET)

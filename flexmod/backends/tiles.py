@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, dense, tile_count
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
 # Small q blocks are taken together, and large ones cut, to about this many rows: enough for a fast product.
 ROWS = 128
@@ -64,22 +64,6 @@ class Step:
         return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None], columns
 
 
-def tile_table(mask: BlockMask) -> Tensor:
-    """int8 [B, H, Qb, KVb]: EMPTY, PARTIAL or FULL for each tile, from the lists by row.
-
-    B or H is 1 where the mask's lists are one list, expanded.
-    """
-    columns = tile_count(mask.seq_lengths[1], mask.BLOCK_SIZE[1])
-    lists = [mask.kv_num_blocks, mask.kv_indices]
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
-    for dim in (0, 1):
-        if all(part.stride(dim) == 0 for part in lists):
-            lists = [part.narrow(dim, 0, 1) for part in lists]
-    table = dense((lists[0], lists[1]), columns).to(torch.int8) * PARTIAL
-    return table.masked_fill_(dense((lists[2], lists[3]), columns), FULL) if lists[2:] else table
-
-
 def shared_part(table: Tensor) -> Tensor:
     """The table with B or H of 1 where the tiles of all batches or all heads are the same."""
     for dim in (0, 1):
@@ -90,8 +74,11 @@ def shared_part(table: Tensor) -> Tensor:
 
 
 def element_table(mask: BlockMask, rows: int, columns: int) -> Tensor:
-    """`tile_table` spread over the elements: int8 [B, H, rows, columns]."""
-    table = tile_table(mask)
+    """The mask's tiles spread over the elements: int8 [B, H, rows, columns].
+
+    B or H is 1 where the mask's tiles are the same for each.
+    """
+    table = mask.table()
     for dim, block, size in ((2, mask.BLOCK_SIZE[0], rows), (3, mask.BLOCK_SIZE[1], columns)):
         table = table.repeat_interleave(block, dim).narrow(dim, 0, size)
     return table

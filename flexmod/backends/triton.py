@@ -16,6 +16,8 @@ from flexmod.backends.captured import Sums
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Axis
+from flexmod.block_mask.runs import Runs
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
@@ -54,6 +56,7 @@ def kernel_spec(
         head_dim=q.shape[3],
         value_dim=v.shape[3],
         mask_block=None if mask is None else (int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1])),
+        mask_form="runs" if mask is None else mask.held.form,
         full_tiles_padded=mask is not None and mask.full_tiles_padded,
         precision=precision if q.dtype is torch.float32 else "ieee",
         positive_scale=scale > 0,
@@ -97,7 +100,7 @@ def forward(
         "LSE": lse,
         "MAX_SCORES": max_scores,
         **(dict(zip(("PEAK", "TOTAL"), keep or (None, None), strict=True)) if kernels.spec.exact else {}),
-        **_lists(mask, "kv"),
+        **_tiles(mask, "kv"),
         **kernels.mod_arguments("forward", score_captured, mask_captured),
         **_sizes(q, k, scale),
     }
@@ -147,7 +150,7 @@ def backward(
     }
 
     def arguments(kernel: KernelName) -> Arguments:
-        lists = {} if kernel == "diagonal" else _lists(mask, "q" if kernel == "dkdv" else "kv")
+        lists = {} if kernel == "diagonal" else _tiles(mask, "q" if kernel == "dkdv" else "kv")
         return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
 
     def by_query(tile: Tile) -> tuple[int]:
@@ -253,19 +256,40 @@ def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
     return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
 
 
+def _tiles(mask: BlockMask | None, axis: Axis) -> Arguments:
+    """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
+    if mask is None:
+        return {}
+    if axis == "q" and not mask.held.by_column:
+        raise BlockMaskPartsError(
+            problem="block_mask has no q_num_blocks and q_indices, and a gradient is summed up by keys",
+            advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
+        )
+    runs = mask.held.runs(axis)
+    return _lists(mask, axis) if runs is None else _run_arguments(axis, runs)
+
+
+def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
+    batch, heads, rows = runs.rows.shape[:3]
+    return {
+        f"{axis.upper()}_ROWS": runs.rows,
+        f"{axis.upper()}_RUNS": runs.spans,
+        "stride_mask_b": heads * rows if batch > 1 else 0,
+        "stride_mask_h": rows if heads > 1 else 0,
+    }
+
+
 # By mask and axis: the lists that the arguments were made of, and the arguments.
 _remembered: WeakKeyDictionary[BlockMask, dict[str, tuple[list[Tensor | None], Arguments]]] = (
     WeakKeyDictionary()
 )
 
 
-def _lists(mask: BlockMask | None, axis: Literal["kv", "q"]) -> Arguments:
-    """The lists of blocks of keys ("kv") or of queries ("q") that a mask has; see `_list_arguments`.
+def _lists(mask: BlockMask, axis: Axis) -> Arguments:
+    """The lists of a mask; see `_list_arguments`.
 
     Remembered while the mask has the same lists, unless they were copied: a write to them must be seen.
     """
-    if mask is None:
-        return {}
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
     lists: list[Tensor | None] = [getattr(mask, name) for name in names]
     known = _remembered.setdefault(mask, {}).get(axis)
@@ -283,11 +307,6 @@ def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> 
 
     A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
     """
-    if lists[0] is None or lists[1] is None:
-        raise BlockMaskPartsError(
-            problem="block_mask has no q_num_blocks and q_indices, and a gradient is summed up by keys",
-            advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
-        )
     present = [t for t in lists if t is not None]
     for dim in (0, 1):
         if all(t.shape[dim] == 1 or t.stride(dim) == 0 for t in present):

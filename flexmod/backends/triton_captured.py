@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from flexmod.backends.tiles import tile_table
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
@@ -66,8 +65,7 @@ def _diagonal_lists(mask: BlockMask | None, tile: Tile) -> Arguments:
     """For each diagonal of tiles, those that the mask lists: see `_listed`. Remembered with the mask."""
     if mask is None:
         return {}
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    lists = [part for part in (getattr(mask, name) for name in names) if part is not None]
+    lists = mask.held.by_row()
     if any(part.is_inference() for part in lists):  # these have no version: a write would not be seen
         return _listed(mask, tile)
     sides = tile.block_m, tile.block_n
@@ -92,7 +90,7 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
     block_m, block_n = tile.block_m, tile.block_n
     (length, keys), (q_block, kv_block) = mask.seq_lengths, mask.BLOCK_SIZE
     rows, columns = tile_count(length, block_m), tile_count(keys, block_n)
-    blocks = tile_table(mask)
+    blocks = mask.table()
     device = blocks.device
     row = torch.arange(rows, device=device)
     diagonal = torch.arange(diagonal_count(length, keys, block_m, block_n), device=device)[:, None]
@@ -102,7 +100,7 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
     table = blocks[:, :, block_row, block_column].masked_fill_(outside, EMPTY)
     counts, indices = ordered(table == PARTIAL)
     full_counts, full_indices = (
-        ordered(table == FULL) if mask.full_kv_num_blocks is not None else (None, None)
+        ordered(table == FULL) if mask.held.separate else (None, None)
     )
     batch, heads, per_mask = counts.shape
     return {

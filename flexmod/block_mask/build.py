@@ -1,22 +1,25 @@
-"""The builder: a mask_mod becomes the table of its tiles, the table becomes a BlockMask.
+"""The builder: a mask_mod becomes the runs of its tiles, and these a BlockMask.
 
-The mask is evaluated strip by strip, at most `strip_elements` of it at a time, and only along the positions
-that its graph reads: a mask that is the same for each head is evaluated for one.
+Whole tiles are decided by the bounds of the mask, from coarse to fine, and only the elements of those that
+stay open are looked at: by generated kernels on a GPU (`generated.py`), by torch elsewhere (`refine.py`). A
+mask that is the same for each batch entry or head is built for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod import transforms
-from flexmod.block_mask import tiles
-from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask, MaskMod, noop_mask, trace_mask
+from flexmod.block_mask import generated, refine
+from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
+from flexmod.block_mask.held import Held
+from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
+from flexmod.block_mask.tiles import PARTIAL, tile_count
 from flexmod.errors import DeviceMismatch, MaskExtentError, NotCallable
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
@@ -27,7 +30,6 @@ from flexmod.ir.trace import Traced, trace
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
 Device = torch.device | str | int | None
-Span = tuple[int, int]
 
 
 def create_block_mask(
@@ -57,12 +59,28 @@ def create_block_mask(
     here = _device(device)
     traced = trace_mask(mask_mod, here)
     _check_captures(traced, here)
-    traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     with transforms.paused():
-        table = classify(traced, sizes, block, here)
-        lists = tiles.lists_of(table, separate_full_blocks)
-        whole = tiles.each(lists, lambda part: part.expand(*sizes[:2], *part.shape[2:]))
-    return BlockMask(sizes[2:], **whole, BLOCK_SIZE=block, mask_mod=mask_mod, _trusted=True)
+        return _built(mask_mod, traced, sizes, block, here, separate_full_blocks)
+
+
+def _built(
+    mask_mod: MaskMod,
+    traced: Traced,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> BlockMask:
+    as_wide = Traced(fitted(traced.graph, sizes), traced.tensors)
+    if device.type == "cuda":
+        by_axis = generated.build(as_wide, sizes, block, device, separate)
+        grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+        held = Held(sizes[:2], grid, by_axis, {}, separate)
+        return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
+    table = refine.classify(as_wide, sizes, block, device)
+    if not separate:
+        table.clamp_(max=PARTIAL)
+    return BlockMask.of_table(table, sizes[:2], sizes[2:], block, mask_mod, traced, separate=separate)
 
 
 def create_mask(
@@ -78,7 +96,7 @@ def create_mask(
     kind = mod_kind(mod_fn)
     traced = trace(mod_fn, kind, here)
     _check_captures(traced, here)
-    places = _places([(0, size) for size in sizes], here)
+    places = _places(sizes, here)
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None
     (result,) = evaluate(traced.graph, traced.tensors, **places, score=score)
@@ -112,73 +130,13 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     return or_mask
 
 
-def classify(traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device) -> Tensor:
-    """What each tile is, EMPTY, PARTIAL or FULL: int8 [B or 1, H or 1, Qb, KVb].
-
-    `sizes` is (B, H, Q_LEN, KV_LEN). The 1 stands where the graph reads no b, or no h.
-    """
-    extents = [size if name in traced.graph.reads else 1 for name, size in zip(POSITIONS, sizes, strict=True)]
-    blocks = (1, 1, *block)
-    some = torch.zeros(*map(tiles.tile_count, extents, blocks), dtype=torch.uint8, device=device)
-    every = torch.ones_like(some)
-    for strip in strips(extents, blocks, strip_elements(device)):
-        (result,) = evaluate(traced.graph, traced.tensors, **_places(strip, device))
-        kept = result.expand([stop - start for start, stop in strip]).contiguous().view(torch.uint8)
-        where = tuple(slice(a // n, tiles.tile_count(z, n)) for (a, z), n in zip(strip, blocks, strict=True))
-        some[where] |= _by_tile(kept, blocks, torch.amax)
-        every[where] &= _by_tile(kept, blocks, torch.amin)
-    table = (some + every).to(torch.int8)
-    whole = table.expand(-1, -1, *map(tiles.tile_count, sizes[2:], block)).clone()
-    return tiles.keep_padding_partial(whole, (sizes[2], sizes[3]), block)
-
-
-def strip_elements(device: torch.device) -> int:
-    """How much of a mask is evaluated at once: what a CPU's caches hold, or what keeps a GPU busy."""
-    return 1 << 20 if device.type == "cpu" else 1 << 24
-
-
-def strips(extents: Sequence[int], blocks: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
-    """Cuts [B, H, Q, KV] into boxes of at most `limit` elements.
-
-    On each axis a box covers whole tiles, or lies within one.
-    """
-    steps = [1, 1, min(extents[2], blocks[2], max(1, int(limit**0.5))), 1]
-    for axis in (3, 2, 1, 0):
-        others = steps[0] * steps[1] * steps[2] * steps[3] // steps[axis]
-        step = min(extents[axis], max(1, limit // others))
-        steps[axis] = step if step < blocks[axis] else step // blocks[axis] * blocks[axis]
-    return product(*map(_spans, extents, blocks, steps))
-
-
-def _spans(extent: int, block: int, step: int) -> list[Span]:
-    if step >= block:
-        return [(start, min(start + step, extent)) for start in range(0, extent, step)]
-    return [
-        (start, min(start + step, tile + block, extent))
-        for tile in range(0, extent, block)
-        for start in range(tile, min(tile + block, extent), step)
-    ]
-
-
-def _by_tile(kept: Tensor, blocks: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
-    """Reduces the last two axes of a strip, which starts a tile or lies in one, to one entry a tile."""
-    for axis in (2, 3):
-        block, size = blocks[axis], kept.shape[axis]
-        whole = size // block * block
-        parts = [kept.narrow(axis, 0, whole).unflatten(axis, (-1, block))] if whole else []
-        if whole < size:
-            parts.append(kept.narrow(axis, whole, size - whole).unsqueeze(axis))
-        kept = torch.cat([reduce(part, dim=axis + 1) for part in parts], dim=axis)
-    return kept
-
-
-def _places(box: Sequence[Span], device: torch.device) -> dict[str, Any]:
-    """b, h, q_idx and kv_idx of a box, each along its own axis of four."""
+def _places(sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """b, h, q_idx and kv_idx, each along its own axis of four."""
     places = {}
-    for axis, (name, (start, stop)) in enumerate(zip(POSITIONS, box, strict=True)):
+    for axis, (name, size) in enumerate(zip(POSITIONS, sizes, strict=True)):
         shape = [1] * 4
-        shape[axis] = stop - start
-        places[name] = torch.arange(start, stop, dtype=torch.int32, device=device).view(shape)
+        shape[axis] = size
+        places[name] = torch.arange(size, dtype=torch.int32, device=device).view(shape)
     return places
 
 

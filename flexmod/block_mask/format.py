@@ -7,14 +7,17 @@ it is sliced, and checks when it is made that its parts fit together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod import transforms
-from flexmod.block_mask import selection, tiles
+from flexmod.block_mask import combine, runs, selection, tiles
+from flexmod.block_mask.drawn import Drawn
+from flexmod.block_mask.facts import Facts, facts
+from flexmod.block_mask.held import Axis, Held, ListPart
+from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
     block_pair,
     check_lengths,
@@ -22,45 +25,23 @@ from flexmod.block_mask.parts import (
     checked_lists,
     length,
 )
-from flexmod.block_mask.picture import picture
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
-from flexmod.block_mask.tiles import LISTS, Parts
+from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import (
     BlockMaskCropError,
-    MaskCaptureGradientError,
     NotABlockMask,
     SlicedTorchMaskError,
 )
 from flexmod.ir.passes import fitted
-from flexmod.ir.trace import Traced, trace
-
-MaskMod = Callable[..., Any]
+from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
 # Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """The mask_mod that keeps every score."""
-    return b.new_ones((), dtype=torch.bool)
-
-
-def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
-    """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
-
-    Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
-    """
-    traced = trace(mask_mod, "mask", device)
-    captured = []
-    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if transforms.is_wrapped(tensor) and tensor.requires_grad:
-            raise MaskCaptureGradientError(name=capture.name)
-        captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
-    return Traced(traced.graph, tuple(captured))
-
-
-class BlockMask:
+class BlockMask(Drawn):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -74,6 +55,7 @@ class BlockMask:
     With Qb and KVb the numbers of tiles, counts are int32 [B, H, Qb] (by column: [B, H, KVb]) and indices
     int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
+    A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
@@ -82,14 +64,14 @@ class BlockMask:
     together, and what tracing a mask_mod raises.
     """
 
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor | None
-    full_kv_indices: Tensor | None
-    q_num_blocks: Tensor | None
-    q_indices: Tensor | None
-    full_q_num_blocks: Tensor | None
-    full_q_indices: Tensor | None
+    kv_num_blocks = ListPart()
+    kv_indices = ListPart()
+    full_kv_num_blocks = ListPart()
+    full_kv_indices = ListPart()
+    q_num_blocks = ListPart()
+    q_indices = ListPart()
+    full_q_num_blocks = ListPart()
+    full_q_indices = ListPart()
 
     def __init__(
         self,
@@ -109,7 +91,6 @@ class BlockMask:
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
-        _trusted: bool = False,
     ) -> None:
         parts = {
             "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
@@ -117,17 +98,58 @@ class BlockMask:
             "q_num_blocks": q_num_blocks, "q_indices": q_indices,
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
-        for name, part in checked_lists(parts).items():
-            setattr(self, name, None if part is None else transforms.plain(part, name))
+        lists = checked_lists(parts)
+        plain = {name: None if part is None else transforms.plain(part, name) for name, part in lists.items()}
+        self.held = Held.of_lists(plain)
         self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
-        self._trusted = _trusted  # the builder's own lists need no look at their values
         self.seq_lengths = seq_lengths
-        self._trusted = False
         self.mask_mod = mask_mod
         self.dq_write_order = dq_write_order
         self.dq_write_order_full = dq_write_order_full
         self.dq_kv_order = dq_kv_order
         self.dq_kv_order_spt = dq_kv_order_spt
+
+    @classmethod
+    def of_held(
+        cls,
+        held: Held,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        traced: Traced,
+        full_tiles_padded: bool = False,
+    ) -> BlockMask:
+        """A mask of tiles that need no look, with the graph of its mask_mod."""
+        mask = cls.__new__(cls)
+        mask.held = held
+        mask.BLOCK_SIZE = block_size
+        mask._seq_lengths = seq_lengths
+        mask.full_tiles_padded = full_tiles_padded
+        mask._classified = True
+        mask._mask_mod, mask._traced = mask_mod, traced
+        mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
+        return mask
+
+    @classmethod
+    def of_table(
+        cls,
+        table: Tensor,
+        batch: tuple[int, ...],
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        traced: Traced,
+        *,
+        separate: bool = True,
+        by_column: bool = True,
+        full_tiles_padded: bool = False,
+    ) -> BlockMask:
+        """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
+        by_axis: dict[Axis, Runs | None] = {
+            "kv": runs.of_table(table), "q": runs.of_table(table.mT) if by_column else None
+        }  # fmt: skip
+        held = Held(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
+        return cls.of_held(held, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
 
     @classmethod
     def from_kv_blocks(
@@ -179,13 +201,19 @@ class BlockMask:
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskMod) -> None:
-        self._traced = trace_mask(mask_mod, self.kv_indices.device)
+        self._traced = trace_mask(mask_mod, self.device)
         self._mask_mod = mask_mod
+        self._classified = False
+
+    @property
+    def classified(self) -> bool:
+        """Are the tiles what mask_mod says, and not lists that were given beside it?"""
+        return self._classified and self.held.form == "runs"
 
     @property
     def traced(self) -> Traced:
         """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
-        batch, heads = self.kv_num_blocks.shape[:-1][-2:] if self.kv_num_blocks.dim() > 2 else (1, 1)
+        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
         return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
 
     @property
@@ -197,13 +225,17 @@ class BlockMask:
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
         check_lengths(pair, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
-        self.full_tiles_padded = not self._trusted and check_values(self._parts(LISTS), pair, self.BLOCK_SIZE)
+        self.full_tiles_padded = check_values(self._parts(LISTS), pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch dimensions, queries, keys."""
-        return (*self.kv_indices.shape[:-2], *self.seq_lengths)
+        return (*self.held.batch, *self.seq_lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self.held.device
 
     def numel(self) -> int:
         """The number of scores, masked or not."""
@@ -214,41 +246,31 @@ class BlockMask:
 
         Below zero where the padding of the tiles at the edge outweighs what is skipped.
         """
-        counts = [self.kv_num_blocks, self.full_kv_num_blocks]
-        listed = sum(int(c.sum()) for c in counts if c is not None)
-        return 100 * (1 - listed * math.prod(self.BLOCK_SIZE) / self.numel())
+        return 100 * (1 - self.held.listed() * math.prod(self.BLOCK_SIZE) / self.numel())
+
+    def table(self) -> Tensor:
+        """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
+        which the mask is the same.
+        """
+        return self.held.table(self._columns())
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
-        return self._listed(self._by_row()).to(torch.int32)
-
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
-
-        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
-        negative limit draws all of them.
-        """
-        batch_shape = self.kv_indices.shape[:-2]
-        shown = [
-            (c.flatten(0, -2), i.flatten(0, -3)) if batch_shape else (c[None], i[None])
-            for c, i in self._by_row()
-        ]
-        count = batch_shape.numel() if limit < 0 else limit
-        return picture(
-            self._listed([(c[:count], i[:count]) for c, i in shown]), batch_shape, grid_size, limit
-        )
+        return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask with its lists on another device. Tensors that mask_mod captures stay where they are."""
-        parts = self._parts((*LISTS, *FLASH_PARTS))
-        return BlockMask(
-            self.seq_lengths,
-            **tiles.each(parts, lambda part: part.to(device)),
-            BLOCK_SIZE=self.BLOCK_SIZE,
-            mask_mod=moved(self.mask_mod, device),
-            dq_kv_order_spt=self.dq_kv_order_spt,
-            _trusted=True,
+        """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
+        mask_mod = moved(self.mask_mod, device)
+        traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, torch.device(device))
+        mask = BlockMask.of_held(
+            self.held.to(device), self.seq_lengths, self.BLOCK_SIZE, mask_mod, traced, self.full_tiles_padded
         )
+        mask._classified = self._classified
+        for name in FLASH_PARTS:
+            part = getattr(self, name)
+            setattr(mask, name, None if part is None else part.to(device))
+        mask.dq_kv_order_spt = self.dq_kv_order_spt
+        return mask
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The parts in order: seq_lengths, the eight lists, torch's four dq_ parts, BLOCK_SIZE, mask_mod.
@@ -269,22 +291,21 @@ class BlockMask:
 
         Raises BlockMaskIndexError.
         """
-        b, h, q = selection.of(index, tuple(self.kv_num_blocks.shape))
+        shape = (*self.held.batch, self.held.grid[0])
+        b, h, q = selection.of(index, shape)
         size = self.BLOCK_SIZE[0]
-        query = selection.length_of(q, self.kv_num_blocks.shape[-1], self.seq_lengths[0], size)
-        by_row = tiles.each(self._parts(LISTS[:4]), lambda part: selection.take(part, (b, h, q)))
-        device = self.kv_indices.device
+        query = selection.length_of(q, shape[-1], self.seq_lengths[0], size)
         moves = {
-            "b": positions(b, device), "h": positions(h, device), "q_idx": block_positions(q, size, device)
+            "b": positions(b, self.device), "h": positions(h, self.device),
+            "q_idx": block_positions(q, size, self.device),
         }  # fmt: skip
-        needed = {name: move if name in self.traced.graph.reads else KEPT for name, move in moves.items()}
+        needed = {name: move if name in self._traced.graph.reads else KEPT for name, move in moves.items()}
         unmoved = all(move == KEPT for move in needed.values())
-        return BlockMask.from_kv_blocks(
-            **by_row,
-            BLOCK_SIZE=self.BLOCK_SIZE,
-            mask_mod=self.mask_mod if unmoved else Rebased(self.mask_mod, *needed.values()),
-            seq_lengths=(query, self.seq_lengths[1]),
-            compute_q_blocks=self.q_indices is not None,
+        mask_mod = self.mask_mod if unmoved else Rebased(self.mask_mod, *needed.values())
+        table = self.table()
+        chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
+        return self._of_table(
+            selection.take(table, (*chosen, q)), (len(b), len(h)), (query, self.seq_lengths[1]), mask_mod
         )
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
@@ -297,20 +318,53 @@ class BlockMask:
         if lengths[0] > mask_q or lengths[1] > mask_kv:
             raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
         rows, columns = map(tiles.tile_count, lengths, self.BLOCK_SIZE)
-        partial, *full = (
-            tiles.dense(lists, self._columns())[..., :rows, :columns].to(torch.int8)
-            for lists in self._by_row()
-        )
-        table = partial * tiles.PARTIAL
-        if full:
-            table = torch.maximum(table, full[0] * tiles.FULL)
+        table = self.table()[..., :rows, :columns].clone()
         tiles.keep_padding_partial(table, lengths, self.BLOCK_SIZE)
-        lists = tiles.lists_of(table, bool(full), self.q_indices is not None)
-        return BlockMask(lengths, **lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self.mask_mod, _trusted=True)
+        return self._of_table(table, self.held.batch, lengths, self.mask_mod)
 
-    def __str__(self) -> str:
-        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, "
-        return f"{head}\n{self.to_string().strip()}\n)"
+    def _of_table(
+        self, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
+    ) -> BlockMask:
+        """A mask made of a part of this one."""
+        traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, self.device)
+        mask = BlockMask.of_table(
+            table, batch, lengths, self.BLOCK_SIZE, mask_mod, traced, separate=self.held.separate,
+            by_column=self.held.by_column, full_tiles_padded=self.full_tiles_padded,
+        )  # fmt: skip
+        mask._classified = self.classified
+        return mask
+
+    def resize(self, q_len: int, kv_len: int) -> BlockMask:
+        """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
+        kept. So a mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, looks at one row and one
+        column of tiles.
+
+        Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
+        """
+        return combine.resized(self, (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both masks keep. A dimension of 1, for batch or head, serves each of the other's.
+
+        Raises BlockMaskCombineError.
+        """
+        return combine.combined(self, other, "and") if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """What either mask keeps. Raises BlockMaskCombineError."""
+        return combine.combined(self, other, "or") if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """What the mask does not keep. Raises BlockMaskCombineError."""
+        return combine.complement(self)
+
+    def facts(self, budget: float = math.inf) -> Facts:
+        """What the mask turns out to be: density, whether every query has keys, and so on.
+
+        Elements of partial tiles are counted where there are no more than `budget`.
+        """
+        known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
+        return facts(self.table(), *known, budget=budget)
 
     def __repr__(self) -> str:
         shapes = [(name, None if part is None else part.shape) for name, part in self._parts(LISTS).items()]
@@ -327,18 +381,8 @@ class BlockMask:
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}
 
-    def _by_row(self) -> list[tiles.Lists]:
-        """The lists by row that are there: partial tiles, and full ones."""
-        partial, full = (self.kv_num_blocks, self.kv_indices), (self.full_kv_num_blocks, self.full_kv_indices)
-        return [partial] if full[0] is None or full[1] is None else [partial, (full[0], full[1])]
-
     def _columns(self) -> int:
-        return max(self.kv_indices.shape[-1], tiles.tile_count(self.seq_lengths[1], self.BLOCK_SIZE[1]))
-
-    def _listed(self, by_row: list[tiles.Lists]) -> Tensor:
-        """bool [..., Qb, KVb]: the tiles in any of the lists."""
-        tables = [tiles.dense(lists, self._columns()) for lists in by_row]
-        return tables[0] if len(tables) == 1 else tables[0] | tables[1]
+        return max(self.held.grid[1], tiles.tile_count(self.seq_lengths[1], self.BLOCK_SIZE[1]))
 
 
 def from_torch(mask: Any) -> BlockMask:

@@ -93,8 +93,19 @@ def as_range(chosen: Sequence[int]) -> Sequence[int]:
     return chosen
 
 
+class Derived:
+    """A mask_mod made of others, with tensors of its own."""
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str) -> MaskMod:
+        """Moves its own tensors; what a user's mask_mod captures stays where the user put it."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Rebased:
+class Rebased(Derived):
     """`mask_mod` seen from a slice."""
 
     mask_mod: MaskMod
@@ -114,9 +125,8 @@ class Rebased:
         return getattr(self.mask_mod, "__name__", type(self.mask_mod).__name__)
 
     def to(self, device: torch.device | str) -> Rebased:
-        """Moves the tables; what the user's own mask_mod captures stays where the user put it."""
         return Rebased(moved(self.mask_mod, device), self.b.to(device), self.h.to(device), self.q.to(device))
 
 
 def moved(mask_mod: MaskMod, device: torch.device | str) -> MaskMod:
-    return mask_mod.to(device) if isinstance(mask_mod, Rebased) else mask_mod
+    return mask_mod.to(device) if isinstance(mask_mod, Derived) else mask_mod

@@ -41,7 +41,7 @@ def ordered(active: Tensor) -> Lists:
     counts = flat.sum(-1, dtype=torch.int32)
     indices = torch.empty(flat.shape, dtype=torch.int32, device=active.device)
     numbers = torch.arange(columns, dtype=torch.int32, device=active.device)
-    for rows in _row_groups(flat):
+    for rows in row_groups(flat):
         here = flat[rows]
         up_to = here.cumsum(-1)
         place = torch.where(here, up_to - 1, counts[rows, None] + numbers - up_to)
@@ -57,7 +57,7 @@ def dense(lists: Lists, columns: int) -> Tensor:
     # one column more takes the entries that lie behind a row's count
     table = torch.zeros(flat.shape[0], columns + 1, dtype=torch.bool, device=indices.device)
     place = torch.arange(width, dtype=torch.int32, device=indices.device)
-    for rows in _row_groups(flat):
+    for rows in row_groups(flat):
         target = torch.where(place < flat_counts[rows], flat[rows], columns)
         table[rows].scatter_(-1, target.long(), True)
     return table[:, :columns].reshape(*lead, columns)
@@ -68,7 +68,8 @@ def transposed(lists: Lists, columns: int) -> Lists:
     return ordered(dense(lists, columns).mT)
 
 
-def _row_groups(flat: Tensor) -> Iterator[slice]:
+def row_groups(flat: Tensor) -> Iterator[slice]:
+    """Slices of rows of a table [rows, columns], a bounded number of tiles each."""
     rows, columns = flat.shape
     step = max(1, TILES_AT_ONCE // max(1, columns))
     for start in range(0, rows, step):
@@ -85,17 +86,6 @@ def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size
     if seq_lengths[1] % block_size[1]:
         table[..., -1].clamp_(max=PARTIAL)
     return table
-
-
-def lists_of(table: Tensor, separate_full_blocks: bool, by_column: bool = True) -> Parts:
-    """The lists of a table; None where one is not wanted."""
-    kinds = {"": table == PARTIAL, "full_": table == FULL} if separate_full_blocks else {"": table != EMPTY}
-    parts: Parts = dict.fromkeys(LISTS)
-    for kind, active in kinds.items():
-        parts[f"{kind}kv_num_blocks"], parts[f"{kind}kv_indices"] = ordered(active)
-        if by_column:
-            parts[f"{kind}q_num_blocks"], parts[f"{kind}q_indices"] = ordered(active.mT)
-    return parts
 
 
 def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:

@@ -6,10 +6,10 @@
     column    a statement that reads kv_idx; it stands outside the loop of dK/dV
     call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
 
-A statement that nothing needs is "". `held_by_column` counts the numbers, truth values apart, that the column
-statement makes; `waits_for_score`: a load's place depends on the score. The call of a mask gives an int1
-tile, that of a score or of its derivative a float32 tile, and that of a derivative with `terms` a tuple, see
-`codegen.term_text`.
+A statement that nothing needs is "". `arguments` are those of the call that come before the parameters.
+`held_by_column` counts the numbers, truth values apart, that the column statement makes; `waits_for_score`: a
+load's place depends on the score. The call of a mask gives an int1 tile, that of a score or of its derivative
+a float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term_text`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class ModText:
     parameters: tuple[Parameter, ...] = ()
     held_by_column: int = 0
     waits_for_score: bool = False
+    arguments: tuple[str, ...] = ()
     terms: tuple[TermText, ...] = ()
 
 

@@ -10,6 +10,7 @@ import jinja2
 import torch
 
 from flexmod.codegen import prelude, schedule
+from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import KernelSpec
 
@@ -50,6 +51,30 @@ def render(
             exact=spec.exact,
         )
     )
+
+
+def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: ModText) -> str:
+    """The module of a builder of block masks: `terms_kernel` (where there are terms), `squares_kernel` and
+    `elements_kernel`.
+    """
+    texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
+    return _tidy(
+        _environment()
+        .get_template("block_mask_module.jinja")
+        .render(
+            terms=terms,
+            bounds=bounds,
+            mask=mask,
+            texts=texts,
+            prelude=prelude.used_by(*texts, single=True),
+        )
+    )
+
+
+@cache
+def render_runs() -> str:
+    """The module that makes runs of what tiles are: `runs_kernel`. The same for every mask."""
+    return _tidy(_environment().get_template("runs.jinja").render())
 
 
 def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
@@ -108,7 +133,7 @@ def _unspecialized(*names: str | list[str] | ModText | None) -> str:
     inside = ", ".join(f'"{name}"' for name in [*own, *captured])
     return (
         inside
-        if len(inside) < 80
+        if len(inside) < 78
         else "\n" + textwrap.fill(inside, 104, initial_indent="    ", subsequent_indent="    ") + "\n"
     )
 
@@ -125,10 +150,10 @@ def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list
         f"    head dims      {spec.head_dim} (queries and keys), {spec.value_dim} (values)",
     ]
     if spec.mask_block:
-        q_block, kv_block = spec.mask_block
-        lines.append(f"    mask           lists of blocks, {q_block} queries x {kv_block} keys each")
+        form, sides = spec.mask_form, spec.mask_block
+        lines.append(f"    mask           {form} of blocks, {sides[0]} queries x {sides[1]} keys each")
     else:
-        lines.append("    mask           no lists: every tile runs")
+        lines.append("    mask           none: every tile runs")
     if spec.q_dtype is torch.float32:
         lines.append(f"    float32 dots   {spec.precision}")
     lines += [

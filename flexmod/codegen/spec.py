@@ -23,10 +23,11 @@ SMALLEST_TILE = 16
 class KernelSpec:
     """The facts that a module of kernels is rendered from, besides its mods.
 
-    `mask_block` is (queries, keys) of a block of the mask's lists, or None where every tile runs;
-    `full_tiles_padded`: full ones may reach over an end. `precision` is tl.dot's input_precision for float32.
-    `positive_scale` allows the running maximum of raw scores. `shared_kv`: several query heads, or the whole
-    batch, read one head of keys (only the backward asks).
+    `mask_block` is (queries, keys) of a block of the mask, or None where every tile runs; `mask_form`: the
+    mask has runs of blocks (`block_mask/runs.py`) or lists of single ones; `full_tiles_padded`: full ones may
+    reach over an end. `precision` is tl.dot's input_precision for float32. `positive_scale` allows the
+    running maximum of raw scores. `shared_kv`: several query heads, or the whole batch, read one head of keys
+    (only the backward asks).
     """
 
     q_dtype: torch.dtype
@@ -35,6 +36,7 @@ class KernelSpec:
     head_dim: int
     value_dim: int
     mask_block: tuple[int, int] | None = None
+    mask_form: Literal["runs", "lists"] = "runs"
     full_tiles_padded: bool = False
     precision: Literal["ieee", "tf32"] = "ieee"
     positive_scale: bool = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,15 +98,25 @@ class Function:
 class Writer:
     """Writes one graph; `main` names the function of its results."""
 
-    def __init__(self, graph: Graph, main: str = "") -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        main: str = "",
+        arguments: Sequence[str] = (),
+        places: Sequence[str] = POSITIONS,
+    ) -> None:
+        """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on."""
         self.graph = graph
+        self.arguments = tuple(arguments or ARGUMENTS[graph.kind])
         self.suffix = f"_of_{graph.kind}"
         self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
-        self.captures = _capture_names(graph)
-        self.taken = RESERVED | set(self.captures)
+        self.owner = self.main  # of the captures
+        self.numbers = "number"
+        self.captures = _capture_names(graph, self.arguments)
+        self.taken = RESERVED | {*self.captures, *self.arguments}
         self.users = _count_users(graph)
-        extents = dict.fromkeys(POSITIONS, 2**31)
+        extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
         # of padding too, where what int32 does not hold wraps
         self.certain = integer_bounds(graph, extents, may_wrap=True)
@@ -145,7 +156,7 @@ class Writer:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
-        main = Function(self.main, list(ARGUMENTS[self.graph.kind]))
+        main = Function(self.main, list(self.arguments))
         _return(main, *self.returned(main))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
@@ -157,6 +168,7 @@ class Writer:
             parameters=tuple(self.parameters.values()),
             held_by_column=held,
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
+            arguments=self.arguments,
             terms=self.term_names(),
             **statements,
         )
@@ -215,14 +227,14 @@ class Writer:
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
             return self.parameter(
-                function, f"number{node.value}", "number", node.value, comment="a Python number"
+                function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
         self._comment(function, node)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
             return text
         name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
-        function.names[node] = _bind(function, name, text)
+        function.names[node] = bind(function, name, text)
         return name
 
     def _comment(self, function: Function, node: Node) -> None:
@@ -274,7 +286,7 @@ class Writer:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
-        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.main}"
+        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
         pointer = self.parameter(function, capture, "pointer", number, comment=about)
         terms, guards = [pointer], []
         for dim in range(len(node.args)):
@@ -322,7 +334,7 @@ class Writer:
         """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
             self._comment(function, node)
-            function.bound[text] = _bind(function, fresh(name, self.taken), text)
+            function.bound[text] = bind(function, fresh(name, self.taken), text)
         return function.bound[text]
 
     def parameter(
@@ -348,9 +360,9 @@ def together(guards: list[str]) -> str:
     return guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
 
 
-def _capture_names(graph: Graph) -> list[str]:
+def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
-    taken = set(RESERVED)
+    taken = RESERVED | set(arguments)
     return [fresh(c.name, taken) for c in graph.captures]
 
 
@@ -371,7 +383,7 @@ def _count_users(graph: Graph) -> dict[Node, int]:
     return users
 
 
-def _bind(function: Function, name: str, text: str) -> str:
+def bind(function: Function, name: str, text: str) -> str:
     function.lines.append(f"{name} = {tidy(text)}")
     return name
 

@@ -1,31 +1,104 @@
 """Interval rules for the op table: from the bounds of the arguments to the bounds of the result.
 
-A bound is a pair (lowest, highest) of Python numbers; of a truth value it says (must be true, may be true) as
-0 and 1. Rules are for exact arithmetic on integers and truth values: who uses them checks that the dtype can
-hold the result (`passes.integer_bounds`).
+A bound is a pair of ends (lowest, highest); of a truth value it says (must be true, may be true). Rules are
+for exact arithmetic: who uses them checks that the dtype can hold the result.
+
+An end is a Python number, or a symbol: a value that is known when a kernel runs (`ends.End`). One rule serves
+both, since it is written with operators and the helpers below, and never asks a symbol for its truth. Rules
+named in `ROUNDED` bound floating-point results too, where their ends are rounded as the operation rounds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 Bounds = tuple[Any, Any]
 UNKNOWN: Bounds = (-math.inf, math.inf)
 
 
+# ends
+
+
+def is_number(end: Any) -> bool:
+    return isinstance(end, (bool, int, float))
+
+
+def is_endless(end: Any) -> bool:
+    return isinstance(end, float) and math.isinf(end)
+
+
+def span(end: Any) -> Bounds:
+    """What an end lies between, in Python numbers."""
+    return (end, end) if is_number(end) else (end.lowest, end.highest)
+
+
+def settled(a: Bounds) -> Bounds:
+    """Bounds in Python numbers, of bounds that may be symbols."""
+    return span(a[0])[0], span(a[1])[1]
+
+
+def applied(name: str, on_numbers: Callable[..., Any], *values: Any) -> Any:
+    """An operation of the table on ends: now if all are numbers, else a symbol."""
+    for value in values:
+        if not is_number(value):
+            return value.apply(name, *values)
+    return on_numbers(*values)
+
+
+def least(x: Any, y: Any) -> Any:
+    return applied("minimum", lambda x, y: math.nan if x != x or y != y else min(x, y), x, y)
+
+
+def greatest(x: Any, y: Any) -> Any:
+    return applied("maximum", lambda x, y: math.nan if x != x or y != y else max(x, y), x, y)
+
+
+def choose(condition: Any, x: Any, y: Any) -> Any:
+    if is_number(condition):
+        return x if condition else y
+    return condition.apply("where", condition, x, y)
+
+
+def choose_bounds(condition: Any, a: Bounds, b: Bounds) -> Bounds:
+    return choose(condition, a[0], b[0]), choose(condition, a[1], b[1])
+
+
+def no(truth: Any) -> Any:
+    return applied("logical_not", lambda x: not x, truth)
+
+
+def is_known(end: Any) -> Any:
+    """Is the end finite? An infinite one may stand for what is unknown, or for no number at all."""
+    return not is_endless(end) if is_number(end) else end.is_finite()
+
+
+def is_point(a: Bounds) -> bool:
+    """One value, whichever it is."""
+    return a[0] is a[1] or (is_number(a[0]) and is_number(a[1]) and bool(a[0] == a[1]))
+
+
 def _hull(*values: Any) -> Bounds:
+    low = high = values[0]
+    for value in values[1:]:
+        low, high = least(low, value), greatest(high, value)
     # inf * 0 is nan: nothing is known then
-    if any(v != v for v in values):
-        return UNKNOWN
-    return min(values), max(values)
+    return UNKNOWN if is_number(low) and low != low else (low, high)
 
 
 def _times(x: Any, y: Any) -> Any:
-    return 0 if x == 0 or y == 0 else x * y
+    if (is_number(x) and x == 0) or (is_number(y) and y == 0):
+        return 0
+    return x * y
+
+
+# arithmetic
 
 
 def add(a: Bounds, b: Bounds) -> Bounds:
+    if _truths(a, b):
+        return either(a, b)
     return a[0] + b[0], a[1] + b[1]
 
 
@@ -38,50 +111,154 @@ def neg(a: Bounds) -> Bounds:
 
 
 def mul(a: Bounds, b: Bounds) -> Bounds:
+    if _truths(a, b):
+        return both(a, b)
+    for one, other in ((a, b), (b, a)):
+        if is_point(one):
+            ends = _times(other[0], one[0]), _times(other[1], one[0])
+            return choose_bounds(one[0] >= 0, ends, ends[::-1])
     return _hull(*(_times(x, y) for x in a for y in b))
 
 
 def absolute(a: Bounds) -> Bounds:
-    low = 0 if a[0] <= 0 <= a[1] else min(abs(a[0]), abs(a[1]))
-    return low, max(abs(a[0]), abs(a[1]))
+    return greatest(greatest(a[0], -a[1]), 0), greatest(-a[0], a[1])
+
+
+def div(a: Bounds, b: Bounds) -> Bounds:
+    """Of floating-point numbers."""
+    same_sign = (b[0] > 0) | (b[1] < 0)
+    if is_number(same_sign) and not same_sign:
+        return UNKNOWN
+    divisors = (b[0],) if is_point(b) else b
+    low, high = _hull(*(x / y for x in a for y in divisors))
+    return choose_bounds(same_sign, (low, high), UNKNOWN)
+
+
+def _of_positive_divisor(a: Bounds, b: Bounds, rule: Callable[[Bounds, Bounds], Bounds]) -> Bounds:
+    """What a rule says of a divisor above 0; of one below 0 it is asked for -a and -b."""
+    is_positive, is_negative = b[0] > 0, b[1] < 0
+    flipped_a, flipped_b = choose_bounds(is_negative, neg(a), a), choose_bounds(is_negative, neg(b), b)
+    has_sign = is_positive | is_negative
+    # a divisor that may be 0 is never divided by
+    safe = choose_bounds(has_sign, flipped_b, (1, 1))
+    return choose_bounds(has_sign, rule(flipped_a, safe), UNKNOWN)
+
+
+def _divided(name: str, whole: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+    def quotient(x: Any, y: Any) -> Any:
+        if is_endless(x):
+            return math.nan if is_endless(y) else x
+        if is_endless(y):
+            return -1 if name == "floor_divide" and settled((x, x))[0] < 0 else 0
+        return applied(name, whole, x, y)
+
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        if is_point(b):
+            return quotient(a[0], b[0]), quotient(a[1], b[0])
+        return _hull(*(quotient(x, y) for x in a for y in b))
+
+    return rule
+
+
+def _truncated(x: int, y: int) -> int:
+    return x // y if (x < 0) == (y < 0) else -(-x // y)
+
+
+_FLOOR, _TRUNC = _divided("floor_divide", lambda x, y: x // y), _divided("trunc_divide", _truncated)
 
 
 def floor_divide(a: Bounds, b: Bounds) -> Bounds:
-    if b[0] <= 0 <= b[1]:
-        return UNKNOWN
-    return _hull(*(x if math.isinf(x) and not math.isinf(y) and y > 0 else x // y for x in a for y in b))
+    return _of_positive_divisor(a, b, _FLOOR)
+
+
+def trunc_divide(a: Bounds, b: Bounds) -> Bounds:
+    return _of_positive_divisor(a, b, _TRUNC)
 
 
 def remainder(a: Bounds, b: Bounds) -> Bounds:
-    if b[0] <= 0:
+    """The sign of b; smaller than b. Within one turn it ascends."""
+    positive = choose_bounds(b[0] > 0, _remainder_of_positive(a, b), UNKNOWN)
+    return choose_bounds(b[1] < 0, (b[0] + 1, 0), positive)
+
+
+def _remainder_of_positive(a: Bounds, b: Bounds) -> Bounds:
+    whole: Bounds = (0, b[1] - 1)
+    if any(map(is_endless, (*a, *b))):
+        return (0, least(a[1], whole[1])) if settled(a)[0] >= 0 else whole
+    if not is_point(b):
+        return 0, choose(a[0] >= 0, least(greatest(a[1], 0), whole[1]), whole[1])
+    divisor = greatest(b[0], 1)
+    turn = applied("floor_divide", lambda x, y: x // y, a[0], divisor) * divisor
+    return choose_bounds(a[1] - turn < divisor, (a[0] - turn, a[1] - turn), whole)
+
+
+def fmod(a: Bounds, b: Bounds) -> Bounds:
+    """The sign of a; smaller than b."""
+    low, high = least(a[0], 0), greatest(a[1], 0)
+    if any(map(is_endless, b)):
+        return low, high
+    most = greatest(absolute(b)[1] - 1, 0)
+    return greatest(low, -most), least(high, most)
+
+
+def power(a: Bounds, b: Bounds) -> Bounds:
+    """Exponents over 64 count as 64: what they make of anything but -1, 0 and 1 fits no integer."""
+    a, b = settled(a), settled(b)
+    if _unknown(a) or _unknown(b):
         return UNKNOWN
-    if a[0] >= 0:
-        return 0, min(a[1], b[1] - 1 if isinstance(b[1], int) else b[1])
-    return 0, b[1] - 1 if isinstance(b[1], int) else b[1]
+    low, high = max(0, min(b[0], 64)), max(0, min(b[1], 64))
+    if a[0] >= 1 and b[0] >= 0:
+        return a[0] ** low, a[1] ** high
+    largest = max(1, abs(a[0]), abs(a[1])) ** high
+    return (0 if a[0] >= 0 else -largest), largest
+
+
+def _ascending(name: str, on_numbers: Callable[[Any], Any]) -> Callable[[Bounds], Bounds]:
+    """The rule of a function that never descends."""
+
+    def rule(a: Bounds) -> Bounds:
+        low, high = (x if is_endless(x) else applied(name, on_numbers, x) for x in a)
+        return low, high
+
+    return rule
+
+
+floor, ceil = _ascending("floor", math.floor), _ascending("ceil", math.ceil)
+trunc, nearest = _ascending("trunc", math.trunc), _ascending("round", round)
+
+
+def sign(a: Bounds) -> Bounds:
+    low, high = (applied("sign", lambda x: (x > 0) - (x < 0), x) for x in a)
+    return low, high
+
+
+def square_root(a: Bounds) -> Bounds:
+    """Wider by one per cent: not every chip rounds a root correctly, nor then in ascending order."""
+    low, high = (x if is_endless(x) else applied("sqrt", lambda x: math.sqrt(max(x, 0)), x) for x in a)
+    return choose_bounds(a[0] >= 0, (low * 0.99, high * 1.01), UNKNOWN)
 
 
 def minimum(a: Bounds, b: Bounds) -> Bounds:
-    return min(a[0], b[0]), min(a[1], b[1])
+    return least(a[0], b[0]), least(a[1], b[1])
 
 
 def maximum(a: Bounds, b: Bounds) -> Bounds:
-    return max(a[0], b[0]), max(a[1], b[1])
+    return greatest(a[0], b[0]), greatest(a[1], b[1])
 
 
 def where(c: Bounds, a: Bounds, b: Bounds) -> Bounds:
-    if c[0]:
-        return a
-    if not c[1]:
-        return b
-    return min(a[0], b[0]), max(a[1], b[1])
+    return choose_bounds(c[0], a, choose_bounds(no(c[1]), b, (least(a[0], b[0]), greatest(a[1], b[1]))))
+
+
+# comparisons
 
 
 def lt(a: Bounds, b: Bounds) -> Bounds:
-    return int(a[1] < b[0]), int(a[0] < b[1])
+    return a[1] < b[0], a[0] < b[1]
 
 
 def le(a: Bounds, b: Bounds) -> Bounds:
-    return int(a[1] <= b[0]), int(a[0] <= b[1])
+    return (a[1] <= b[0]) & is_known(a[1]) & is_known(b[0]), a[0] <= b[1]
 
 
 def gt(a: Bounds, b: Bounds) -> Bounds:
@@ -93,56 +270,40 @@ def ge(a: Bounds, b: Bounds) -> Bounds:
 
 
 def eq(a: Bounds, b: Bounds) -> Bounds:
-    return int(a[0] == a[1] == b[0] == b[1]), int(a[0] <= b[1] and b[0] <= a[1])
+    if is_point(a) and is_point(b):
+        return a[0] == b[0], a[0] == b[0]
+    return (a[0] == b[1]) & (a[1] == b[0]), (a[0] <= b[1]) & (b[0] <= a[1])
 
 
 def ne(a: Bounds, b: Bounds) -> Bounds:
     return invert(eq(a, b))
 
 
+# logic and bits
+
+
 def invert(a: Bounds) -> Bounds:
-    return 1 - a[1], 1 - a[0]
+    return no(a[1]), no(a[0])
 
 
 def both(a: Bounds, b: Bounds) -> Bounds:
-    return min(a[0], b[0]), min(a[1], b[1])
+    return a[0] & b[0], a[1] & b[1]
 
 
 def either(a: Bounds, b: Bounds) -> Bounds:
-    return max(a[0], b[0]), max(a[1], b[1])
+    return a[0] | b[0], a[1] | b[1]
 
 
-def trunc_divide(a: Bounds, b: Bounds) -> Bounds:
-    if b[0] <= 0 <= b[1] or _unknown(a) or _unknown(b):
-        return UNKNOWN
-    return _hull(*(x // y if (x < 0) == (y < 0) else -(-x // y) for x in a for y in b))
-
-
-def fmod(a: Bounds, b: Bounds) -> Bounds:
-    """The sign of a; smaller than b."""
-    if _unknown(b):
-        return (0 if a[0] >= 0 else a[0]), (0 if a[1] <= 0 else a[1])
-    most = max(abs(b[0]), abs(b[1])) - 1
-    return (0 if a[0] >= 0 else max(a[0], -most)), (0 if a[1] <= 0 else min(a[1], most))
-
-
-def power(a: Bounds, b: Bounds) -> Bounds:
-    """Exponents over 64 count as 64: what they make of anything but -1, 0 and 1 fits no integer."""
-    if _unknown(a) or _unknown(b):
-        return UNKNOWN
-    low, high = max(0, min(b[0], 64)), max(0, min(b[1], 64))
-    if a[0] >= 1 and b[0] >= 0:
-        return a[0] ** low, a[1] ** high
-    largest = max(1, abs(a[0]), abs(a[1])) ** high
-    return (0 if a[0] >= 0 else -largest), largest
-
-
-def sign(a: Bounds) -> Bounds:
-    return (a[0] > 0) - (a[0] < 0), (a[1] > 0) - (a[1] < 0)
+def one_of(a: Bounds, b: Bounds) -> Bounds:
+    """Exclusive or."""
+    return (a[0] & no(b[1])) | (b[0] & no(a[1])), (a[1] & no(b[0])) | (b[1] & no(a[0]))
 
 
 def shift_left(a: Bounds, b: Bounds) -> Bounds:
     """torch makes 0 of a shift by less than 0, or by as much as the number is wide."""
+    if is_number(b[0]) and is_point(b) and 0 <= b[0] < 31:
+        return mul(a, (2 ** b[0],) * 2)
+    a, b = settled(a), settled(b)
     if _unknown(b):
         return UNKNOWN
     low, high = max(0, min(b[0], 64)), max(0, min(b[1], 64))
@@ -150,12 +311,18 @@ def shift_left(a: Bounds, b: Bounds) -> Bounds:
 
 
 def shift_right(a: Bounds, b: Bounds) -> Bounds:
-    return min(a[0], 0 if a[0] >= 0 else -1), max(a[1], 0 if a[1] >= 0 else -1)
+    if is_number(b[0]) and is_point(b) and 0 <= b[0] < 31:
+        return floor_divide(a, (2 ** b[0],) * 2)
+    return least(a[0], choose(a[0] >= 0, 0, -1)), greatest(a[1], choose(a[1] >= 0, 0, -1))
 
 
 def bitwise_and(a: Bounds, b: Bounds) -> Bounds:
     if _truths(a, b):
         return both(a, b)
+    for one, other in ((a, b), (b, a)):
+        if is_number(one[0]) and is_point(one) and one[0] > 0 and one[0] & (one[0] + 1) == 0:
+            return remainder(other, (one[0] + 1,) * 2)
+    a, b = settled(a), settled(b)
     tops = [x[1] for x in (a, b) if x[0] >= 0]
     return (0, min(tops)) if tops else _two_powers(a, b)
 
@@ -163,16 +330,22 @@ def bitwise_and(a: Bounds, b: Bounds) -> Bounds:
 def bitwise_or(a: Bounds, b: Bounds) -> Bounds:
     if _truths(a, b):
         return either(a, b)
+    a, b = settled(a), settled(b)
     low, high = _two_powers(a, b)
     return (max(a[0], b[0]), high) if a[0] >= 0 and b[0] >= 0 else (low, high)
 
 
 def bitwise_xor(a: Bounds, b: Bounds) -> Bounds:
+    if _truths(a, b):
+        return one_of(a, b)
+    a, b = settled(a), settled(b)
     low, high = _two_powers(a, b)
     return (0, high) if a[0] >= 0 and b[0] >= 0 else (low, high)
 
 
 def bitwise_not(a: Bounds) -> Bounds:
+    if all(isinstance(settled(a)[i], bool) for i in (0, 1)):
+        return invert(a)
     return -1 - a[1], -1 - a[0]
 
 
@@ -181,12 +354,19 @@ def _unknown(a: Bounds) -> bool:
 
 
 def _truths(a: Bounds, b: Bounds) -> bool:
-    return min(a[0], b[0]) >= 0 and max(a[1], b[1]) <= 1
+    """Truth values, and not numbers that happen to be 0 and 1."""
+    return all(isinstance(end, bool) for x in (a, b) for end in settled(x))
 
 
 def _two_powers(a: Bounds, b: Bounds) -> Bounds:
     """What fits the bits of the widest of them."""
     if _unknown(a) or _unknown(b):
         return UNKNOWN
-    top = 2 ** max(x.bit_length() for x in (*a, *b))
+    top = 2 ** max(int(x).bit_length() for x in (*a, *b))
     return -top, top - 1
+
+
+ROUNDED = frozenset({
+    add, sub, mul, div, neg, absolute, minimum, maximum, where, floor, ceil, trunc, nearest, sign,
+    square_root, lt, le, gt, ge, eq, ne,
+})  # fmt: skip

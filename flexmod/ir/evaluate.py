@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ def evaluate(
     score: torch.Tensor | None = None,
     grad: torch.Tensor | None = None,
     real: torch.dtype = torch.float32,
+    others: Mapping[str, torch.Tensor] | None = None,
     numbers: Sequence[bool | int | float] = (),
     guarded: bool = False,
 ) -> tuple[torch.Tensor, ...]:
@@ -31,11 +32,12 @@ def evaluate(
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
     `tensors` are the captured tensors in order. Results have the shape of what they read: one that reads no
-    position is 0-d. `real` is what float32 means: float64 gives the truth that kernels are judged against.
-    `numbers` are the values of parameters, by place. `guarded`: a load outside of a tensor gives 0, as in a
-    kernel. Everything is differentiable torch.
+    position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is what float32 means:
+    float64 gives the truth that kernels are judged against. `numbers` are the values of parameters, by place.
+    `guarded`: a load outside of a tensor gives 0, as in a kernel. Everything is differentiable torch.
     """
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
+    inputs.update(others or {})
     values: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op == "param":

@@ -12,8 +12,8 @@ A row holds everything that flexmod knows of an operation:
     derivative  (grad, result, *arguments) -> a gradient for each argument, None where there is none to give.
                 Written in plain torch, so that it runs on graph proxies and on tensors alike.
                 Absent: the operation has no derivative, and asking for one is refused.
-    interval    (*(lowest, highest)) -> (lowest, highest) of an integer or bool result, see `bounds.py`;
-                absent: nothing is known.
+    interval    (*(lowest, highest)) -> (lowest, highest) of the result, see `bounds.py`; absent: nothing is
+                known.
     exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
                 floor(q_idx / 49) is what torch has. A score is spared the cost.
     unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
@@ -180,7 +180,7 @@ _ROWS = [
        {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
        torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul),
     Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
-       torch.div, lambda g, y, a, b: (g / b, -g * y / b), exact="tl.div_rn({0}, {1})"),
+       torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
        torch.floor_divide, _zero, bounds.floor_divide),
@@ -222,7 +222,7 @@ _ROWS = [
     # logic and bits
     Op("logical_and", ("logical_and",), "bool", _bool, "{0} & {1}", torch.logical_and, _zero, bounds.both),
     Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either),
-    Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero),
+    Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero, bounds.one_of),
     Op("logical_not", ("logical_not",), "bool", _bool, "{0} == 0", torch.logical_not, _zero, bounds.invert),
     Op("bitwise_and", ("bitwise_and", "and"), "result", promote, _bits("{0} & {1}"),
        torch.bitwise_and, _zero, bounds.bitwise_and),
@@ -248,7 +248,7 @@ _ROWS = [
     Op("log1p", ("log1p", "special_log1p"), "result", promote_float, "log1p({0})",
        torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
     Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})",
-       torch.sqrt, lambda g, y, x: (g * 0.5 / y,), exact="tl.sqrt_rn({0})"),
+       torch.sqrt, lambda g, y, x: (g * 0.5 / y,), bounds.square_root, exact="tl.sqrt_rn({0})"),
     Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse),
     Op("sin", ("sin",), "result", promote_float, "tl.sin({0})",
        torch.sin, lambda g, y, x: (g * torch.cos(x),)),
@@ -263,12 +263,14 @@ _ROWS = [
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
        torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),)),
     # rounding
-    Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero),
-    Op("ceil", ("ceil",), "result", _first, {"int": "{0}", "float": "tl.ceil({0})"}, torch.ceil, _zero),
+    Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero,
+       bounds.floor),
+    Op("ceil", ("ceil",), "result", _first, {"int": "{0}", "float": "tl.ceil({0})"}, torch.ceil, _zero,
+       bounds.ceil),
     Op("round", ("round",), "result", _first, {"int": "{0}", "float": "round_half_even({0})"},
-       torch.round, _zero),
+       torch.round, _zero, bounds.nearest),
     Op("trunc", ("trunc", "fix"), "result", _first, {"int": "{0}", "float": "trunc({0})"},
-       torch.trunc, _zero),
+       torch.trunc, _zero, bounds.trunc),
     # tests
     Op("isnan", ("isnan",), "own", _bool, {"int": "{0} != {0}", "bool": "{0} != {0}", "float": "{0} != {0}"},
        torch.isnan, _zero),

@@ -22,7 +22,7 @@ from flexmod.ir.positions import convert_terms
 Extents = tuple[int, int, int, int]
 """B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
 
-TRUTH: bounds.Bounds = (0, 1)
+TRUTH: bounds.Bounds = (False, True)
 # Far beyond any integer dtype; numbers stay small enough to be compared with inf.
 LARGEST = 2**200
 
@@ -276,7 +276,7 @@ def _held(found: bounds.Bounds, dtype: torch.dtype, may_wrap: bool) -> bounds.Bo
     if dtype.is_floating_point:
         return bounds.UNKNOWN
     if dtype == torch.bool:
-        return found if TRUTH[0] <= found[0] and found[1] <= TRUTH[1] else TRUTH
+        return (bool(found[0]), bool(found[1])) if found[0] >= 0 and found[1] <= 1 else TRUTH
     if dtype == torch.int32 and not may_wrap:
         low, high = (x if math.isinf(x) else max(-LARGEST, min(LARGEST, x)) for x in found)
         return low, high
@@ -300,7 +300,7 @@ def _bounds_of(
         return 0, extents[node.value] - 1  # type: ignore[index]
     if node.op in ("const", "param"):
         value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
-        return (int(value), int(value)) if isinstance(value, (bool, int)) else bounds.UNKNOWN
+        return (value, value) if isinstance(value, (bool, int)) else bounds.UNKNOWN
     dtypes = [a.dtype for a in node.args]
     if node.op == CAST:
         return _cast_bounds(known[node.args[0]], strong(dtypes[0]), strong(node.dtype))
@@ -314,8 +314,9 @@ def _bounds_of(
 def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bounds.Bounds:
     """The bounds of a value that is brought to another dtype."""
     if target == torch.bool and strong(source) != torch.bool:
-        is_zero, may_be_zero = bounds.eq(found, (0, 0))
-        return 1 - may_be_zero, 1 - is_zero
+        return bounds.ne(found, (0, 0))
+    if strong(source) == torch.bool and target != torch.bool:
+        return int(found[0]), int(found[1])
     if target.is_floating_point or target == torch.bool or _fits(found, target):
         return found
     # a Python number that int32 does not hold is for `needs_int64` to see

@@ -27,13 +27,15 @@ EXAMPLES = {
 SEARCHED = 1000  # values that are searched for the names of captured tensors
 
 _NOT_THE_USER = tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) + os.sep for m in (errors, torch))
-_LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks.py", "mods.py"))
+_LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks" + os.sep, "mods.py"))
 
 
 @functools.cache
 def _is_users(file: str) -> bool:
     # the mods of flexmod's own library are ordinary mods: an error in one names its line
-    return file in _LIBRARY_MODS or not (file.startswith(_NOT_THE_USER) or file.startswith("<frozen"))
+    return file.startswith(_LIBRARY_MODS) or not (
+        file.startswith(_NOT_THE_USER) or file.startswith("<frozen")
+    )
 
 
 def user_line() -> Where | None:

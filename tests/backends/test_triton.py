@@ -46,6 +46,16 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+both_forms = pytest.mark.parametrize("form", ["runs", "lists"])
+
+WITHIN = ModText(
+    """@triton.jit
+def mask_mod(b, h, q_idx, kv_idx):
+    return q_idx % 32 >= kv_idx % 32""",
+    "mask_mod(b, h, q_idx, kv_idx)",
+)
+
+
 @dataclass
 class Case:
     """One attention. `dense` is the mask, [Bm, Hm, M, N], in blocks of `block`; `eager` is the score_mod."""
@@ -56,6 +66,7 @@ class Case:
     dense: Tensor | None = None
     block: tuple[int, int] = (64, 64)
     separate_full: bool = True
+    form: str = "runs"
     mask: ModText | None = None
     score: ModText | None = None
     grad: ModText | None = None
@@ -69,6 +80,7 @@ class Case:
         self.lists: Any = None
         if self.dense is not None:
             self.lists = block_lists(self.dense, self.block, self.separate_full)
+            self.lists.form = self.form
 
     def kernels(self, backward: bool) -> Kernels:
         spec = triton.kernel_spec(
@@ -163,16 +175,24 @@ def test_lengths_and_head_dims(m: int, n: int, d: int, dv: int) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1)], ids=str)
-def test_causal_lists(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_causal_blocks(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     Case(*random(130, 130, 24, heads=heads, dtype=dtype), dense=causal(130, 130), mask=CAUSAL).check()
 
 
-def test_lists_without_full_ones() -> None:
-    Case(*random(65, 130), dense=causal(65, 130), mask=CAUSAL, separate_full=False).check()
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_causal_lists(dtype: torch.dtype) -> None:
+    case = Case(*random(130, 130, 24, dtype=dtype), dense=causal(130, 130), mask=CAUSAL, form="lists")
+    case.check()
 
 
-def test_full_tiles_that_reach_over_the_end() -> None:
-    case = Case(*random(65, 65), dense=torch.ones(1, 1, 65, 65, dtype=torch.bool))
+@both_forms
+def test_blocks_without_full_ones(form: str) -> None:
+    Case(*random(65, 130), dense=causal(65, 130), mask=CAUSAL, separate_full=False, form=form).check()
+
+
+@both_forms
+def test_full_tiles_that_reach_over_the_end(form: str) -> None:
+    case = Case(*random(65, 65), dense=torch.ones(1, 1, 65, 65, dtype=torch.bool), form=form)
     for axis in ("kv", "q"):
         partial, full = f"{axis}_num_blocks", f"full_{axis}_num_blocks"
         setattr(case.lists, full, getattr(case.lists, full) + getattr(case.lists, partial))
@@ -182,25 +202,43 @@ def test_full_tiles_that_reach_over_the_end() -> None:
     case.check()
 
 
-def test_blocks_of_several_tiles_and_of_unequal_sides() -> None:
+@both_forms
+def test_blocks_of_several_tiles_and_of_unequal_sides(form: str) -> None:
     options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
-    Case(*random(130, 130), dense=causal(130, 130), mask=CAUSAL, block=(64, 128), options=options).check()
+    Case(
+        *random(130, 130), dense=causal(130, 130), mask=CAUSAL, block=(64, 128), options=options, form=form
+    ).check()
 
 
-def test_mask_of_each_batch_entry_and_head() -> None:
+@both_forms
+def test_rows_of_several_runs(form: str) -> None:
+    """Gaps of all widths in a row, full and partial blocks in turn, more than one kernel tile to a block."""
+    kinds = torch.tensor([[1, 0, 2, 2, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 2], [2, 1, 2, 1, 2, 1, 2, 1]])
+    dense = (kinds > 0).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    i, j = positions(96, 256)
+    dense &= (kinds == 2).repeat_interleave(32, 0).repeat_interleave(32, 1) | (i % 32 >= j % 32)
+    options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 16)
+    case = Case(
+        *random(96, 256), dense=dense[None, None], mask=WITHIN, block=(32, 32), options=options, form=form
+    )
+    case.check()
+
+
+@both_forms
+def test_mask_of_each_batch_entry_and_head(form: str) -> None:
     generator = torch.Generator().manual_seed(0)
     dense = torch.rand(2, 2, 3, 2, generator=generator) > 0.5
     dense = dense.repeat_interleave(64, 2).repeat_interleave(64, 3)
     dense[0, 1] = False  # a head that sees nothing: its rows are dead
-    Case(*random(192, 128, heads=(2, 2), batch=(2, 2)), dense=dense).check()
+    Case(*random(192, 128, heads=(2, 2), batch=(2, 2)), dense=dense, form=form).check()
 
 
 def test_expanded_lists_are_read_once() -> None:
-    case = Case(*random(65, 65, heads=(2, 2), batch=(2, 2)), dense=causal(65, 65), mask=CAUSAL)
+    case = Case(*random(65, 65, heads=(2, 2), batch=(2, 2)), dense=causal(65, 65), mask=CAUSAL, form="lists")
     for name, value in vars(case.lists).items():
         if isinstance(value, Tensor):
             setattr(case.lists, name, value.expand(2, 2, *value.shape[2:]))
-    assert triton._lists(case.lists, "kv")["stride_mask_b"] == 0
+    assert triton._tiles(case.lists, "kv")["stride_mask_b"] == 0
     case.check()
 
 

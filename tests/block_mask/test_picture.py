@@ -11,12 +11,18 @@ from flexmod import errors, masks
 from flexmod.block_mask.build import create_block_mask
 
 
+def without_facts(text):
+    *lines, _, end = text.split("\n")
+    return "\n".join([*lines, end])
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_str_equal_to_torch(name):
     mask_mod, *sizes = ZOO[name]
     ours = create_block_mask(mask_mod, *sizes, device="cpu", BLOCK_SIZE=16)
     other = theirs.create_block_mask(mask_mod, *sizes, device="cpu", BLOCK_SIZE=16)
     mine, others = str(ours), str(other)
+    mine = without_facts(mine)
     if ours.kv_indices.shape[:2].numel() > 4:  # then each says in its own words that there is more
         mine, others = (text[: text.index("...")] for text in (mine, others))
     assert mine == others

@@ -82,10 +82,14 @@ def test_names_that_differ_in_case_alone() -> None:
 
 
 ALL = [
-    (replace(spec, mask_block=block, positive_scale=positive, shared_kv=shared, backward=True), mods)
-    for spec, block, positive, shared, mods in product(
+    (replace(spec, **blocks, positive_scale=positive, shared_kv=shared, backward=True), mods)
+    for spec, blocks, positive, shared, mods in product(
         (HALF, SINGLE),
-        (None, (64, 128)),
+        (
+            {"mask_block": None},
+            {"mask_block": (64, 128), "mask_form": "runs"},
+            {"mask_block": (64, 128), "mask_form": "lists"},
+        ),
         (True, False),
         (True, False),
         (

@@ -17,7 +17,7 @@ from flexmod.runtime import offline
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")
 SIZES = ("HQ", "HKV", "M", "N", "kv_slots", "full_kv_slots", "q_slots", "full_q_slots", "tile_slots", "room")
-LISTS = ("NUM_BLOCKS", "INDICES", "COUNTS", "TILES")
+LISTS = ("NUM_BLOCKS", "INDICES", "_ROWS", "_RUNS", "COUNTS", "TILES")
 
 
 def compiled(

@@ -1,0 +1,209 @@
+"""create_block_mask beside torch's own, eager and compiled, all in one run.
+
+    python -m benchmarks.block_masks                        8192 to 2^20 tokens, on a GPU
+    python -m benchmarks.block_masks --cpu                  32768 and 131072 tokens, on the CPU
+    python -m benchmarks.block_masks --masks causal tree --lengths 8192
+
+Milliseconds are medians of calls that wait for the device, after a first one, which is given in seconds: it
+compiles. Memory is the peak above what was there before a call: of the device's allocator, or of the process.
+"open" is the share of tiles that bounds leave to be looked at, and behind it the share that needed all of its
+elements to be found empty or full. Each builder has a process of its own; a case that dies takes no other
+along. All results go to OUT/block_masks.json (--out), after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from tabulate import tabulate
+
+import flexmod
+from benchmarks import workers
+from benchmarks.mask_rows import MASKS
+from benchmarks.peers import versions
+from flexmod.block_mask.refine import Refined
+from flexmod.ir.passes import fitted
+from flexmod.ir.trace import Traced, trace
+
+BUILDERS = ("flexmod", "torch", "torch, compiled")
+# torch compiles anew for each mask and length, for seconds: some are enough to see it
+COMPILED = ("causal", "documents, causal", "NATTEN 7x7")
+# On the CPU torch takes many seconds and gigabytes a mask, and does not end at the larger length.
+EAGER_ON_CPU = ("causal", "documents, causal")
+CPU_BYTES = 16 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    builder: str
+    mask: str
+    length: int
+    device: str
+    calls: int
+
+
+def main() -> None:
+    options = arguments()
+    device = "cpu" if options.cpu else "cuda"
+    lengths = options.lengths or ([1 << 15, 1 << 17] if options.cpu else [1 << 13, 1 << 15, 1 << 17, 1 << 20])
+    cases = [
+        Case(builder, mask, length, device, options.calls)
+        for builder in options.builders
+        for length in lengths
+        for mask in options.masks
+        if wanted(builder, mask, length, device)
+    ]
+    groups = [[case for case in cases if case.builder == builder] for builder in options.builders]
+    results: list[dict[str, Any]] = []
+    outcomes = workers.run(
+        measure,
+        groups,
+        workers=1,
+        case_seconds=options.case_seconds,
+        total_seconds=options.total_seconds,
+        patience=len(cases),
+    )
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for outcome in outcomes:
+        results.append({**asdict(outcome), "case": asdict(outcome.case)})
+        (out / "block_masks.json").write_text(
+            json.dumps({"versions": versions(), "results": results}, indent=1)
+        )
+        last = outcome.error.strip().splitlines()[-1:]
+        print(f"[{outcome.seconds:5.1f} s] {outcome.case} {last}", file=sys.stderr, flush=True)
+    report = table(results)
+    (out / "block_masks.md").write_text(report + "\n")
+    print(report)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--masks", nargs="+", choices=list(MASKS), default=list(MASKS), metavar="NAME")
+    parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("--builders", nargs="+", choices=BUILDERS, default=list(BUILDERS))
+    parser.add_argument("--calls", type=int, default=10, help="calls that a median is taken of")
+    parser.add_argument("--case-seconds", type=float, default=60, help="limit for one case")
+    parser.add_argument("--total-seconds", type=float, default=230, help="limit for the whole run")
+    parser.add_argument(
+        "--out", default=os.environ.get("OUT", "."), help="folder for results (default: OUT or .)"
+    )
+    return parser.parse_args()
+
+
+def wanted(builder: str, mask: str, length: int, device: str) -> bool:
+    if builder == "flexmod":
+        return True
+    if device == "cpu":
+        return builder == "torch" and mask in EAGER_ON_CPU and length <= 1 << 15
+    return builder == "torch" or mask in COMPILED
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One case, in the worker process."""
+    if case.device == "cpu":
+        resource.setrlimit(resource.RLIMIT_AS, (CPU_BYTES, CPU_BYTES))
+    device = torch.device(case.device)
+    make, heads = MASKS[case.mask]
+    mask_mod = make(case.length, device)
+    create: Callable[..., Any] = flexmod.create_block_mask
+    if case.builder != "flexmod":
+        create = torch_flex.create_block_mask
+    if case.builder == "torch, compiled":
+        torch.compiler.reset()
+        create = torch.compile(create)
+
+    def build() -> float:
+        start = time.perf_counter()
+        create(mask_mod, None, heads, case.length, case.length, device=case.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first, memory = peak_bytes(build, device)
+    if first < 5:
+        memory = peak_bytes(build, device)[1]
+    times = [build() for _ in range(case.calls)] if first < 5 else [first]
+    found = {"first_s": first, "ms": statistics.median(times) * 1e3, "bytes": memory}
+    return found | (open_tiles(mask_mod, heads, case, device) if case.builder == "flexmod" else {})
+
+
+def peak_bytes(build: Callable[[], float], device: torch.device) -> tuple[float, int]:
+    """The seconds of a call, and what it holds at its peak above what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return build(), torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room for this call
+    Path("/proc/self/clear_refs").write_text("5")  # the process's peak counts from here
+    before = _status("VmRSS")
+    return build(), _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def open_tiles(mask_mod: Any, heads: int | None, case: Case, device: torch.device) -> dict[str, float]:
+    """Shares of all tiles: those that bounds leave open, those of them that are empty or full."""
+    sizes = (1, heads or 1, case.length, case.length)
+    found = trace(mask_mod, "mask", device)
+    refined = Refined(Traced(fitted(found.graph, sizes), found.tensors), sizes, (128, 128), device)
+    refined.by_bounds()
+    left, total = len(refined.open), refined.table.numel()
+    refined.by_samples(4)
+    at = refined.open
+    refined.by_pieces()
+    refined.by_elements()
+    kinds = refined.table[at.unbind(1)]
+    return {"open": left / total, "in vain": int((kinds != 1).sum()) / total}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    by_case = {(r["case"]["mask"], r["case"]["length"], r["case"]["builder"]): r for r in results}
+    header = ["mask", "tokens", "flexmod, ms", "MiB", "first, s", "open", "in vain", "torch, ms", "MiB"]
+    header += ["compiled, ms", "MiB", "first, s"]
+    lines = []
+    for mask in MASKS:
+        for length in sorted({key[1] for key in by_case if key[0] == mask}):
+            ours, eager, compiled = (by_case.get((mask, length, builder)) for builder in BUILDERS)
+            value = (ours and ours["value"]) or {}
+            shares = [f"{value[name]:.2%}" if name in value else "-" for name in ("open", "in vain")]
+            cells = [*_cells(ours, first=True), *shares, *_cells(eager), *_cells(compiled, first=True)]
+            lines.append([mask, length, *cells])
+    return tabulate(lines, header, tablefmt="github", disable_numparse=True)
+
+
+def _cells(result: dict[str, Any] | None, first: bool = False) -> list[str]:
+    """Milliseconds, MiB, and where asked for the seconds of the first call; or why there are none."""
+    if result is None or not result["value"]:
+        why = "-" if result is None else "memory" if "memory" in result["error"].lower() else "fails"
+        return [why, *["-"] * (1 + first)]
+    value = result["value"]
+    cells = [_short(value["ms"]), _short(value["bytes"] / 2**20)]
+    return [*cells, f"{value['first_s']:.2f}"] if first else cells
+
+
+def _short(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.2g}" if x < 10 else f"{x:.3g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Block masks made of block masks: a & b, a | b, ~a, and a mask of other lengths.
+
+What is known of a tile is kept: where either mask is empty there, so is what both keep. Only tiles of which
+that says too little are looked at, as the builder does it (`refine.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask import refine
+from flexmod.block_mask.derived import Combined, Complement, How, Listed
+from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.block_mask.refine import OPEN
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
+from flexmod.errors import BlockMaskCombineError, BlockMaskResizeError
+from flexmod.ir.passes import fitted
+from flexmod.ir.trace import Traced
+
+if TYPE_CHECKING:
+    from flexmod.block_mask.format import BlockMask
+
+Lengths = tuple[int, int]
+
+
+def combined(first: BlockMask, second: BlockMask, how: How) -> BlockMask:
+    """What both masks keep, or what either does. Raises BlockMaskCombineError."""
+    batch = _common_batch(first, second)
+    tables = torch.broadcast_tensors(first.table(), second.table())
+    keeps, ends = (FULL, EMPTY) if how == "and" else (EMPTY, FULL)
+    a, b = tables
+    table = torch.where(a == keeps, b, torch.where(b == keeps, a, OPEN))
+    table.masked_fill_((a == ends) | (b == ends), ends)
+    mask_mod = Combined(how, _elements(first), _elements(second))
+    return _finished(first, table, batch, first.seq_lengths, mask_mod, second)
+
+
+def complement(mask: BlockMask) -> BlockMask:
+    """What the mask does not keep. Raises BlockMaskCombineError."""
+    _check_dimensions(mask)
+    was = mask.table()
+    table = FULL - was
+    # a partial tile is known to be one where its mask_mod says so, and no padding does
+    if not (mask.classified and mask.held.separate):
+        table[was == PARTIAL] = OPEN
+    _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
+    return _finished(mask, table, _batch(mask), mask.seq_lengths, Complement(_elements(mask)))
+
+
+def resized(mask: BlockMask, lengths: Lengths) -> BlockMask:
+    """The mask of the same mask_mod for other lengths, which may be larger. Raises BlockMaskResizeError."""
+    grows = any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True))
+    if not mask.classified and grows:
+        raise BlockMaskResizeError(
+            mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1]
+        )
+    rows, columns = (tile_count(n, size) for n, size in zip(lengths, mask.BLOCK_SIZE, strict=True))
+    was = mask.table()
+    if mask.classified:
+        _reopen_ragged(was, mask.seq_lengths, mask.BLOCK_SIZE)
+    table = was.new_full((*was.shape[:-2], rows, columns), OPEN)
+    kept = was[..., :rows, :columns]
+    table[..., : kept.shape[-2], : kept.shape[-1]] = kept
+    if mask.classified:
+        _reopen_ragged(table, lengths, mask.BLOCK_SIZE)
+    return _finished(mask, table, mask.held.batch, lengths, mask.mask_mod)
+
+
+def _finished(
+    mask: BlockMask,
+    table: Tensor,
+    batch: tuple[int, ...],
+    lengths: Lengths,
+    mask_mod: MaskMod,
+    other: BlockMask | None = None,
+) -> BlockMask:
+    """A mask like `mask` (and `other`) of a table, of which tiles that are OPEN are found out first."""
+    traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
+    if bool((table == OPEN).any()):
+        sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
+        fits = Traced(fitted(traced.graph, sizes), traced.tensors)
+        table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
+    alike = [m for m in (mask, other) if m is not None]
+    separate = all(m.held.separate for m in alike)
+    keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
+    made = type(mask).of_table(
+        table if separate else table.clamp(max=PARTIAL), batch, lengths, mask.BLOCK_SIZE, mask_mod, traced,
+        separate=separate, by_column=any(m.held.by_column for m in alike),
+    )  # fmt: skip
+    made._classified = mask_mod is not mask.mask_mod or mask.classified
+    return made
+
+
+def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> None:
+    """Partial tiles that a length ends in may be partial for that alone: OPEN, in place."""
+    for axis in (0, 1):
+        if lengths[axis] % block[axis]:
+            edge = table.select(axis - 2, -1)
+            edge[edge == PARTIAL] = OPEN
+
+
+def _elements(mask: BlockMask) -> MaskMod:
+    """A mask_mod that says of every element what the mask does."""
+    if mask.classified:
+        return mask.mask_mod
+    return Listed(mask.mask_mod, mask.table(), mask.BLOCK_SIZE)
+
+
+def _batch(mask: BlockMask) -> tuple[int, int]:
+    batch, heads = mask.held.batch
+    return batch, heads
+
+
+def _check_dimensions(mask: BlockMask) -> None:
+    if len(mask.held.batch) != 2:
+        raise BlockMaskCombineError(
+            problem=f"one has the shape {mask.shape}, without dimensions for batch and head",
+            advice="give its lists dimensions for B and H, of size 1 where the mask is the same for each",
+        )
+
+
+def _common_batch(first: BlockMask, second: BlockMask) -> tuple[int, int]:
+    """The batch dimensions of both together, once the masks are found to fit."""
+    for name in ("seq_lengths", "BLOCK_SIZE", "device"):
+        values = getattr(first, name), getattr(second, name)
+        if values[0] != values[1]:
+            raise BlockMaskCombineError(
+                problem=f"{name} is {values[0]} in one and {values[1]} in the other",
+                advice=f"build both with the same {name}; resize() and to() change lengths and device",
+            )
+    _check_dimensions(first)
+    _check_dimensions(second)
+    found = []
+    for axis, index, sizes in zip("BH", "bh", zip(_batch(first), _batch(second), strict=True), strict=True):
+        size = max(sizes)
+        for mask, own in zip((first, second), sizes, strict=True):
+            reads = index in mask.traced.graph.reads
+            if own != size and (own != 1 or reads):
+                why = f", and its mask_mod reads {index}" if own == 1 else ""
+                raise BlockMaskCombineError(
+                    problem=f"one has {axis}={own}{why}; the other has {axis}={size}",
+                    advice=f"build both with {axis}={size}",
+                )
+        found.append(size)
+    return found[0], found[1]

@@ -1,0 +1,80 @@
+"""The pictures of a BlockMask, as its methods."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+from flexmod.block_mask import images
+from flexmod.block_mask.cells import cells
+from flexmod.block_mask.picture import by_density, grid_of, picture, titled
+from flexmod.block_mask.tiles import EMPTY
+
+if TYPE_CHECKING:
+    from flexmod.block_mask.format import BlockMask
+
+# elements that a mask counts to be printed
+COUNTED = 1 << 26
+
+
+class Drawn:
+    """What a mask looks like: as text, as SVG, and with matplotlib."""
+
+    def to_string(
+        self,
+        grid_size: int | tuple[int, int] = (20, 20),
+        limit: int = 4,
+        *,
+        density: bool = False,
+        color: bool = False,
+    ) -> str:
+        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
+
+        `density` shades by the share of elements that the mask keeps instead; `color` does that in a
+        terminal's colors, and tells full tiles from partial ones.
+
+        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
+        negative limit draws all of them. Raises GridSizeError.
+        """
+        mask = self._mask()
+        batch_shape = mask.held.batch
+        count = math.prod(batch_shape) if limit < 0 else limit
+        places = list(itertools.islice(itertools.product(*map(range, batch_shape)), count))
+        if density or color:
+            grid = grid_of(mask.held.grid, grid_size)
+            shown = [cells(mask[place] if place else mask, grid) for place in places]
+            return titled([by_density(one, color) for one in shown], batch_shape, limit)
+        listed = (mask.table() != EMPTY).expand(*batch_shape, -1, -1)
+        return picture([listed[place] for place in places], batch_shape, grid_size, limit)
+
+    def to_svg(self, b: int = 0, h: int = 0) -> str:
+        """The picture of one batch and head as the text of an SVG file.
+
+        Full tiles, partial ones, and how much these keep have colors; up to 128 positions each element is
+        drawn. Raises BlockMaskIndexError.
+        """
+        return images.svg(self._one(b, h))
+
+    def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
+        """The picture of one batch and head, drawn with matplotlib into `target`: the name of a file, axes,
+        or None for a new figure. Returns the axes.
+
+        Up to 1024 positions each element is drawn. Raises MissingMatplotlib, BlockMaskIndexError.
+
+            mask.plot("mask.png")
+        """
+        return images.plot(self._one(b, h), target)
+
+    def __str__(self) -> str:
+        """The picture, and the facts in a line."""
+        mask = self._mask()
+        head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
+        return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
+
+    def _mask(self) -> BlockMask:
+        return cast("BlockMask", self)
+
+    def _one(self, b: int, h: int) -> BlockMask:
+        mask = self._mask()
+        return mask[b, h] if mask.held.batch else mask

@@ -1,0 +1,168 @@
+"""What a block mask holds of its tiles: runs, or the lists that a user gave.
+
+The builder makes runs. torch's eight lists, quadratic in the number of tiles, are made of them one by one
+when they are asked for. Lists that a user gave stay lists, in the order that they have, and so do made ones
+that a user has written to: kernels launch from what is held.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask import tiles
+from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
+
+Axis = Literal["kv", "q"]
+Form = Literal["runs", "lists"]
+
+
+class Held:
+    """The tiles of a mask.
+
+    `batch` are the mask's batch dimensions; runs that are the same for each of one have a 1 there. `grid` is
+    (Qb, KVb). `by_axis` maps "kv" to the runs by row, "q" to those by column, or to None. `separate` False:
+    there are no full tiles, and their lists are None.
+    """
+
+    def __init__(
+        self,
+        batch: tuple[int, ...],
+        grid: tuple[int, int],
+        by_axis: dict[Axis, Runs | None] | None,
+        lists: Parts,
+        separate: bool = True,
+    ) -> None:
+        self.batch = batch
+        self.grid = grid
+        self._separate = separate
+        self._runs = by_axis
+        self._lists = lists  # of runs: those that were asked for
+        self._versions: dict[str, float] = {}
+
+    @classmethod
+    def of_lists(cls, lists: Parts) -> Held:
+        """Checked lists, see `parts.checked_lists`."""
+        indices = lists["kv_indices"]
+        return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
+
+    @property
+    def form(self) -> Form:
+        """What to launch from. Lists that were made of runs and then written to count more than these."""
+        if self._runs is not None and any(_version(self._lists[n]) != v for n, v in self._versions.items()):
+            self.settle()
+        return "lists" if self._runs is None else "runs"
+
+    @property
+    def device(self) -> torch.device:
+        of: Tensor = self._lists["kv_indices"] if self._runs is None else self._by_axis("kv").rows
+        return of.device
+
+    @property
+    def separate(self) -> bool:
+        """Are full tiles told from partial ones?"""
+        return self._lists["full_kv_indices"] is not None if self._runs is None else self._separate
+
+    @property
+    def by_column(self) -> bool:
+        """Are there tiles by column?"""
+        return self._lists["q_indices"] is not None if self._runs is None else self._runs["q"] is not None
+
+    def runs(self, axis: Axis) -> Runs | None:
+        """The runs by row ("kv") or by column ("q") of a mask of the form "runs"."""
+        return None if self._runs is None else self._runs[axis]
+
+    def by_row(self) -> list[Tensor]:
+        """The tensors that say what tiles a row has."""
+        runs = self.runs("kv") if self.form == "runs" else None
+        if runs is not None:
+            return [runs.rows, runs.spans]
+        return [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
+
+    def list(self, name: str) -> Tensor | None:
+        """One of the eight lists; see BlockMask."""
+        if name not in self._lists:
+            made = self._made(name)
+            self._lists[name] = made
+            if made is not None:
+                self._versions[name] = _version(made)
+        return self._lists[name]
+
+    def assign(self, name: str, part: Tensor | None) -> None:
+        """The mask holds lists from now on, this one among them."""
+        self.settle()
+        self._lists[name] = part
+
+    def settle(self) -> None:
+        """Hold lists, not runs."""
+        for name in LISTS:
+            self.list(name)
+        self._runs = None
+
+    def table(self, columns: int) -> Tensor:
+        """int8 [..., Qb, columns]: EMPTY, PARTIAL or FULL for each tile, by row.
+
+        A batch dimension is 1 where the mask is the same along it.
+        """
+        if self.form == "runs":
+            return self._by_axis("kv").table(columns)
+        parts = [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
+        for dim in range(len(self.batch)):
+            if all(part.stride(dim) == 0 for part in parts):
+                parts = [part.narrow(dim, 0, 1) for part in parts]
+        table = tiles.dense((parts[0], parts[1]), columns).to(torch.int8) * PARTIAL
+        return table.masked_fill_(tiles.dense((parts[2], parts[3]), columns), FULL) if parts[2:] else table
+
+    def listed(self) -> int:
+        """How many tiles there are, in all batches and heads. One synchronization."""
+        if self.form == "runs":
+            counts = self._by_axis("kv").counts()
+            return int(counts.expand(2, *self.batch, -1).sum())
+        lists = (self._lists["kv_num_blocks"], self._lists["full_kv_num_blocks"])
+        return sum(int(part.sum()) for part in lists if part is not None)
+
+    def to(self, device: torch.device | str) -> Held:
+        if self.form == "lists":
+            return Held.of_lists(tiles.each(self._lists, lambda part: part.to(device)))
+        moved = {axis: None if runs is None else runs.to(device) for axis, runs in (self._runs or {}).items()}
+        return Held(self.batch, self.grid, moved, {}, self.separate)
+
+    def _by_axis(self, axis: Axis) -> Runs:
+        runs = self.runs(axis)
+        assert runs is not None
+        return runs
+
+    def _made(self, name: str) -> Tensor | None:
+        """One list, of the runs."""
+        axis: Axis = "q" if "q_" in name else "kv"
+        runs, full = self.runs(axis), name.startswith("full_")
+        if runs is None or full and not self.separate:
+            return None
+        if name.endswith("num_blocks"):
+            made = runs.counts()[int(full)].contiguous()
+            return made.expand(*self.batch, -1)
+        table = runs.table(self.grid[axis == "kv"])
+        _, indices = tiles.ordered(table == (FULL if full else PARTIAL))
+        return indices.expand(*self.batch, -1, -1)
+
+
+class ListPart:
+    """One of the eight lists, as an attribute of a mask that has `held`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, mask: Any, owner: type) -> Any:
+        return mask.held.list(self._name)
+
+    def __set__(self, mask: Any, part: Tensor | None) -> None:
+        mask.held.assign(self._name, part)
+
+
+def _version(part: Tensor) -> float:
+    """How often a tensor was written to. One of inference mode does not know, which is unequal to itself."""
+    return math.nan if part.is_inference() else part._version

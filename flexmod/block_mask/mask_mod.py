@@ -1,0 +1,33 @@
+"""What a block mask asks of its mask_mod: a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flexmod import transforms
+from flexmod.errors import MaskCaptureGradientError
+from flexmod.ir.trace import Traced, trace
+
+MaskMod = Callable[..., Any]
+
+
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """The mask_mod that keeps every score."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
+    """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
+
+    Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
+    """
+    traced = trace(mask_mod, "mask", device)
+    captured = []
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        if transforms.is_wrapped(tensor) and tensor.requires_grad:
+            raise MaskCaptureGradientError(name=capture.name)
+        captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
+    return Traced(traced.graph, tuple(captured))

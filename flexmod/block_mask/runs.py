@@ -1,0 +1,100 @@
+"""Tiles as runs: in each row the stretches of tiles that follow each other, partial ones and full ones apart.
+
+    rows     int32 [..., R, 2, 3]   for the partial tiles of a row, then for its full ones: how many tiles, in
+                                    how many runs, and the number of the first of these runs in `spans`
+    spans    int32 [N, 2]           the first tile of a run, and the one after its last
+
+The runs of a kind in a row follow each other, ascending. Where in `spans` they begin is of no account, and
+there may be places that nothing uses.
+
+What a mask costs grows with its boundary: a causal one has two runs a row, whatever its length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.tiles import EMPTY, PARTIAL, row_groups
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The tiles of a mask in one direction: row by row, or column by column. See the head of this file."""
+
+    rows: Tensor
+    spans: Tensor
+
+    def counts(self) -> Tensor:
+        """int32 [2, ..., R]: how many partial and how many full tiles a row has."""
+        return self.rows[..., 0].movedim(-1, 0)
+
+    def table(self, columns: int) -> Tensor:
+        """int8 [..., R, columns]: EMPTY, PARTIAL or FULL for each tile."""
+        *lead, _, _ = self.rows.shape
+        _, number, first = self.rows.reshape(-1, 2, 3).movedim(1, 0).flatten(0, 1).unbind(-1)
+        rows = len(first) // 2
+        here = torch.arange(len(self.spans), dtype=torch.int32, device=self.spans.device)
+        # of several with the same first run, one has runs: it comes last
+        order = (first.long() * 2 + (number > 0)).argsort()
+        owner = torch.searchsorted(first[order], here, right=True).sub_(1).clamp_(min=0)
+        owner = order[owner]
+        used = here < (first + number)[owner]
+        kind = torch.where(used, owner // rows + PARTIAL, EMPTY).to(torch.int8)
+        place = (owner % rows * (columns + 1))[:, None] + self.spans
+        place = place.where(used[:, None], 0)
+        edges = torch.zeros(rows * (columns + 1), dtype=torch.int8, device=self.spans.device)
+        edges.index_add_(0, place[:, 0], kind)
+        edges.index_add_(0, place[:, 1], -kind)
+        table = edges.view(rows, columns + 1)
+        for group in row_groups(table):
+            table[group] = table[group].cumsum(-1, dtype=torch.int8)
+        return table[:, :columns].view(*lead, columns)
+
+    def to(self, device: torch.device | str) -> Runs:
+        return Runs(self.rows.to(device), self.spans.to(device))
+
+
+def of_table(table: Tensor) -> Runs:
+    """The runs of a table int8 [..., R, C].
+
+    Two synchronizations with its device for each four million tiles.
+    """
+    *lead, columns = table.shape
+    flat = table.reshape(-1, columns)
+    # a row with nothing behind its end: no run goes on in the next one
+    width = (columns // 8 + 1) * 8
+    found = []
+    for group in row_groups(flat):
+        padded = flat.new_zeros(group.stop - group.start, width)
+        padded[:, :columns] = flat[group]
+        start, stop, kind = _stretches(padded.view(-1))
+        found.append(torch.stack([start // width + group.start, start % width, stop - start, kind]))
+    row, first, length, kind = torch.cat(found, 1)
+    order = kind.argsort(stable=True)
+    place = (row * 2 + kind - PARTIAL)[order]
+    rows = torch.zeros(2 * len(flat), 3, dtype=torch.int32, device=table.device)
+    rows[:, 0].index_add_(0, place, length[order].int())
+    rows[:, 1].index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    number = rows[:, 1].view(-1, 2).T.flatten()
+    rows[:, 2] = (number.cumsum(0, dtype=torch.int32) - number).view(2, -1).T.flatten()
+    spans = torch.stack([first, first + length], 1)[order].int()
+    return Runs(rows.view(*lead, 2, 3), spans)
+
+
+def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stretches of equal entries of int8 [8 n], where an entry is not EMPTY: start, stop and entry of each.
+
+    The last entry is EMPTY. All int64 [stretches].
+    """
+    before = torch.cat([kinds.new_zeros(1), kinds[:-1]])
+    # entries are bytes; eight at a time are looked at for a change
+    words = (before.view(torch.int64) != kinds.view(torch.int64)).nonzero()
+    changed = (before.view(-1, 8)[words[:, 0]] != kinds.view(-1, 8)[words[:, 0]]).nonzero()
+    at = words[changed[:, 0], 0] * 8 + changed[:, 1]
+    kind = kinds[at].long()
+    stop = torch.cat([at[1:], at.new_tensor([len(kinds)])])
+    used = (kind != EMPTY).nonzero()[:, 0]
+    return at[used], stop[used], kind[used]

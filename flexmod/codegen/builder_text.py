@@ -1,0 +1,132 @@
+"""The texts of the builder of block masks: bounds of a rectangle, and the terms that they are made of."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+import torch
+
+from flexmod.codegen.expressions import TRITON_DTYPES, held
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.triton_text import Function, Writer, bind, fresh
+from flexmod.ir.graph import Graph, Node
+from flexmod.ir.intervals import Term
+from flexmod.ir.ops import strong
+
+
+@dataclass(frozen=True)
+class BuilderTerm:
+    """A term in a builder's kernels. `stored` is the dtype of its bounds in memory."""
+
+    name: str
+    axis: str
+    dtype: torch.dtype
+    text: ModText
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Small integers and truth values grow: reductions are of 32 bits at least."""
+        return torch.int32 if not self.floating and self.dtype.itemsize < 4 else held(self.dtype)
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.is_floating_point
+
+    @property
+    def held(self) -> str:
+        return TRITON_DTYPES[self.stored]
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of reductions."""
+        return "_float" if self.floating else ""
+
+    @property
+    def top(self) -> str:
+        """What no value is above."""
+        return 'float("inf")' if self.floating else str(torch.iinfo(self.stored).max)
+
+    @property
+    def bottom(self) -> str:
+        return '-float("inf")' if self.floating else str(torch.iinfo(self.stored).min)
+
+    @property
+    def given(self) -> str:
+        """What brings a loaded bound to the dtype that the function of bounds takes."""
+        if self.dtype == torch.bool:
+            return " != 0"
+        return "" if held(self.dtype) == self.stored else f".to({TRITON_DTYPES[self.dtype]})"
+
+
+@dataclass(frozen=True)
+class BoundsText:
+    """The function of bounds, and its calls for a square of tiles as a whole and for each of its tiles.
+
+    There, q_low, q_high, kv_low, kv_high and the bounds of terms by row and by column are [SIDE]; those of a
+    diagonal term are those of the whole, and in the second call the names end in `s`.
+    """
+
+    text: ModText
+    of_square: str
+    of_tiles: str
+
+
+# inputs that are positions, from 0 on; the first may stand for a difference of two
+PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
+
+
+class _Whole(Writer):
+    """One device function of all a graph's inputs. In a kernel captures have the names of a mask's."""
+
+    def __init__(self, graph: Graph, main: str, signed: bool = False) -> None:
+        inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
+        super().__init__(graph, main, ("b", "h", *inputs), PLACES[int(signed) :])
+        self.suffix, self.owner, self.numbers = "_of_mask", "mask_mod", f"{main}_number"
+        self.hoisted = {}
+
+    def returned(self, main: Function) -> list[str]:
+        values = [self.shaped(self.value(main, result), result) for result in self.graph.results]
+        if len(values) == 1:
+            return values
+        names = ("certain", "possible")
+        return [bind(main, fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
+
+    def shaped(self, value: str, result: Node) -> str:
+        """A constant must be a tensor."""
+        constant = {"True": "b >= 0", "False": "b < 0"} if strong(result.dtype) == torch.bool else {}
+        return constant.get(value, value)
+
+
+def write_term(term: Term) -> BuilderTerm:
+    """The text of a term: the function `name`_at of its position."""
+    name = term.low.removesuffix("_low")
+    text = _Whole(term.graph, f"{name}_at", term.axis == "diagonal").write()
+    return BuilderTerm(name, term.axis, term.dtype, text)
+
+
+def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...]) -> BoundsText:
+    """The text of a graph of bounds: the function tile_bounds, and its two calls."""
+    text = _Whole(graph, "tile_bounds").write()
+    by_name = {f"{term.name}_{end}": term for term in terms for end in ("low", "high")}
+    square, tiles = [], []
+    for name in text.arguments[2:]:
+        term = by_name.get(name)
+        if term is not None and term.axis == "diagonal":
+            square.append(name)
+            tiles.append(name + "s")
+            continue
+        of_rows = name.startswith("q_") if term is None else term.axis == "row"
+        suffix, given = (term.suffix, term.given) if term else ("", "")
+        function = "lowest" if name.endswith("_low") else "highest"
+        square.append(f"{function}{suffix}({name}){given}")
+        tiles.append(f"{name}[{':, None' if of_rows else 'None, :'}]{given}")
+    captured = [p.name for p in text.parameters]
+    of_square, of_tiles = (_call("tile_bounds", ["b", "h", *ends, *captured]) for ends in (square, tiles))
+    return BoundsText(text, of_square, of_tiles)
+
+
+def _call(function: str, arguments: list[str]) -> str:
+    """A call on several lines."""
+    inside = textwrap.fill(", ".join(arguments), 90, break_long_words=False, break_on_hyphens=False)
+    return f"{function}(\n{textwrap.indent(inside, '    ')}\n)"

@@ -1,0 +1,112 @@
+"""The bounds of values as dtypes hold them: casts, integers that wrap, numbers that are none.
+
+Bounds are pairs of Ends or Python numbers (see `ends.py`). Where a dtype does not keep to them, nothing is
+known.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.bounds import Bounds
+from flexmod.ir.ends import End, dtype_limits
+from flexmod.ir.graph import Builder, Node
+from flexmod.ir.linear import INTEGERS
+from flexmod.ir.ops import CAST, number, strong
+
+
+def brought_to(builder: Builder, found: Bounds, source: Node, target: torch.dtype) -> Bounds:
+    """The bounds of a value that is brought to another dtype."""
+    dtype = strong(source.dtype)
+    if source.is_const:
+        return constant(builder, source.value, target)
+    if target == dtype:
+        return found
+    if target == torch.bool:
+        return bounds.ne(found, (0, 0))
+    if dtype == torch.bool:
+        found = _ends(lambda end: end.cast(torch.int32) if isinstance(end, End) else int(end), found)
+    if target.is_floating_point:
+        ends = _ends(lambda end: _as_float(builder, end, target), found)
+        return without_nan(builder, ends, target)
+    if dtype.is_floating_point:
+        return _truncated(builder, found, target)
+    return held(builder, found, target)
+
+
+def constant(builder: Builder, value: Any, target: torch.dtype) -> Bounds:
+    rounded = number(value, target).item()
+    if not target.is_floating_point:
+        return rounded, rounded
+    if not math.isfinite(rounded):
+        return bounds.UNKNOWN if math.isnan(rounded) else (rounded, rounded)
+    end = End(builder, builder.const(rounded, target), (rounded, rounded))
+    return end, end
+
+
+def _as_float(builder: Builder, end: Any, target: torch.dtype) -> Any:
+    if isinstance(end, End):
+        return end.cast(target)
+    return end if bounds.is_endless(end) else constant(builder, end, target)[0]
+
+
+def _truncated(builder: Builder, found: Bounds, target: torch.dtype) -> Bounds:
+    """A floating-point number as an integer, where the dtype has it; elsewhere it is the chip's own."""
+    limits = dtype_limits(target)
+    if any(map(bounds.is_number, found)):
+        return limits
+    least, most = max(limits[0], -(2**31)), min(limits[1], 2**30)
+    inside = (found[0] >= float(least)) & (found[1] <= float(most))
+    safe = bounds.choose_bounds(inside, found, (0.0, 0.0))
+    whole = _ends(lambda end: _whole(builder, end, target, (least, most)), safe)
+    return bounds.choose_bounds(inside, whole, limits)
+
+
+def _whole(builder: Builder, end: Any, target: torch.dtype, span: Bounds) -> Any:
+    if not isinstance(end, End):
+        return int(end)
+    wide = target if target in INTEGERS else torch.int32
+    return End(builder, builder.node(CAST, (end.node,), wide, wide), span)
+
+
+def held(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
+    """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
+    if dtype.is_floating_point:
+        return without_nan(builder, found, dtype)
+    limits = dtype_limits(dtype)
+    if any(isinstance(end, float) for end in found):
+        return limits
+    if dtype == torch.bool:
+        return _ends(lambda end: bool(end) if bounds.is_number(end) else end, found)
+    low, high = bounds.settled(found)[0], bounds.span(found[1])[1]
+    if limits[0] <= low and high <= limits[1]:
+        return found
+    inside = (found[0] >= limits[0]) & (found[1] <= limits[1])
+    chosen = bounds.choose_bounds(inside, found, limits)
+    return _ends(lambda end: end.within(*limits) if isinstance(end, End) else end, chosen)
+
+
+def without_nan(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
+    """Floating-point bounds without nan: what may be one is unknown."""
+    if not dtype.is_floating_point:
+        return found
+    if any(isinstance(end, float) and math.isnan(end) for end in found):
+        return bounds.UNKNOWN
+    spans = [bounds.span(end) for end in found]
+    if all(math.isfinite(x) for span in spans for x in span):
+        return found
+    bad: Any = False
+    for end in found:
+        if isinstance(end, End):
+            bad = bad | End(builder, builder.node("isnan", (end.node,), torch.bool))
+    return bounds.choose_bounds(bad, bounds.UNKNOWN, found)
+
+
+def _ends(change: Any, found: Bounds) -> Bounds:
+    """Both ends changed; one value stays one."""
+    low = change(found[0])
+    return (low, low) if found[0] is found[1] else (low, change(found[1]))

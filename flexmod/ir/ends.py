@@ -1,0 +1,227 @@
+"""The end of an interval as a node: a number that is known when a kernel runs.
+
+The rules of `bounds.py` run on Ends as they do on Python numbers. An End also knows, in Python numbers, what
+its value lies between. So integer arithmetic is exact (it moves to int64 where int32 might not do, and gives
+nan, "nothing known", where int64 might not), and what is decided already makes no nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.graph import Builder, Node
+from flexmod.ir.ops import CAST, OPS, number, promote, strong
+
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
+INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
+
+
+class End:
+    """`node` has a strong dtype: bool, int32, int64 or a floating-point one, which are never nan."""
+
+    __slots__ = ("builder", "highest", "lowest", "node")
+    __hash__ = object.__hash__
+
+    def __init__(self, builder: Builder, node: Node, span: bounds.Bounds | None = None) -> None:
+        self.builder = builder
+        self.node = node
+        self.lowest, self.highest = span or dtype_limits(strong(node.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return strong(self.node.dtype)
+
+    def apply(self, name: str, *values: Any) -> Any:
+        """An operation of the table on ends, one of them this."""
+        if any(isinstance(v, float) and math.isnan(v) for v in values):
+            return False if name in COMPARISONS else math.nan
+        floats = [v.dtype for v in values if isinstance(v, End) and v.dtype.is_floating_point]
+        if not floats:
+            values = tuple(map(_whole, values))
+        simple = _simpler(name, values)
+        if simple is not None:
+            return simple
+        span = _span_of(name, values, bool(floats))
+        if bounds.is_point(span) and (name in COMPARISONS or not floats):
+            return span[0]
+        if floats:
+            at = promote(*floats)
+        elif name in LOGIC or all(isinstance(bounds.span(v)[0], bool) for v in values):
+            at = torch.bool
+        else:
+            held = [s for v in values for s in bounds.span(v) if not isinstance(s, bool)]
+            held += [] if name in COMPARISONS else span
+            at = _integer_dtype(min(held), max(held))  # type: ignore[assignment]
+            if at is None:
+                return math.nan
+        nodes = [
+            self._operand(v, torch.bool if name == "where" and i == 0 else at) for i, v in enumerate(values)
+        ]
+        dtype = torch.bool if name in COMPARISONS else at
+        return End(self.builder, self.builder.node(name, nodes, dtype), span)
+
+    def _operand(self, value: Any, dtype: torch.dtype) -> Node:
+        if isinstance(value, End):
+            return value.cast(dtype).node
+        return self.builder.const(number(value, dtype).item(), dtype)
+
+    def cast(self, dtype: torch.dtype) -> End:
+        """The value in a dtype that holds it, or rounded to one as torch rounds it."""
+        if dtype == self.dtype:
+            return self
+        span = self.lowest, self.highest
+        if dtype.is_floating_point:
+            span = _with_slack((float(span[0]), float(span[1])))
+        elif self.dtype == torch.bool:
+            span = int(span[0]), int(span[1])
+        return End(self.builder, self.builder.node(CAST, (self.node,), dtype, dtype), span)
+
+    def within(self, low: int, high: int) -> End:
+        """The same, known to lie in low..high."""
+        return End(self.builder, self.node, (max(self.lowest, low), min(self.highest, high)))
+
+    def is_finite(self) -> Any:
+        if not self.dtype.is_floating_point or (math.isfinite(self.lowest) and math.isfinite(self.highest)):
+            return True
+        return self.apply("lt", self.apply("abs", self), math.inf)
+
+    def __add__(self, other: Any) -> Any:
+        return self.apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.apply("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self.apply("sub", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.apply("mul", self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.apply("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.apply("div", other, self)
+
+    def __neg__(self) -> Any:
+        return self.apply("neg", self)
+
+    def __and__(self, other: Any) -> Any:
+        return self.apply("bitwise_and", self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Any:
+        return self.apply("bitwise_or", self, other)
+
+    __ror__ = __or__
+
+    def __lt__(self, other: Any) -> Any:
+        return self.apply("lt", self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.apply("le", self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.apply("gt", self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.apply("ge", self, other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.apply("eq", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.apply("ne", self, other)
+
+
+def dtype_limits(dtype: torch.dtype) -> bounds.Bounds:
+    """What every value of a dtype lies between."""
+    if dtype == torch.bool:
+        return False, True
+    if dtype.is_floating_point:
+        return bounds.UNKNOWN
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def _whole(value: Any) -> Any:
+    """Without an end an integer is still one of int64."""
+    return INT64[value > 0] if bounds.is_endless(value) else value
+
+
+def _integer_dtype(low: int, high: int) -> torch.dtype | None:
+    for dtype, (least, most) in ((torch.int32, INT32), (torch.int64, INT64)):
+        if least <= low and high <= most:
+            return dtype
+    return None
+
+
+def _with_slack(span: bounds.Bounds) -> bounds.Bounds:
+    """Wide enough for rounding to any floating-point dtype; what a half type does not hold has no end."""
+    low, high = span[0] - abs(span[0]) * 0.01 - 1e-6, span[1] + abs(span[1]) * 0.01 + 1e-6
+    return (low if low > -6e4 else -math.inf), (high if high < 6e4 else math.inf)
+
+
+def _span_of(name: str, values: tuple[Any, ...], floats: bool) -> bounds.Bounds:
+    rule = OPS[name].interval
+    if rule is None or (floats and rule not in bounds.ROUNDED):
+        return bounds.UNKNOWN
+    found = rule(*map(bounds.span, values))
+    return _with_slack(found) if floats and name not in COMPARISONS else found
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, End) and isinstance(y, End):
+        return x.node is y.node
+    return bounds.is_number(x) and bounds.is_number(y) and type(x) is type(y) and x == y
+
+
+def _simpler(name: str, values: tuple[Any, ...]) -> Any:
+    """The result where it is one of the values, or logic on them; None where something is to be computed."""
+    if name in ("minimum", "maximum"):
+        x, y = values
+        if _same(x, y) or bounds.span(x)[1] <= bounds.span(y)[0]:
+            return x if name == "minimum" else y
+        if bounds.span(y)[1] <= bounds.span(x)[0]:
+            return y if name == "minimum" else x
+        return None
+    if name == "where":
+        return _simpler_choice(*values)
+    if name in ("bitwise_and", "bitwise_or"):
+        x, y = values
+        for one, other in ((x, y), (y, x)):
+            if isinstance(one, bool):
+                return other if one == (name == "bitwise_and") else one
+        return x if _same(x, y) else None
+    if name == "logical_not" and values[0].node.op == "logical_not":
+        return End(values[0].builder, values[0].node.args[0])
+    if name in ("add", "sub") and _same(values[1], 0):
+        return values[0]
+    if name == "add" and _same(values[0], 0):
+        return values[1]
+    if name == "sub" and _same(*values) and not values[0].dtype.is_floating_point:
+        return 0
+    if name in ("mul", "floor_divide", "trunc_divide") and _same(values[1], 1):
+        return values[0]
+    return None
+
+
+def _simpler_choice(condition: End, x: Any, y: Any) -> Any:
+    if _same(x, y):
+        return x
+    if isinstance(x, bool):
+        return condition | y if x else bounds.no(condition) & y
+    if isinstance(y, bool):
+        return bounds.no(condition) | x if y else condition & x
+    return None

@@ -1,0 +1,330 @@
+"""Graph -> Graph of bounds: is a mask EMPTY, FULL or undecided on a whole tile?
+
+A tile is a rectangle of positions, q_low..q_high by kv_low..kv_high (both ends belong to it), in one b and h.
+`analyze` makes a graph of two truth values of it: `certain`, the mask keeps every element, and `possible`, it
+may keep some. A tile that is not possible is EMPTY, one that is certain is FULL; either is proven, for the
+rules bound exact integers and monotone roundings, and whatever they know nothing of is possible and not
+certain. The graph is evaluated or written as Triton like any other.
+
+What reads positions of one axis alone is not bounded by rules but *evaluated*, at every position, and its
+lowest and highest value over a tile's positions are inputs of the graph: a Term. So captured tensors are
+exact, whatever they are indexed with. The same goes for a truth value of q_idx - kv_idx alone, evaluated at
+every difference. Terms that arithmetic on the ends of a tile says as well are not made: the graph of a causal
+mask, or of a window, has none.
+
+Rules come in where rows and columns meet. `q_idx - kv_idx` is one linear form there, not two loose ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.bounds import Bounds
+from flexmod.ir.casts import brought_to, held, without_nan
+from flexmod.ir.ends import COMPARISONS, End, dtype_limits
+from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
+from flexmod.ir.linear import Forms, Linear, regroup
+from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize
+from flexmod.ir.sources import Sources
+
+# Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
+# no product with an index then leaves int64.
+MODERATE = 2**40
+# Of an argument without ends, which may be nan, their rules would make one that has an end.
+KEEP_NAN = frozenset({"minimum", "maximum", "abs", "sign"})
+ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "abs"})
+
+
+@dataclass(frozen=True)
+class Term:
+    """A value whose bounds over a tile are inputs of the graph of bounds.
+
+    axis    graph reads                        lowest and highest over
+    row     b, h, q_idx                        q_low..q_high
+    column  b, h, kv_idx                       kv_low..kv_high
+    diagonal  b, h and q_idx, which stands for q_idx - kv_idx; bool
+                                               q_low - kv_high..q_high - kv_low
+    `low` and `high` are the names of the two inputs; of a truth value they say that all are True, and that
+    any is.
+    """
+
+    axis: str
+    graph: Graph
+    low: str
+    high: str
+
+    @property
+    def reads(self) -> Home:
+        return self.graph.reads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return strong(self.graph.result.dtype)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """`bounds` has the results (certain, possible) and the captures of the mask, under the same numbers."""
+
+    bounds: Graph
+    terms: tuple[Term, ...]
+
+    def of_axis(self, axis: str) -> tuple[Term, ...]:
+        return tuple(t for t in self.terms if t.axis == axis)
+
+
+@lru_cache(1024)
+def analyze(graph: Graph, extents: Extents) -> Analysis:
+    """The bounds of a mask whose positions run below `extents`, (B, H, Q_LEN, KV_LEN).
+
+    `graph` is as wide as these ask for (`passes.fitted`): arithmetic on positions does not wrap.
+    """
+    return _Analyzer(optimize(graph), _rounded(graph, extents)).analyze()
+
+
+def _rounded(graph: Graph, extents: Extents) -> dict[str, int]:
+    """Extents up to which the graph serves too, so that lengths that are alike have one text."""
+    wide = {name: 1 << (size - 1).bit_length() for name, size in zip(POSITIONS, extents, strict=True)}
+    return wide if not needs_int64(graph, wide) else dict(zip(POSITIONS, extents, strict=True))
+
+
+class _Analyzer:
+    def __init__(self, graph: Graph, extents: dict[str, int]) -> None:
+        forms = Forms(integer_bounds(graph, extents, may_wrap=True))
+        self.graph = regroup(graph, forms)
+        self.known = integer_bounds(self.graph, extents, may_wrap=True)
+        self.forms = Forms(self.known)
+        self.extents = extents
+        self.builder = Builder()
+        self.sources = Sources(self.graph, self.forms, self.known)
+        self.terms: dict[tuple[str, Node], tuple[Term, Bounds]] = {}
+        self.found: dict[Node, Bounds] = {}
+        self.kept: dict[Node, Node] = {}
+
+    def analyze(self) -> Analysis:
+        for node in self._needed():
+            self.found[node] = self._bounds(node)
+        nodes = [self._node(end) for end in self._of(self.graph.result)]
+        graph = Graph("bounds", tuple(nodes), self.graph.captures)
+        names = {n.value for n in graph.nodes if n.op == "input"}
+        terms = (term for term, _ in self.terms.values())
+        return Analysis(graph, tuple(t for t in terms if {t.low, t.high} & names))
+
+    def _needed(self) -> list[Node]:
+        """The nodes whose bounds rules make, arguments first: what stands in a term is not asked for."""
+        wanted = {self.graph.result}
+        for node in reversed(self.graph.nodes):
+            plan = self._plan(node) if node in wanted else ""
+            if plan in ("rule", "load"):
+                wanted.update(node.args)
+            elif plan == "linear":
+                wanted.update(self._form(node).others)
+        return [n for n in self.graph.nodes if n in wanted]
+
+    def _node(self, end: Any) -> Node:
+        return end.node if isinstance(end, End) else self.builder.const(bool(end), torch.bool)
+
+    def _of(self, node: Node) -> Bounds:
+        if node not in self.found and node.home <= UNIFORM:
+            self.found[node] = self._bounds(node)
+        return self.found[node]
+
+    # how a node's bounds come about
+
+    def _plan(self, node: Node) -> str:
+        """What decides: "uniform", "term", "linear", "rule" or "load"."""
+        if node.home <= UNIFORM:
+            return "uniform"
+        kind = self.forms.kind(node)
+        if strong(node.dtype) == torch.bool and kind != "mixed":
+            return "rule" if self.forms.shapes(node) else "term"
+        form = self.forms.of(node)
+        if form is not None and (node not in form.parts or node.op == "input"):
+            positions = all(n.home <= UNIFORM for n in form.others)
+            if positions or kind in ("mixed", "diagonal"):
+                return "linear"
+        if kind in ("row", "column"):
+            return "term"
+        return "load" if node.op == "load" else "rule"
+
+    def _bounds(self, node: Node) -> Bounds:
+        plan = self._plan(node)
+        if plan == "uniform":
+            end = self._uniform(node)
+            return end, end
+        if plan == "term":
+            return self._term(self.forms.kind(node), node)
+        if plan == "linear":
+            return held(self.builder, self._linear(self._form(node)), strong(node.dtype))
+        if plan == "load":
+            return self._load(node)
+        return self._rule(node)
+
+    def _form(self, node: Node) -> Linear:
+        form = self.forms.of(node)
+        assert form is not None
+        return form
+
+    def _uniform(self, node: Node) -> Any:
+        """What b and h decide, a Python number where there is one. It is exact, no number (nan) too."""
+        if node.is_const and not isinstance(node.value, float):
+            return node.value
+        return End(self.builder, self._keep(node), self._finite(node))
+
+    def _finite(self, node: Node) -> Bounds | None:
+        """What a node lies between at all positions, where that is known."""
+        found = self.known[node]
+        return found if all(map(math.isfinite, found)) else None
+
+    def _keep(self, node: Node) -> Node:
+        """The node in the graph of bounds."""
+        if node not in self.kept:
+            self.kept[node] = keep(self.builder, node, tuple(map(self._keep, node.args)))
+        return self.kept[node]
+
+    def _position(self, name: str, dtype: torch.dtype) -> Bounds:
+        span = (0, self.extents[name] - 1)
+        short = name.removesuffix("_idx")
+        low, high = (
+            End(self.builder, self.builder.input(f"{short}_{end}", dtype), span) for end in ("low", "high")
+        )
+        return low, high
+
+    # terms
+
+    def _term(self, axis: str, node: Node) -> Bounds:
+        if (axis, node) not in self.terms:
+            value = self.sources.along_diagonal(node) if axis == "diagonal" else node
+            name = f"{axis}{sum(a == axis for a, _ in self.terms)}"
+            graph = Graph("term", (value,), self.graph.captures)
+            term = Term(axis, graph, f"{name}_low", f"{name}_high")
+            span = self._finite(node)
+            inputs = [self.builder.input(end, term.dtype) for end in (term.low, term.high)]
+            low, high = (End(self.builder, one, span) for one in inputs)
+            self.terms[axis, node] = term, without_nan(self.builder, (low, high), term.dtype)
+        return self.terms[axis, node][1]
+
+    # linear forms
+
+    def _linear(self, form: Linear) -> Bounds:
+        """The bounds of the sum; rows, columns and the rest are bounded each as a whole."""
+        parts: list[tuple[Bounds, int]] = []
+        for name in ("q_idx", "kv_idx"):
+            kind = "row" if name == "q_idx" else "column"
+            along = [n for n in form.others if self.forms.kind(n) == kind]
+            index = next((n for n in form.parts if n.op == "input" and n.value == name), None)
+            if index is not None and not along:
+                parts.append((self._position(name, strong(index.dtype)), form.parts[index]))
+            elif len(along) == 1 and index is None:
+                parts.append((self._of(along[0]), form.parts[along[0]]))
+            elif along:
+                both = [*along, index] if index is not None else along
+                part = Linear({n: form.parts[n] for n in both})
+                whole = self.sources.sum(part)
+                self.known[whole] = part.between(self.known)
+                parts.append((self._term(kind, whole), 1))
+        rest = [n for n in form.others if self.forms.kind(n) not in ("row", "column")]
+        parts += [(self._of(n), form.parts[n]) for n in rest]
+        parts.sort(key=lambda part: part[1] < 0)  # what is subtracted comes last
+        total: Bounds | None = None
+        for one, coefficient in parts:
+            scaled = bounds.mul(one, (abs(coefficient),) * 2)
+            if total is None:
+                total = scaled if coefficient > 0 else bounds.neg(scaled)
+            else:
+                total = (bounds.add if coefficient > 0 else bounds.sub)(total, scaled)
+        constant = form.constant
+        if total is None:
+            return constant, constant
+        return bounds.add(total, (constant,) * 2) if constant >= 0 else bounds.sub(total, (-constant,) * 2)
+
+    # rules
+
+    def _rule(self, node: Node) -> Bounds:
+        dtype = strong(node.dtype)
+        if node.op == CAST:
+            return brought_to(self.builder, self._of(node.args[0]), node.args[0], dtype)
+        row = OPS.get(node.op)
+        floats = dtype.is_floating_point or any(strong(a.dtype).is_floating_point for a in node.args)
+        if row is None or row.interval is None or (floats and row.interval not in bounds.ROUNDED):
+            return dtype_limits(dtype)
+        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        arguments = [
+            brought_to(self.builder, self._of(a), a, row.number_dtype(d) if a.is_const else d)
+            for a, d in zip(node.args, at, strict=True)
+        ]
+        if node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool:
+            arguments = [bounds.absolute(a) for a in arguments]
+        if node.op in ARITHMETIC and not floats:
+            return self._arithmetic(row.interval, arguments, dtype)
+        found = held(self.builder, row.interval(*arguments), dtype)
+        if floats and node.op in KEEP_NAN:
+            for low, high in arguments:
+                may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
+                found = bounds.choose_bounds(may_be_nan, bounds.UNKNOWN, found)
+        difference = self._difference(node)
+        if difference is None:
+            return found
+        closer = row.interval(held(self.builder, self._linear(difference), torch.int64), (0, 0))
+        return found[0] | closer[0], found[1] & closer[1]
+
+    def _difference(self, node: Node) -> Linear | None:
+        """That of a comparison's sides, where they share something that it loses."""
+        left, right = map(self.forms.of, node.args) if node.op in COMPARISONS else (None, None)
+        if left is None or right is None:
+            return None
+        axes = [{self.forms.kind(n) for n in side.parts} & {"row", "column"} for side in (left, right)]
+        if not axes[0] & axes[1] and not left.parts.keys() & right.parts.keys():
+            return None
+        difference = left.plus(right, -1)
+        known = (n in self.found or n.op == "input" or n.home <= UNIFORM for n in difference.parts)
+        return difference if all(known) else None
+
+    def _arithmetic(self, rule: Any, arguments: Sequence[Bounds], dtype: torch.dtype) -> Bounds:
+        """A rule on integers, of which those of int64 may be too large for it."""
+        moderate: Any = True
+        taken = []
+        for low, high in arguments:
+            if not _is_moderate((low, high)):
+                inside = (low >= -MODERATE) & (high <= MODERATE)
+                moderate = moderate & inside
+                low, high = (
+                    end.within(-MODERATE, MODERATE) if isinstance(end, End) else end
+                    for end in bounds.choose_bounds(inside, (low, high), (0, 0))
+                )
+            taken.append((low, high))
+        found = held(self.builder, rule(*taken), dtype)
+        return bounds.choose_bounds(moderate, found, dtype_limits(dtype))
+
+    def _load(self, node: Node) -> Bounds:
+        """An element whose indices read rows and columns: known where each index has one value in a tile."""
+        at: Any = True
+        indices = []
+        for argument in node.args:
+            low, high = self._of(argument)
+            at = at & (low == high)
+            indices.append(low)
+        dtype = strong(node.dtype)
+        direct = [f for a in node.args if (f := self.forms.of(a)) and (f.of("q_idx") or f.of("kv_idx"))]
+        if direct or at is False:  # an index that moves with every position has one value in no tile
+            return dtype_limits(dtype)
+        chosen = [self._index(bounds.choose(at, i, 0), a) for i, a in zip(indices, node.args, strict=True)]
+        loaded = self.builder.node("load", chosen, node.dtype, node.value, node.where)
+        end = End(self.builder, loaded)
+        return bounds.choose_bounds(at, without_nan(self.builder, (end, end), dtype), dtype_limits(dtype))
+
+    def _index(self, end: Any, argument: Node) -> Node:
+        return end.node if isinstance(end, End) else self.builder.const(end, strong(argument.dtype))
+
+
+def _is_moderate(found: Bounds) -> bool:
+    low, high = bounds.span(found[0])[0], bounds.span(found[1])[1]
+    return low >= -MODERATE and high <= MODERATE

@@ -1,0 +1,219 @@
+"""Linear forms, and what a node varies along.
+
+kind of a node   reads
+uniform          b and h at most
+row              q_idx too
+column           kv_idx too
+diagonal         q_idx and kv_idx, through their difference alone
+mixed            anything else
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from flexmod.ir import bounds
+from flexmod.ir.ends import COMPARISONS
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
+from flexmod.ir.ops import CAST, strong
+
+INTEGERS = (torch.int32, torch.int64)
+AND, OR = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")
+CONVEX, CONCAVE = frozenset({"convex"}), frozenset({"concave"})
+
+
+@dataclass(frozen=True)
+class Linear:
+    """constant + the sum of coefficient * node: exact in integers, none of it wraps."""
+
+    parts: Mapping[Node, int] = field(default_factory=dict)
+    constant: int = 0
+
+    def plus(self, other: Linear, factor: int = 1) -> Linear:
+        parts = dict(self.parts)
+        for node, coefficient in other.parts.items():
+            parts[node] = parts.get(node, 0) + factor * coefficient
+        kept = {n: c for n, c in parts.items() if c}
+        return Linear(kept, self.constant + factor * other.constant)
+
+    def of(self, name: str) -> int:
+        """The coefficient of a position."""
+        return sum(c for n, c in self.parts.items() if n.op == "input" and n.value == name)
+
+    def between(self, known: Mapping[Node, bounds.Bounds]) -> bounds.Bounds:
+        """What the sum lies between, by the bounds of its nodes."""
+        total: bounds.Bounds = (self.constant, self.constant)
+        for node, coefficient in self.parts.items():
+            total = bounds.add(total, bounds.mul(known[node], (coefficient, coefficient)))
+        return total
+
+    @property
+    def others(self) -> list[Node]:
+        """The nodes that are not q_idx or kv_idx themselves."""
+        return [n for n in self.parts if n.op != "input" or n.home <= UNIFORM]
+
+
+class Forms:
+    """The linear forms and the kinds of a graph's nodes.
+
+    `known` are their bounds (`passes.integer_bounds`, may_wrap): arithmetic is taken apart only where it is
+    proven that it does not wrap.
+    """
+
+    def __init__(self, known: Mapping[Node, bounds.Bounds]) -> None:
+        self.known = known
+        self._forms: dict[Node, Linear | None] = {}
+        self._diagonal: dict[Node, bool] = {}
+
+    def of(self, node: Node) -> Linear | None:
+        """The linear form of an integer node; None for another."""
+        if node not in self._forms:
+            self._forms[node] = self._form(node)
+        return self._forms[node]
+
+    def _form(self, node: Node) -> Linear | None:
+        if node.is_const and type(node.value) is int:
+            return Linear({}, node.value)
+        if strong(node.dtype) not in INTEGERS:
+            return None
+        if math.isfinite(self.known[node][0]) and math.isfinite(self.known[node][1]):
+            forms = [self.of(a) for a in node.args]
+            if node.op in ("add", "sub", "mul", "neg", CAST) and all(f is not None for f in forms):
+                taken = _taken_apart(node.op, forms)  # type: ignore[arg-type]
+                if taken is not None:
+                    return taken
+        return Linear({node: 1})
+
+    def difference(self, comparison: Node) -> Linear | None:
+        """Left less right side of a comparison of integers."""
+        left, right = map(self.of, comparison.args)
+        return None if left is None or right is None else left.plus(right, -1)
+
+    def kind(self, node: Node) -> str:
+        for name, home in (("uniform", UNIFORM), ("row", ROW), ("column", COLUMN)):
+            if node.home <= home:
+                return name
+        return "diagonal" if self.is_diagonal(node) else "mixed"
+
+    def is_diagonal(self, node: Node) -> bool:
+        """Does it read q_idx and kv_idx through their difference alone, or neither?"""
+        if node not in self._diagonal:
+            self._diagonal[node] = self._is_diagonal(node)
+        return self._diagonal[node]
+
+    def _is_diagonal(self, node: Node) -> bool:
+        if node.home <= UNIFORM:
+            return True
+        form = self.of(node)
+        if form is not None and node not in form.parts:
+            return self._form_is_diagonal(form)
+        if node.op in COMPARISONS:
+            form = self.difference(node)
+            if form is not None and self._form_is_diagonal(form):
+                return True
+        return bool(node.args) and all(map(self.is_diagonal, node.args))
+
+    def _form_is_diagonal(self, form: Linear) -> bool:
+        return form.of("q_idx") == -form.of("kv_idx") and all(map(self.is_diagonal, form.others))
+
+    def shapes(self, node: Node) -> frozenset[str]:
+        """Of a truth value of one kind (row, column, diagonal), as a set on that axis: "convex" where it is
+        an interval, "concave" where its complement is.
+
+        Interval arithmetic loses nothing on either: intervals that meet in pairs have a common element.
+        """
+        if node.home <= UNIFORM:
+            return CONVEX | CONCAVE
+        if node.op in COMPARISONS:
+            return self._comparison(node)
+        if not _is_logic(node):
+            return frozenset()
+        inner = [self.shapes(a) for a in node.args]
+        if node.op in AND:
+            return inner[0] & inner[1] & CONVEX
+        if node.op in OR:
+            return inner[0] & inner[1] & CONCAVE
+        if node.op in ("bitwise_not", "logical_not"):
+            return frozenset({"convex", "concave"} - inner[0]) if len(inner[0]) == 1 else inner[0]
+        return frozenset()
+
+    def _comparison(self, node: Node) -> frozenset[str]:
+        difference = self.difference(node)
+        if difference is None:
+            return frozenset()
+        others = [n for n in difference.others if not n.home <= UNIFORM]
+        steps = {abs(c) for c in map(difference.of, ("q_idx", "kv_idx")) if c}
+        if not others and len(steps) == 1:
+            if node.op not in ("eq", "ne"):
+                return CONVEX | CONCAVE
+            return frozenset() if steps != {1} else CONVEX if node.op == "eq" else CONCAVE
+        return self._distance(node) if len(others) == 1 and not steps else frozenset()
+
+    def _distance(self, node: Node) -> frozenset[str]:
+        """|x| <= n and the like."""
+        left, right = node.args
+        for one, other, inside in ((left, right, ("le", "lt")), (right, left, ("ge", "gt"))):
+            inner = self.of(one.args[0]) if one.op == "abs" else None
+            if inner is None or not other.home <= UNIFORM or node.op in ("eq", "ne"):
+                continue
+            if {abs(inner.of("q_idx")), abs(inner.of("kv_idx"))} <= {0, 1} and all(
+                n.home <= UNIFORM for n in inner.others
+            ):
+                return CONVEX if node.op in inside else CONCAVE
+        return frozenset()
+
+
+def _taken_apart(op: str, forms: list[Linear]) -> Linear | None:
+    if op == "mul":
+        for one, other in (forms, forms[::-1]):
+            if not one.parts:
+                return Linear().plus(other, one.constant)
+        return None
+    if op == "neg":
+        return Linear().plus(forms[0], -1)
+    return forms[0].plus(forms[1], -1 if op == "sub" else 1) if len(forms) == 2 else forms[0]
+
+
+def regroup(graph: Graph, forms: Forms) -> Graph:
+    """Chains of `and`, and of `or`, with what is of one kind side by side: it is then one truth value along
+    its axis, whose bounds are exact."""
+    builder = Builder()
+    new: dict[Node, Node] = {}
+    for node in graph.nodes:
+        chain = next((names for names in (AND, OR) if node.op in names and _is_logic(node)), None)
+        if chain is None:
+            new[node] = keep(builder, node, tuple(new[a] for a in node.args))
+            continue
+        groups: dict[str, list[Node]] = {}
+        for link in _links(node, chain):
+            groups.setdefault(forms.kind(link), []).append(new[link])
+        ends = [_joined(builder, chain[0], group) for kind, group in groups.items() if kind != "mixed"]
+        new[node] = _joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
+    return Graph(graph.kind, tuple(new[r] for r in graph.results), graph.captures)
+
+
+def _is_logic(node: Node) -> bool:
+    return strong(node.dtype) == torch.bool and all(strong(a.dtype) == torch.bool for a in node.args)
+
+
+def _links(node: Node, chain: tuple[str, ...]) -> list[Node]:
+    found: list[Node] = []
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if one.op in chain and _is_logic(one):
+            stack.extend(reversed(one.args))
+        else:
+            found.append(one)
+    return found
+
+
+def _joined(builder: Builder, op: str, nodes: list[Node]) -> Node:
+    result = nodes[0]
+    for node in nodes[1:]:
+        result = builder.node(op, (result, node), torch.bool, None, node.where)
+    return result

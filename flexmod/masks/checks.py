@@ -1,0 +1,50 @@
+"""What the arguments of a mask must be. Each check raises LibraryArgumentError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import LibraryArgumentError
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_number(function: str, name: str, value: Any, least: int) -> None:
+    if not is_int(value) or value < least:
+        raise LibraryArgumentError(
+            function=function, name=name, value=repr(value), rule=f"an integer of {least} or more",
+            advice="count it in positions",
+        )  # fmt: skip
+
+
+def check_image(function: str, height: int, width: int) -> None:
+    check_number(function, "height", height, least=1)
+    check_number(function, "width", width, least=1)
+
+
+def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
+    if isinstance(value, Tensor) and value.dim() in ranks and value.dtype in INTEGERS:
+        return value
+    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise LibraryArgumentError(
+        function=function, name=name, value=given, rule=f"an integer tensor of shape {shapes}",
+        advice="convert it, e.g. torch.as_tensor(values, dtype=torch.int32, device=query.device)",
+    )  # fmt: skip
+
+
+def check_extents(function: str, name: str, value: Any, axes: int) -> None:
+    """One positive integer for each axis."""
+    if not isinstance(value, tuple) or len(value) != axes or not all(is_int(n) and n > 0 for n in value):
+        raise LibraryArgumentError(
+            function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
+            advice="give one number for each axis, the slowest first",
+        )  # fmt: skip

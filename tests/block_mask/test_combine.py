@@ -1,0 +1,190 @@
+"""Masks made of masks: what they keep, element by element, and equal to masks built of one mask_mod."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from block_mask.zoo import IDS, IDS_BY_BATCH, ZOO
+from flexmod import errors, masks
+from flexmod.block_mask import refine
+from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, or_masks
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
+
+S = 520
+MODS = {
+    "causal": (masks.causal(), 1, 1),
+    "window": (masks.sliding_window(100, causal=False), 1, 1),
+    "document": (masks.document(IDS), 1, 1),
+    "documents": (masks.document(IDS_BY_BATCH), 3, 1),
+    "windows": (masks.sliding_window(torch.tensor([7, 300])), 1, 2),
+    "natten": (masks.natten(20, 26, 7), 1, 1),
+    "strided": (lambda b, h, q_idx, kv_idx: kv_idx % 40 < 7, 1, 1),
+}  # fmt: skip
+BLOCK = (32, 48)  # 520 is ragged in both
+
+
+def built(name, **options):
+    mask_mod, batch, heads = MODS[name]
+    return create_block_mask(mask_mod, batch, heads, S, S, "cpu", BLOCK, **options)
+
+
+def tiles_of(dense, block=BLOCK):
+    """int8 [B, H, Qb, KVb]: what a mask [B, H, Q, KV] makes of its tiles."""
+    pad = (0, -dense.shape[3] % block[1], 0, -dense.shape[2] % block[0])
+    padded = torch.nn.functional.pad(dense, pad)
+    kept = padded.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).sum((3, 5))
+    return torch.where(kept == block[0] * block[1], FULL, torch.where(kept > 0, PARTIAL, EMPTY))
+
+
+def kept(mask):
+    """bool [B, H, Q, KV]: what a kernel makes of a mask. Full tiles whole, of others what mask_mod says."""
+    of_mod = create_mask(mask.mask_mod, *mask.shape, device="cpu")
+    rows, columns = (
+        torch.arange(n) // size for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
+    )
+    kinds = mask.table()[..., rows, :][..., columns].expand(mask.shape)
+    return (kinds == FULL) | ((kinds == PARTIAL) & of_mod)
+
+
+def same(found, expected):
+    assert found.shape == expected.shape
+    assert torch.equal(
+        found.table().expand(expected.to_dense().shape), expected.table().expand_as(expected.to_dense())
+    )
+    by_column = [(m.q_num_blocks, m.full_q_num_blocks) for m in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*by_column, strict=True))
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(MODS, 2)], ids="-".join)
+def test_both_and_either(pair):
+    first, second = map(built, pair)
+    sizes = [max(n) for n in zip(first.shape[:2], second.shape[:2], strict=True)]
+    mods = [MODS[name][0] for name in pair]
+    for found, together in ((first & second, and_masks(*mods)), (first | second, or_masks(*mods))):
+        same(found, create_block_mask(together, *sizes, S, S, "cpu", BLOCK))
+        assert torch.equal(kept(found), create_mask(together, *sizes, S, S, "cpu"))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_complement(name):
+    mask_mod, batch, heads, queries, keys = ZOO[name]
+    mask = create_block_mask(mask_mod, batch, heads, queries, keys, "cpu", BLOCK)
+    dense = ~create_mask(mask_mod, batch, heads, queries, keys, "cpu")
+    assert torch.equal(kept(~mask), dense)
+    assert torch.equal((~mask).table().expand_as(mask.to_dense()), tiles_of(dense).to(torch.int8))
+    same(~~mask, mask)
+
+
+def test_what_keeps_both_and_neither():
+    mask = built("natten")
+    assert (mask & ~mask).sparsity() == 100
+    assert torch.equal(kept(mask | ~mask), torch.ones(1, 1, S, S, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("how", ["and", "or", "not"])
+def test_full_tiles_that_are_not_told_apart(how):
+    mask, other = built("causal", separate_full_blocks=False), built("document")
+    mods = MODS["causal"][0], MODS["document"][0]
+    found, dense = {
+        "and": lambda: (mask & other, create_mask(and_masks(*mods), 1, 1, S, S, "cpu")),
+        "or": lambda: (other | mask, create_mask(or_masks(*mods), 1, 1, S, S, "cpu")),
+        "not": lambda: (~mask, ~create_mask(mods[0], 1, 1, S, S, "cpu")),
+    }[how]()
+    assert found.full_kv_indices is None
+    assert torch.equal(kept(found), dense)
+
+
+def given(mask_mod=None):
+    """A mask of lists: tiles (0, 0), (1, 1) partial, (1, 0), (2, 2) full, of 60 x 70 positions."""
+    counts, indices = torch.tensor([[[1, 1, 0]]]), torch.tensor([[[[0, 1, 2], [1, 0, 2], [0, 1, 2]]]])
+    full = torch.tensor([[[0, 1, 1]]]), torch.tensor([[[[0, 1, 2], [0, 1, 2], [2, 0, 1]]]])
+    return BlockMask.from_kv_blocks(
+        counts, indices, *full, BLOCK_SIZE=(20, 24), mask_mod=mask_mod, seq_lengths=(60, 70)
+    )
+
+
+def test_lists_count_more_than_the_mask_mod_beside_them():
+    mask = given(masks.sliding_window(3))
+    other = create_block_mask(masks.causal(), 1, 1, 60, 70, "cpu", (20, 24))
+    a, b = kept(mask), kept(other)
+    assert torch.equal(kept(mask & other), a & b)
+    assert torch.equal(kept(other | mask), a | b)
+    assert torch.equal(kept(~mask), ~a)
+    assert torch.equal(kept(~(~mask & other)), a | ~b)
+
+
+def test_a_mask_mod_that_was_assigned_makes_lists_of_tiles():
+    mask = create_block_mask(masks.causal(), 1, 1, 60, 70, "cpu", (20, 24))
+    assert mask.classified
+    mask.mask_mod = masks.sliding_window(3)
+    assert not mask.classified
+    assert torch.equal(kept(~mask), ~kept(mask))
+    assert not mask[:, :, 1:].classified
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(520, 520), (519, 521), (521, 519), (32, 48), (1, 1), (1000, 300), (300, 1000), (512, 528)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["causal", "window", "windows", "strided"])
+def test_resize(name, sizes):
+    mask_mod, batch, heads = MODS[name]
+    expected = create_block_mask(mask_mod, batch, heads, *sizes, "cpu", BLOCK)
+    found = built(name).resize(*sizes)
+    same(found, expected)
+    assert found.mask_mod is mask_mod
+    assert found.classified
+
+
+def test_a_mask_grows_by_a_position_at_a_time(monkeypatch):
+    """As in decoding. Nothing but the last row and the last column of tiles is looked at."""
+    looked_at = []
+    decided = refine.Refined._decided
+
+    def watched(self, rows, columns, at):
+        looked_at.append(at)
+        return decided(self, rows, columns, at)
+
+    mask_mod = masks.sliding_window(20)
+    mask = create_block_mask(mask_mod, 1, 1, 100, 100, "cpu", 16)
+    monkeypatch.setattr(refine.Refined, "_decided", watched)
+    for length in range(101, 150):
+        mask = mask.resize(length, length)
+        last = (length - 1) // 16
+        assert all(((at[:, 2:] >= last - 1).any(1)).all() for at in looked_at)
+        assert sum(map(len, looked_at)) <= 4 * last
+        looked_at.clear()
+    monkeypatch.undo()
+    same(mask, create_block_mask(mask_mod, 1, 1, 149, 149, "cpu", 16))
+
+
+def test_lists_can_shrink():
+    mask = given(masks.sliding_window(3))
+    smaller = mask.resize(45, 30)
+    assert torch.equal(kept(smaller), kept(mask)[..., :45, :30])
+    with pytest.raises(errors.BlockMaskResizeError):
+        mask.resize(61, 70)
+
+
+def test_what_does_not_go_together():
+    mask = built("causal")
+    by_batch = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= b, 1, 1, S, S, "cpu", BLOCK)
+    lists = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[0, 1], [0, 1]], dtype=torch.int32)
+    for other in (
+        create_block_mask(masks.causal(), 1, 1, S, S + 1, "cpu", BLOCK),
+        create_block_mask(masks.causal(), 1, 1, S, S, "cpu", 32),
+        BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK),
+    ):
+        with pytest.raises(errors.BlockMaskCombineError):
+            mask & other
+    with pytest.raises(errors.BlockMaskCombineError):
+        by_batch | built("documents")
+    with pytest.raises(errors.BlockMaskCombineError):
+        create_block_mask(masks.causal(), 2, 1, S, S, "cpu", BLOCK) | built("documents")
+    with pytest.raises(TypeError):
+        mask & 3

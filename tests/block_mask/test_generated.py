@@ -1,0 +1,158 @@
+"""The builder's kernels in Triton's interpreter against the path for the CPU, and compiled for chips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from block_mask.test_refine import MODS, hashed, traced
+from block_mask.zoo import ZOO
+from flexmod import masks
+from flexmod.block_mask import generated, refine
+from flexmod.codegen import cache
+from flexmod.codegen.render import render_builder, render_runs
+from flexmod.compiler import builder
+from flexmod.runtime import offline
+
+CPU = torch.device("cpu")
+TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
+
+
+@pytest.fixture(autouse=True)
+def small_squares(monkeypatch):
+    """So that there are several of them, and tiles that they leave open."""
+    monkeypatch.setattr(generated, "SIDE", 4)
+    monkeypatch.setattr(generated, "TILES", 8)
+
+
+def check(mask_mod, sizes, block, separate=True):
+    """Builds in the interpreter; both directions are what the other path makes of the mask."""
+    sizes = tuple(n or 1 for n in sizes)
+    mask = traced(mask_mod, sizes)
+    found = generated.build(mask, sizes, block, CPU, separate, interpreted=True)
+    expected = refine.classify(mask, sizes, block, CPU)
+    if not separate:
+        expected.clamp_(max=1)
+    assert torch.equal(found["kv"].table(expected.shape[-1]), expected)
+    assert torch.equal(found["q"].table(expected.shape[-2]), expected.mT)
+    return found
+
+
+@pytest.mark.parametrize("block", [(64, 64), (100, 48)])
+@pytest.mark.parametrize("name", ZOO)
+def test_equal_to_the_other_path(name, block):
+    mask_mod, *sizes = ZOO[name]
+    check(mask_mod, sizes, block)
+
+
+def test_unequal_parts():
+    check(masks.causal(), (1, 1, 33, 1), (16, 16))
+    check(masks.causal(), (1, 1, 1, 300), (1 << 30, 16))
+    check(ZOO["document"][0], (1, 1, 90, 520), (7, 520))
+
+
+def test_every_tile_as_partial():
+    check(masks.causal(), (1, 1, 300, 300), (32, 32), separate=False)
+
+
+def by_difference(b, h, q_idx, kv_idx):
+    return ((q_idx - kv_idx) % 5 == h) | (q_idx - kv_idx > 100)
+
+
+SLOPES = torch.tensor([1.0, float("nan"), 0.25]).repeat_interleave(70)
+
+
+def by_number(b, h, q_idx, kv_idx):
+    return SLOPES[q_idx] * q_idx > SLOPES[kv_idx] * kv_idx * 0.5
+
+
+FLAGS = torch.arange(200) // 40 % 2 == 0
+SMALL = (torch.arange(200) // 30).to(torch.uint8)
+
+
+def by_small_numbers(b, h, q_idx, kv_idx):
+    return FLAGS[q_idx] & (SMALL[q_idx] - SMALL[kv_idx] < 3)
+
+
+def wide(b, h, q_idx, kv_idx):
+    return q_idx * 3_000_000_000 >= kv_idx * 2_999_999_999
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's own
+@pytest.mark.parametrize("mask_mod", [by_difference, by_number, by_small_numbers, wide, hashed])
+def test_terms_of_all_kinds(mask_mod):
+    check(mask_mod, (1, 3, 200, 190), (16, 32))
+
+
+@settings(max_examples=15, deadline=None)
+@given(MODS)
+def test_random_masks(text):
+    scope = {"ids": torch.arange(100).flip(0) // 13}
+    check(eval(f"lambda b, h, q_idx, kv_idx: {text}", scope), (1, 2, 70, 90), (16, 16))
+
+
+def test_counted_where_there_is_no_room(monkeypatch):
+    mask = ZOO["natten"][0], (1, 1, 720, 720), (48, 48)
+    roomy = check(*mask)
+    monkeypatch.setattr(generated, "UNCOUNTED", 0)
+    tight = check(*mask)
+    for axis in ("kv", "q"):
+        number = int(roomy[axis].rows[..., 1].sum())
+        assert len(tight[axis].spans) == number < len(roomy[axis].spans)
+
+
+def test_a_few_heads_at_a_time(monkeypatch):
+    mask_mod, *sizes = ZOO["document_causal"]
+    monkeypatch.setattr(generated, "TILES_AT_ONCE", 1)
+    check(mask_mod, sizes, (128, 128))
+    monkeypatch.setattr(generated, "UNCOUNTED", 0)
+    check(ZOO["by_head"][0], (1, 4, 512, 384), (128, 128))
+
+
+def test_new_numbers_and_new_tensors_compile_nothing(monkeypatch):
+    """The third window and the second set of documents run modules that are there."""
+    for window in (30, 40):
+        check(masks.sliding_window(window), (1, 1, 200, 200), (32, 32))
+    check(masks.document(torch.arange(200) // 50), (1, 1, 200, 200), (32, 32))
+    monkeypatch.setattr(cache, "_execute", None)
+    for window in (50, 170):
+        check(masks.sliding_window(window), (1, 1, 200, 200), (32, 32))
+    check(masks.document(torch.arange(300) // 70), (1, 1, 300, 300), (32, 32))
+
+
+def test_golden(golden):
+    mask = traced(masks.document(torch.arange(200) // 50, causal=True), (1, 1, 200, 200))
+    kernels = builder(mask.graph, (1, 1, 200, 200)).kernels
+    golden(render_builder(kernels.terms, kernels.bounds, kernels.mask), "document_builder.txt")
+    golden(render_runs(), "runs.txt")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_compiles_for(target, monkeypatch):
+    """As launches would specialize them, where nothing is 1 or a multiple of 16."""
+    launched = []
+    monkeypatch.setattr(
+        generated._Job,
+        "_start",
+        lambda job, module, name, programs, values: launched.append((module, name, values)),
+    )
+    sizes = (3, 2, 519, 519)
+    generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True, interpreted=True)
+    assert [name for _, name, _ in launched] == [
+        "terms_kernel",
+        "squares_kernel",
+        "elements_kernel",
+        "runs_kernel",
+    ]
+    for module, name, values in launched:
+        kernel = getattr(module, name)
+        annotated = {p.name for p in kernel.params if p.is_constexpr}
+        constants = {n: v for n, v in values.items() if n in annotated or v is None}
+        signature = {
+            n: TYPES[v.dtype] if isinstance(v, torch.Tensor) else "i32"
+            for n, v in values.items()
+            if n not in constants
+        }
+        report = offline.compile(kernel, signature, constants, target, num_warps=4)
+        assert report.fits and report.spills <= 64, report

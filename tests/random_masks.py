@@ -1,0 +1,115 @@
+"""Random mask graphs from the op table, for tests that hold a proof about masks against brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from flexmod import errors
+from flexmod.ir.graph import Capture, Graph
+from flexmod.ir.ops import OPS, Op
+from flexmod.ir.proxy import Proxy
+from flexmod.ir.trace import Traced, Tracer
+
+CPU = torch.device("cpu")
+DIVISIONS = ("floor_divide", "trunc_divide", "remainder", "fmod")
+CAST_TO = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+           torch.bfloat16, torch.float32, torch.float64)  # fmt: skip
+NUMBERS = (0, 1, 2, 3, 5, 7, -1, -4, 16, 100, 40000, 2**31 - 1, -(2**31), 0.5, 1.5, -2.25, 3e9, True, False)
+# what a mask is likely to be made of is drawn more often
+LIKELY = ("add", "sub", "mul", "floor_divide", "remainder", "abs", "minimum", "maximum", "where", "eq", "lt",
+          "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not")  # fmt: skip
+SIZE = 12
+
+
+def tables() -> list[torch.Tensor]:
+    """What masks capture here: values near 0, ascending ones, far ones, no numbers; of ranks 0 to 3."""
+    random = torch.Generator().manual_seed(3)
+
+    def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    special = torch.randn(SIZE, generator=random) * 5
+    special[3], special[5], special[8] = torch.nan, torch.inf, -torch.inf
+    return [
+        drawn(-4, 5, SIZE).int(), drawn(0, 4, SIZE).sort().values, drawn(0, 2, SIZE).bool(),
+        drawn(-(2**31), 2**31, SIZE).int(), drawn(-(2**62), 2**62, SIZE) * 2,
+        drawn(-128, 128, SIZE).to(torch.int8),
+        torch.randn(SIZE, generator=random), special, torch.randn(SIZE, generator=random).half(),
+        drawn(-3, 9, 3, SIZE).int(), drawn(0, 12, SIZE, 2), drawn(0, 2, SIZE, SIZE).bool(),
+        drawn(0, 9, 2, 3, SIZE).short(), torch.tensor(5, dtype=torch.int32),
+    ]  # fmt: skip
+
+
+TABLES = tables()
+
+
+@st.composite
+def random_masks(draw: Any, steps: int = 9) -> Traced:
+    """A mask of a few operations on positions, numbers and captured tensors, chosen at random."""
+    tracer = Tracer(None, CPU)
+    pool: list[Any] = [tracer.position(name) for name in ("q_idx", "kv_idx", "b", "h")]
+    pool.append(pool[0] - pool[1])
+    for _ in range(draw(st.integers(2, steps))):
+        found = _step(draw, tracer, pool)
+        if found is not None:
+            pool.append(found)
+    truths = [p for p in pool if isinstance(p, Proxy) and p.dtype == torch.bool]
+    mask = draw(st.sampled_from(truths[-3:])) if truths else pool[-1] > draw(st.integers(-3, 9))
+    mask = mask & draw(st.sampled_from(truths)) if len(truths) > 1 and draw(st.booleans()) else mask
+    names = tuple(Capture(f"table{i}", t.dtype, t.dim()) for i, t in enumerate(tracer.tensors))
+    return Traced(Graph("mask", (mask._node,), names), tuple(tracer.tensors))
+
+
+def _step(draw: Any, tracer: Tracer, pool: list[Any]) -> Any:
+    kind = draw(st.sampled_from(["operation"] * 7 + ["load"] * 2 + ["cast"]))
+    if kind == "load":
+        table = draw(st.sampled_from(TABLES))
+        index = tuple(_index(draw, tracer, pool, size) for size in table.shape)
+        return tracer.index(table, index if index else ())
+    if kind == "cast":
+        return tracer.cast(_recent(draw, pool), draw(st.sampled_from(CAST_TO)))
+    row = OPS[draw(st.one_of(st.sampled_from(LIKELY), st.sampled_from(sorted(OPS))))]
+    count = 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
+    operands = [_recent(draw, pool)]
+    operands += [_operand(draw, pool) for _ in range(count - 1)]
+    if count == 2 and draw(st.booleans()):
+        operands.reverse()
+    return _applied(row, tracer, operands)
+
+
+def _applied(row: Op, tracer: Tracer, operands: list[Any]) -> Any:
+    if row.name in DIVISIONS:
+        operands[1] = _not_zero(operands[1])
+    if row.name == "where":
+        operands[0] = operands[0] > 2 if isinstance(operands[0], Proxy) else operands[0] is True
+    try:
+        return tracer.apply(row.torch_names[0], operands)
+    except errors.FlexmodError:
+        return None
+
+
+def _not_zero(divisor: Any) -> Any:
+    if not isinstance(divisor, Proxy):
+        return divisor if divisor else 3
+    return torch.where(divisor == 0, 3, divisor)
+
+
+def _recent(draw: Any, pool: list[Any]) -> Any:
+    return draw(st.one_of(st.sampled_from(pool[-3:]), st.sampled_from(pool)))
+
+
+def _operand(draw: Any, pool: list[Any]) -> Any:
+    return draw(st.one_of(st.sampled_from(pool), st.sampled_from(pool[:5]), st.sampled_from(NUMBERS)))
+
+
+def _index(draw: Any, tracer: Tracer, pool: list[Any], size: int) -> Any:
+    value = draw(st.one_of(st.sampled_from(pool[:4]), _integers(pool)))
+    bounded = torch.remainder(value.long(), size)
+    return bounded - size if draw(st.integers(0, 5)) == 0 else bounded
+
+
+def _integers(pool: list[Any]) -> Any:
+    return st.sampled_from([p for p in pool if p.dtype != torch.bool and not p.dtype.is_floating_point])
