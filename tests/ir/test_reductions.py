@@ -41,7 +41,7 @@ INDICES: dict[str, tuple[Callable[..., Any], str]] = {
     "choice by the sign": (lambda b, h, q, k: torch.where(q + 1 >= k, q - k, 0), DIAGONAL),
     "choice by two distances": (lambda b, h, q, k: ((q > k) & (2 * k != 3 + q + q)).int(), DIAGONAL),
     "wider distance": (lambda b, h, q, k: q.long() - k.long(), DIAGONAL),
-    "narrow distance": (lambda b, h, q, k: (q.to(torch.int16) - k.to(torch.int16)), DIAGONAL),
+    "narrow distance": (lambda b, h, q, k: q.to(torch.int16) - k.to(torch.int16), DIAGONAL),
     "sum": (lambda b, h, q, k: q + k, ELEMENT),
     "unequal multiples": (lambda b, h, q, k: 2 * q - k, ELEMENT),
     "unequal loads": (lambda b, h, q, k: q * COUNTS[h] - k * COUNTS[h], ELEMENT),
