@@ -32,7 +32,7 @@ from flexmod.ir.ends import COMPARISONS, End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
 from flexmod.ir.linear import Forms, Linear, regroup
 from flexmod.ir.ops import CAST, OPS, strong
-from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize
+from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize, simplify
 from flexmod.ir.sources import Sources
 
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
@@ -113,7 +113,7 @@ class _Analyzer:
         for node in self._needed():
             self.found[node] = self._bounds(node)
         nodes = [self._node(end) for end in self._of(self.graph.result)]
-        graph = Graph("bounds", tuple(nodes), self.graph.captures)
+        graph = simplify(Graph("bounds", tuple(nodes), self.graph.captures))
         names = {n.value for n in graph.nodes if n.op == "input"}
         terms = (term for term, _ in self.terms.values())
         return Analysis(graph, tuple(t for t in terms if {t.low, t.high} & names))

@@ -123,6 +123,18 @@ def _twice(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     return inner.args[0] if inner.op == node.op and strong(inner.args[0].dtype) == node.dtype else None
 
 
+def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """-(a - b) -> b - a, of integers: floats tell 0.0 from -0.0.
+
+    Not for speed alone. The ptxas of CUDA 12.8 loses the second minus of max(max(a, -b), max(c, -d)) where the
+    kernel takes max(-c, d) too, as the bounds of two distances do.
+    """
+    inner = args[0]
+    if inner.op != "sub" or inner.dtype != node.dtype or strong(node.dtype).is_floating_point:
+        return None
+    return builder.node("sub", inner.args[::-1], node.dtype, None, node.where)
+
+
 def _same_cast(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     return args[0] if args[0].dtype == node.dtype else None
 
@@ -165,7 +177,7 @@ _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
     "mul": (_neutral(True), _unit(1, (0, 1))),
     "div": (_unit(1, (1,)), _divide_score),
     "pow": (_power,),
-    "neg": (_twice,),
+    "neg": (_twice, _swapped),
     "logical_not": (_twice,),
     "bitwise_not": (_twice,),
     "bitwise_and": (_absorbing(False), _neutral(True), _idempotent),

@@ -39,6 +39,10 @@ class Case:
         return f"{self.name}{captured}-{self.dtype}-{sizes}-{mask}".replace(" ", "_")
 
 
+# Here a bias is the same for a whole row, and softmax takes it out again: the true gradient is 0, and what
+# is found is how the output was rounded, from which the backward makes rowsum(out * grad_out).
+CANCELLED = ("with -inf", "in two places")
+
 CASES = [
     *(Case(name, "bfloat16", 128, 1031, 1031, causal=True) for name in NAMES),
     *(Case(name, "float16", 64, 300, 2100, causal=False, captured="float16") for name in NAMES),
@@ -87,7 +91,7 @@ def limit_of(case: Case, eager: float, truth: Tensor, dtype: torch.dtype) -> flo
     if case.name == "by the score":  # a score that is rounded otherwise is in another bucket
         return eager + 1e-2 * truth.square().mean().sqrt().item()
     factor = 1.2 if case.dtype == "float32" else 0.9
-    few = 2.0 if truth.numel() < 64 else 1.0
+    few = 2.0 if truth.numel() < 64 or case.name in CANCELLED else 1.0
     return few * factor * eager + torch.finfo(dtype).eps / 4 * truth.abs().max().item()
 
 

@@ -311,3 +311,10 @@ def test_what_needs_no_int64_does_not_overflow(queries: int, keys: int, factor: 
     ends = [q * factor - k for q in (0, queries - 1) for k in (0, keys - 1)] + [(queries - 1) * factor]
     exceeds = any(not -(2**31) <= e < 2**31 for e in (*ends, factor))
     assert needs_int64(graph, extents) is exceeds
+
+
+def test_the_negative_of_a_difference() -> None:
+    """Of integers only: -(a - b) is -0.0 where b - a is 0.0."""
+    whole = text(optimize(mask(lambda b, h, q, k: -(q - k) > 3)))
+    assert whole == "%0: int32 = sub(kv_idx, q_idx); %1: bool = gt(%0, 3); return %1"
+    assert "neg" in text(optimize(score(lambda s, b, h, q, k: -(s - q))))
