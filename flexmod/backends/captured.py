@@ -27,7 +27,7 @@ Sums = Mapping[Along, Sequence[Tensor]]
     row         [B, Hq, M]
     column      [B, Hq, N]
     diagonal    [B, Hq, M + N - 1], by the distance q_idx - kv_idx, from 1 - N on
-    element     the sums of a captured tensor's elements, flat; one for each tensor in order
+    element     the sums of a captured tensor's elements, flat, and a 0; one for each tensor in order
 """
 
 
@@ -74,12 +74,13 @@ def gradients(
     `graph` is the one that the terms are of, with the values `numbers` for its parameters; `extents` are B,
     Hq, M and N.
     """
-    totals = {term.capture: _Total(tensors[term.capture], torch.float32) for term in terms}
     left = {along: iter(found) for along, found in sums.items()}
-    for number in dict.fromkeys(term.capture for term in terms if term.along == "element"):
-        totals[number].include(next(left["element"]))
+    scattered = dict.fromkeys(term.capture for term in terms if term.along == "element")
+    totals = {n: _Total(tensors[n], torch.float32, next(left["element"])) for n in scattered}
     for term in terms:
         if term.along != "element":
+            if term.capture not in totals:
+                totals[term.capture] = _Total(tensors[term.capture], torch.float32)
             b, h, q_idx, kv_idx = _positions(term.along, extents, tensors[term.capture].device)
             indices = evaluate(
                 Graph(graph.kind, term.indices, graph.captures), tensors,
@@ -95,22 +96,19 @@ def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Te
     first, last = {"row": (0, length), "column": (0, keys), "diagonal": (1 - keys, length)}[along]
     place = torch.arange(first, last, device=device)
     b, h = (torch.arange(size, device=device) for size in (batch, heads))
-    return (
-        b[:, None, None],
-        h[:, None],
-        place.clamp(min=0),
-        place if along == "column" else (-place).clamp(min=0),
-    )
+    kv_idx = place if along == "column" else (-place).clamp(min=0)
+    return b[:, None, None], h[:, None], place.clamp(min=0), kv_idx
 
 
 class _Total:
     """The sum of a captured tensor's gradient, in float32 or wider, rounded once at the end."""
 
-    def __init__(self, tensor: Tensor, real: torch.dtype) -> None:
+    def __init__(self, tensor: Tensor, real: torch.dtype, sums: Tensor | None = None) -> None:
         self._tensor = tensor
         dtype = torch.promote_types(real, tensor.dtype)
         # one element more takes what lies outside of the tensor
-        self._sums = torch.zeros(tensor.numel() + 1, dtype=dtype, device=tensor.device)
+        size = tensor.numel() + 1
+        self._sums = torch.zeros(size, dtype=dtype, device=tensor.device) if sums is None else sums.to(dtype)
 
     def add(self, term: Tensor, indices: Sequence[Tensor], wide: torch.dtype | None = None) -> None:
         """Adds each element of `term` to the element that the indices, broadcast to its shape, name.
@@ -120,16 +118,10 @@ class _Total:
         place = self._place(indices)
         part = _sum_to(term, place.shape, wide or self._sums.dtype).to(self._sums.dtype)
         place, part = place.expand(part.shape).flatten(), part.flatten()
-        if (
-            part.is_cuda
-        ):  # sorts, so that sums come in order, where index_add_ has atomics; on the CPU it has not
+        if part.is_cuda:  # index_add_ has atomics there; this sorts
             self._sums.index_put_((place,), part, accumulate=True)
         else:
             self._sums.index_add_(0, place, part)
-
-    def include(self, sums: Tensor) -> None:
-        """Adds sums of all elements, flat."""
-        self._sums[:-1] += sums
 
     def result(self) -> Tensor:
         return self._sums[:-1].view(self._tensor.shape).to(self._tensor.dtype)

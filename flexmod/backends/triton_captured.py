@@ -117,7 +117,7 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
 def sums_of_elements(
     kernels: Kernels, device: torch.device, extents: Extents, shared: Arguments, tensors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The sums of all elements of captured tensors, flat float32, for each tensor that has such a term.
+    """The sums of all elements of captured tensors and a 0, flat float32, for each that has such a term.
 
     `tensors` are all that the score_mod captures.
 
@@ -127,7 +127,7 @@ def sums_of_elements(
     text = kernels.captures.element
     assert text is not None
     batch, heads, length, keys = extents
-    sizes = {term.into: tensors[term.capture].numel() for term in text.terms}
+    sizes = {term.into: tensors[term.capture].numel() + 1 for term in text.terms}
     summands = batch * heads * length * keys * len(text.terms)
     room = FIXED_BITS - summands.bit_length()
 
