@@ -126,7 +126,7 @@ def _twice(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
 def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """-(a - b) -> b - a, of integers: floats tell 0.0 from -0.0.
 
-    Not for speed alone. The ptxas of CUDA 12.8 loses the second minus of max(max(a, -b), max(c, -d)) where the
+    Not for speed alone. The ptxas of CUDA 12.8 loses the second minus of max(max(a, -b), max(c, -d)) where a
     kernel takes max(-c, d) too, as the bounds of two distances do.
     """
     inner = args[0]
