@@ -51,7 +51,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: BlockMask | None =
             return f"{name}'s rows, heads or storage are not at multiples of 16 bytes"
     if q.shape[0] * q.shape[1] * _pitch(q.shape[2]) >= 2**31:
         return "2^31 rows of queries or more"
-    if by_column is not None and by_column.q_num_blocks is None:
+    if by_column is not None and not by_column.held.by_column:
         return "block_mask has no q_num_blocks and q_indices"
     return None
 
@@ -91,7 +91,7 @@ def forward(
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        **triton._lists(mask, "kv"),
+        **triton._tiles(mask, "kv"),
         **kernels.portable.mod_arguments("forward", score_captured, mask_captured),
         **_sizes(q, k, scale),
     }
@@ -142,7 +142,7 @@ def backward(
     shared = {
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
-        **triton._lists(mask, "q"),
+        **triton._tiles(mask, "q"),
         **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
         **_sizes(q, k, scale),
         "PITCH": pitch,

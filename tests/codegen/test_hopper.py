@@ -180,7 +180,11 @@ def test_golden_backward(golden: Callable[[str, str], None]) -> None:
 def test_a_careful_text(texts: Any, block: Any, backward: bool) -> None:
     if texts[1] is not None and block is None:
         return
-    for other in ({}, {"shared_kv": True, "head_dim": 80}, {"full_tiles_padded": True, "value_dim": 64}):
+    for other in (
+        {"mask_form": "lists"},
+        {"shared_kv": True, "head_dim": 80},
+        {"full_tiles_padded": True, "value_dim": 64},
+    ):
         source = text(replace(spec(mask_block=block, backward=backward), **other), *texts)
         assert max(map(len, source.splitlines())) <= 110
         compile(source, "module", "exec")
@@ -197,6 +201,7 @@ def test_a_derivative_of_one_is_no_step() -> None:
 # Compiled for sm_90
 
 SLOPES = mods.alibi(torch.ones(4))
+LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES")
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -205,32 +210,39 @@ def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "score_mod", "mask_mod", "dim", "spills", "instructions"),
+    ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
-        ("forward", None, None, 64, 0, 48),
-        ("forward", SLOPES, near, 128, 64, 48),
-        ("backward", None, None, 128, 128, 64),
-        ("backward", mods.softcap(12.5), near, 128, 128, 64),
+        ("forward", None, None, 64, 0, 48, "runs"),
+        ("forward", SLOPES, near, 128, 64, 48, "runs"),
+        ("forward", None, near, 64, 0, 48, "lists"),
+        ("backward", None, None, 128, 128, 64, "runs"),
+        ("backward", None, near, 64, 128, 64, "lists"),
+        ("backward", mods.softcap(12.5), near, 128, 128, 64, "runs"),
     ],
 )
-def test_compiles(way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int) -> None:
+def test_compiles(
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int, form: Any
+) -> None:
     """`spills` in bytes; a thread has 168 registers of 4 bytes to begin with."""
-    report = compiled(way, score_mod, mask_mod, dim)
+    report = compiled(way, score_mod, mask_mod, dim, form)
     assert report.fits
     assert report.warnings == ()
     assert report.spills <= spills
     assert report.matrix_instructions["HGMMA"] >= instructions
 
 
-def compiled(way: Any, score_mod: Any, mask_mod: Any, dim: int) -> offline.Report:
-    """The first shape of the ladder, compiled for sm_90."""
+def compiled(
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, form: Any = "runs", rung: int = 0
+) -> offline.Report:
+    """A shape of the ladder, compiled for sm_90."""
     traced = [trace(f, kind) if f else None for f, kind in ((score_mod, "score"), (mask_mod, "mask"))]  # type: ignore
     lowered = [lower(t.graph, (1, 4, 1024, 1024), split=False) if t else None for t in traced]
     block = (128, 128) if mask_mod else None
     backward = way == "backward"
-    portable = kernels_for(spec(dim=dim, mask_block=block, backward=backward), *lowered)
+    asked = spec(dim=dim, mask_block=block, mask_form=form, backward=backward)
+    portable = kernels_for(asked, *lowered)
     kernels = HopperKernels(portable)
-    shape = kernels.ladder(way)[0]
+    shape = kernels.ladder(way)[rung]
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
     tiles = {"Q": rows, "GRAD_OUT": rows, **dict.fromkeys(("OUT", "GRAD_K", "GRAD_V"), 64)}
     tiles |= dict.fromkeys(("K", "V"), shape.block_n)
@@ -247,7 +259,7 @@ def compiled(way: Any, score_mod: Any, mask_mod: Any, dim: int) -> offline.Repor
         constants["MAX_SCORES"] = None
     for name in kernel.arg_names:
         if name not in constants:
-            signature.setdefault(name, "*i32" if name.endswith(("_BLOCKS", "_INDICES")) else "i32")
+            signature.setdefault(name, "*i32" if name.endswith(LISTS) else "i32")
     chosen = {name: signature[name] for name in kernel.arg_names if name in signature}
     return offline.compile(kernel, chosen, constants, "sm_90", **options)
 
