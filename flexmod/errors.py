@@ -336,6 +336,11 @@ class BackendDeviceError(FlexmodError, ValueError):
     instead = "move query, key and value to {wanted}, or leave BACKEND out."
 
 
+class HopperTemplateError(FlexmodError, ValueError):
+    what = "kernel option TEMPLATE is 'hopper', but the {way} cannot run on it: {why}."
+    instead = "leave TEMPLATE out: flexmod takes the portable template then."
+
+
 class NoTileFits(FlexmodError, RuntimeError):
     what = "no tile size fits the {limit} bytes of shared memory of {device}; tried {tried}."
     instead = (

@@ -1,13 +1,15 @@
-"""explain(): what flexmod makes of a mod, for people: the graphs and the module of kernels."""
+"""explain(): what flexmod makes of a mod, for people: the graphs and the modules of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 
+from flexmod.codegen import hopper
+from flexmod.codegen.hopper import Way
 from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelSpec
@@ -18,13 +20,20 @@ from flexmod.ir.trace import trace
 
 @dataclass(frozen=True)
 class Explanation:
-    """`str` shows the graphs; `source` is the rendered module, forward and backward."""
+    """`str` shows the graphs, and on which template the kernels stand.
+
+    `source` is the portable module, forward and backward; `hopper` the modules made for Hopper chips, by
+    "forward" and "backward"; one that cannot be is not there.
+    """
 
     graphs: tuple[Graph, ...]
     source: str
+    hopper: Mapping[Way, str]
+    templates: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
+        graphs = "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
+        return "\n".join([graphs, "", *self.templates])
 
 
 def explain(
@@ -59,11 +68,18 @@ def explain(
     if learned and score and score.score:
         captures = capture_texts(score.score, learned)
         graphs[-1] = capture_grad(score.score, learned).graph
-    source = render(
-        spec,
-        score.text if score else None,
-        mask.text if mask else None,
-        score.grad_text if score else None,
-        captures,
-    )
-    return Explanation(tuple(graph for graph in graphs if graph), source)
+    score_text, mask_text = score.text if score else None, mask.text if mask else None
+    grad_text = score.grad_text if score else None
+    source = render(spec, score_text, mask_text, grad_text, captures)
+    sources, templates = {}, []
+    for way in get_args(Way):
+        own = replace(spec, backward=way == "backward")
+        why = hopper.why_portable(own, way, hopper.TARGET, {}, captures=captures is not NO_CAPTURES)
+        if why is None:
+            sources[way] = hopper.text(own, score_text, mask_text, grad_text)
+            first = hopper.ladder(own, way, score_text, mask_text)[0]
+            why = f"Hopper's on {hopper.TARGET}, {first} first; portable elsewhere"
+        else:
+            why = f"portable everywhere: {why}"
+        templates.append(f"{way} template: {why}")
+    return Explanation(tuple(graph for graph in graphs if graph), source, sources, tuple(templates))

@@ -1,7 +1,7 @@
 """The `kernel_options` of flex_attention: one table, checked before anything else happens.
 
-Names are torch's, but for BLOCK_M3 and BLOCK_N3. Each may carry the prefix `fwd_` or `bwd_`, which wins over
-the bare name in its kernels.
+Names are torch's, but for BLOCK_M3, BLOCK_N3 and TEMPLATE. Each may carry the prefix `fwd_` or `bwd_`, which
+wins over the bare name in its kernels.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def _flag(value: Any) -> bool:
 
 
 BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
+TEMPLATES = ("auto", "hopper", "portable")
 _TILE = "a power of two, 16 or more"
 _INFERRED = "accepted and without effect: flexmod infers it"
 _NO_CHOICE = "accepted and without effect: there is one kernel"
@@ -50,6 +51,11 @@ OPTIONS: Mapping[str, Option] = {
         "AUTO and TRITON: flexmod's own choice; INTERPRET: the Triton kernel in Triton's interpreter, on CPU "
         "tensors; REFERENCE: dense torch, any dtype",
     ),
+    "TEMPLATE": Option(
+        "one of " + ", ".join(map(repr, TEMPLATES)), lambda v: v in TEMPLATES,
+        "auto: the kernels made for Hopper chips where they can run, the portable ones elsewhere; the others "
+        "insist on one kind",
+    ),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32), "warps of a program"),
     "num_stages": Option("a positive integer", _positive, "depth of the software pipeline"),
     "BLOCK_M": Option(_TILE, _power_of_two, "queries of a tile, forward"),
@@ -60,10 +66,7 @@ OPTIONS: Mapping[str, Option] = {
     "BLOCK_N2": Option(_TILE, _power_of_two, "keys of a tile, dQ"),
     "BLOCK_M3": Option(_TILE, _power_of_two, "queries of a tile, gradients of captured tensors alone"),
     "BLOCK_N3": Option(_TILE, _power_of_two, "keys of a tile, gradients of captured tensors alone"),
-    "deterministic": Option(
-        "True or False", _flag,
-        "bit-equal reruns where a captured tensor's gradient needs atomics; all else gives them anyway",
-    ),
+    "deterministic": Option("True or False", _flag, "bit-equal reruns, of the backward too"),
     "PRESCALE_QK": Option("True or False", _flag, _INFERRED),
     "ROWS_GUARANTEED_SAFE": Option("True or False", _flag, _INFERRED),
     "BLOCKS_ARE_CONTIGUOUS": Option("True or False", _flag, _INFERRED),

@@ -446,6 +446,18 @@ OPTION_MISTAKES: list[Row] = [
         'BACKEND="TRITON" runs on cuda tensors, but query is on cpu.\n'
         "  Instead: move query, key and value to cuda, or leave BACKEND out.",
     ),
+    (
+        errors.OptionValueError,
+        lambda: options(TEMPLATE="cutlass"),
+        "kernel option TEMPLATE is 'cutlass'.\n  Instead: give one of 'auto', 'hopper', 'portable'.",
+    ),
+    (
+        errors.HopperTemplateError,
+        lambda: options(TEMPLATE="hopper", BACKEND="INTERPRET"),
+        "kernel option TEMPLATE is 'hopper', but the forward cannot run on it: Triton's interpreter is no "
+        "Hopper chip (sm_90).\n"
+        "  Instead: leave TEMPLATE out: flexmod takes the portable template then.",
+    ),
 ]
 
 ROWS = [*TENSORS, *BLOCK_MASKS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]

@@ -53,6 +53,11 @@ def vision(shape: Shape) -> Any:
     return masks.vision_cross(intervals, torch.arange(shape.n) * 3 // shape.n)
 
 
+def lowest(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A window as a score mod with a finite number for -inf. Whole tiles have no other."""
+    return torch.where((q_idx - kv_idx).abs() <= 9, score, torch.finfo(torch.float32).min)
+
+
 # (score_mod, mask_mod) by name, made for a shape
 MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
     "noop": lambda s: (None, None),
@@ -67,6 +72,7 @@ MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
     "alibi": lambda s: (mods.alibi(s.kv_heads * s.group), masks.causal()),
     "softcap": lambda s: (mods.softcap(3.0), masks.causal()),
     "relative position": lambda s: (mods.relative_position(), None),
+    "lowest": lambda s: (lowest, None),
 }
 
 CASES: list[tuple[str, torch.dtype, Shape]] = [
@@ -96,6 +102,8 @@ CASES: list[tuple[str, torch.dtype, Shape]] = [
     ("softcap", SINGLE, Shape(65, 65, d=24, dv=24, group=3)),
     ("softcap", BRAIN, Shape(130, 65, d=16, dv=64)),
     ("relative position", HALF, Shape(33, 33, d=64, dv=64)),
+    ("lowest", HALF, Shape(130, 130)),
+    ("lowest", SINGLE, Shape(65, 65)),
 ]
 
 

@@ -62,6 +62,7 @@ ROOMS = (
     ("codegen.render",),
     ("codegen.kernels", "codegen.builder_kernels"),
     ("codegen.cache",),
+    ("codegen.hopper",),
     ("compiler",),
     ("explain",),
     ("runtime",),

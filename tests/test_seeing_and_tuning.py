@@ -56,13 +56,38 @@ def test_explain_splits_off_infinite_branches() -> None:
 
 def test_explain_of_nothing() -> None:
     explanation = explain()
-    assert str(explanation) == "no mod: plain attention"
+    assert str(explanation) == (
+        "no mod: plain attention\n"
+        "\n"
+        "forward template: Hopper's on sm_90, 192x128 (3 consumers, 2 unrolled) first; portable elsewhere\n"
+        "backward template: Hopper's on sm_90, 128x128 (in step, own operand) first; portable elsewhere"
+    )
     assert "forward_kernel" in kernels(explanation.source)
 
 
 def test_explain_takes_shapes_and_dtypes() -> None:
     changes: list[dict[str, Any]] = [{}, {"head_dim": 80}, {"value_dim": 32}, {"dtype": torch.float32}]
     assert len({explain(soft_cap, causal, **change).source for change in changes}) == 4
+
+
+def test_explain_says_on_which_template_the_kernels_stand() -> None:
+    both = explain(soft_cap, causal, head_dim=128)
+    assert {way: kernels(source) & {"forward_kernel", "backward_kernel", "score_grad"}
+            for way, source in both.hopper.items()} == {
+        "forward": {"forward_kernel"}, "backward": {"backward_kernel", "score_grad"},
+    }  # fmt: skip
+    wide = explain(soft_cap, causal, head_dim=256)
+    assert str(wide).splitlines()[-2:] == [
+        "forward template: Hopper's on sm_90, 128x64 (2 consumers, 2 unrolled) first; portable elsewhere",
+        "backward template: portable everywhere: a head dimension of 256, above 128",
+    ]
+    assert list(wide.hopper) == ["forward"]
+    single = explain(soft_cap, causal, dtype=torch.float32)
+    assert str(single).splitlines()[-2:] == [
+        "forward template: portable everywhere: float32 operands",
+        "backward template: portable everywhere: float32 operands",
+    ]
+    assert single.hopper == {}
 
 
 DEBUG_LINES = {
@@ -213,6 +238,27 @@ def test_the_cpu_path_and_the_reference_take_the_options_too() -> None:
     assert torch.equal(flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "num_warps": 4}), plain)
     reference = flex_attention(q, k, v, kernel_options={"BACKEND": "REFERENCE", "fwd_num_stages": 2})
     torch.testing.assert_close(reference, plain)
+
+
+def test_templates_that_may_be_chosen_anywhere() -> None:
+    assert all(map(torch.equal, attend({"TEMPLATE": "portable"}), attend({"TEMPLATE": "auto"})))
+
+
+def test_debug_says_why_the_portable_template_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEXMOD_DEBUG", "1")
+    config.config.cache_clear()
+    try:
+        attend({})
+    finally:
+        monkeypatch.undo()
+        config.config.cache_clear()
+    said = [line for line in capfd.readouterr().err.splitlines() if "template" in line]
+    assert said == [
+        f"flexmod: {way} on the portable template: Triton's interpreter is no Hopper chip (sm_90)"
+        for way in ("forward", "backward")
+    ]
 
 
 def test_every_option_is_documented() -> None:

@@ -1,20 +1,29 @@
-"""The generated kernels as a backend: a problem's mods are compiled, then launched by `triton.py`.
+"""The generated kernels as a backend: a problem's mods are compiled, then launched.
 
-Two of them: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter on CPU tensors.
+By `hopper.py` where the kernels made for that chip can run, else by `triton.py`, which runs them all. Two
+backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter on CPU tensors.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexmod.backends import triton
+from flexmod import config
+from flexmod.backends import hopper, triton
 from flexmod.backends.captured import Sums, gradients
 from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.block_mask.format import BlockMask
+from flexmod.codegen.hopper import Way, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Captured, Kernels
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
+from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
+from flexmod.runtime.target import target_of
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,13 @@ class Generated:
         keep: list[Tensor] | None = None,
     ) -> Forward:
         compiled = self._compile(problem, q, k, v, backward=False)
-        return triton.forward(
-            compiled.kernels, q, k, v, scale=problem.scale, mask=problem.mask, want_max=want_max, keep=keep,
-            score_captured=compiled.score_captured, mask_captured=compiled.mask_captured,
-        )  # fmt: skip
+        given = {**compiled.arguments, "want_max": want_max}
+        if self._for_hopper("forward", compiled, q, k, v):
+            try:
+                return hopper.forward(hopper_kernels(compiled.kernels), q, k, v, **given)
+            except hopper.NoShape as none:
+                _portable("forward", compiled.kernels, str(none))
+        return triton.forward(compiled.kernels, q, k, v, keep=keep, **given)
 
     def backward(
         self,
@@ -53,11 +65,30 @@ class Generated:
         kept: tuple[Tensor, ...] = (),
     ) -> Gradients:
         compiled = self._compile(problem, q, k, v, backward=True)
-        found = triton.backward(
-            compiled.kernels, q, k, v, out, lse, grad_out, grad_lse, needs, kept, scale=problem.scale,
-            mask=problem.mask, score_captured=compiled.score_captured, mask_captured=compiled.mask_captured,
-        )  # fmt: skip
+        tensors, given = (q, k, v, out, lse, grad_out, grad_lse, needs), compiled.arguments
+        found = None
+        if self._for_hopper("backward", compiled, q, k, v):
+            try:
+                found = hopper.backward(hopper_kernels(compiled.kernels), *tensors, **given)
+            except hopper.NoShape as none:
+                _portable("backward", compiled.kernels, str(none))
+        if found is None:
+            found = triton.backward(compiled.kernels, *tensors, kept, **given)
         return Gradients(found.query, found.key, found.value, compiled.capture_gradients(found.sums))
+
+    def _for_hopper(self, way: Way, compiled: _Compiled, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Do the kernels made for Hopper take this call?"""
+        kernels = compiled.kernels
+        target = "Triton's interpreter" if self.interpreted else target_of(q.device).name
+        why = why_portable(
+            kernels.spec, way, target, kernels.options,
+            deterministic=torch.are_deterministic_algorithms_enabled(), captures=bool(compiled.wanted),
+        )  # fmt: skip
+        if why is None:
+            why = hopper.call_obstacle(q, k, v, compiled.mask if way == "backward" else None)
+        if why is not None:
+            _portable(way, kernels, why)
+        return why is None
 
     def _compile(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Compiled:
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -81,7 +112,8 @@ class Generated:
             self.interpreted,
             wanted,
         )
-        return _Compiled(kernels, score, score_captured, mask_captured, wanted, extents)
+        given = (problem.scale, problem.mask, score_captured, mask_captured)
+        return _Compiled(kernels, score, *given, wanted, extents)
 
 
 @dataclass(frozen=True)
@@ -90,10 +122,18 @@ class _Compiled:
 
     kernels: Kernels
     score: Mod | None
+    scale: float
+    mask: BlockMask | None
     score_captured: Captured
     mask_captured: Captured
     wanted: tuple[int, ...]
     extents: Extents
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every launch is given."""
+        names = ("scale", "mask", "score_captured", "mask_captured")
+        return {name: getattr(self, name) for name in names}
 
     def capture_gradients(self, sums: Sums) -> tuple[Tensor | None, ...]:
         """See `interface.Gradients`."""
@@ -105,6 +145,14 @@ class _Compiled:
         return gradients(
             graph, terms, sums, self.score_captured.tensors, self.score_captured.numbers, self.extents
         )
+
+
+def _portable(way: Way, kernels: Kernels, why: str) -> None:
+    """Says that the portable template runs, or raises where the options insist on Hopper's."""
+    if template(kernels.options, way) == "hopper":
+        raise HopperTemplateError(way=way, why=why)
+    if config.debug_level() >= 1:
+        print(f"flexmod: {way} on the portable template: {why}", file=sys.stderr)
 
 
 def _captured(mod: Mod, tensors: tuple[Tensor, ...]) -> Captured:

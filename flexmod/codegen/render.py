@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def render(
     mask: ModText | None = None,
     grad: ModText | None = None,
     captures: CaptureTexts = NO_CAPTURES,
+    template: str = "module.jinja",
 ) -> str:
     """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
@@ -36,12 +38,12 @@ def render(
     grads = captures.by_kernel(grad)
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
     mods = [mod for mod in (score, *dict.fromkeys(grads.values()), mask) if mod]
-    template = _environment().get_template("module.jinja")
     return _tidy(
-        template.render(
+        _environment().get_template(template).render(
             spec=spec,
             score=score,
             mask=mask,
+            grad=grad,
             grads=grads,
             terms_of=lambda kernel: terms.get(kernel, ()),
             mods=mods,
@@ -108,6 +110,7 @@ def _environment() -> jinja2.Environment:
         query_order=schedule.query_order,
         key_order=schedule.key_order,
         diagonal_order=schedule.diagonal_order,
+        as_tuple=_as_tuple,
     )
     return environment
 
@@ -136,6 +139,12 @@ def _unspecialized(*names: str | list[str] | ModText | None) -> str:
         if len(inside) < 78
         else "\n" + textwrap.fill(inside, 104, initial_indent="    ", subsequent_indent="    ") + "\n"
     )
+
+
+def _as_tuple(names: Sequence[str]) -> str:
+    """A tuple of names; on lines of its own where it is long."""
+    line = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+    return line if len(line) < 90 else "(\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:

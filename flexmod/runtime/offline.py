@@ -18,6 +18,7 @@ from typing import Any
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexmod.runtime.target import Target, named
 
@@ -69,7 +70,7 @@ def compile(
     divisible: Collection[str] | None = None,
     **options: object,
 ) -> Report:
-    """Compile one `@triton.jit` kernel.
+    """Compile one `@triton.jit` or `@gluon.jit` kernel.
 
     Args:
         signature: Triton's type of each run-time parameter: "*bf16", "i32", "i64", "fp32", ...
@@ -86,7 +87,7 @@ def compile(
     chip = named(target) if isinstance(target, str) else target
     if divisible is None:
         divisible = [name for name, kind in signature.items() if kind.startswith("*")]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: signature.get(name, "constexpr") for name in kernel.arg_names},
         dict(constexprs),

@@ -24,6 +24,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 # of the norm of the error over that of the truth
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 3e-6}
 MIB = 2**20
+# bit for bit: the backward made for Hopper adds up dQ in any order
+FIXED = {"kernel_options": {"deterministic": True}}
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -171,20 +173,26 @@ def test_a_training_step_has_no_buffer_of_all_scores(score_mod: Any) -> None:
     def step() -> Any:
         return torch.autograd.grad(flex_attention(*leaves, score_mod, mask), leaves, case.grad_out)
 
-    assert peak(step) <= 24 * MIB
+    assert peak(step) <= 32 * MIB
 
 
-def test_q_k_v_and_an_expanded_gradient_are_not_copied() -> None:
-    """Storage by position, a key batch of one: out, lse and three gradients are all there is."""
+@pytest.mark.parametrize("template", ["portable", "auto"])
+def test_q_k_v_and_an_expanded_gradient_are_not_copied(template: str) -> None:
+    """Storage by position, a key batch of one: out, lse and three gradients are all there is.
+
+    The backward made for Hopper copies the gradient, and sums dQ in float32.
+    """
     case = large(batch=2, kv_batch=1, layout="bshd")
     q, k, v = leaves = [x.requires_grad_() for x in case.inputs]
 
     def step() -> Any:
-        return torch.autograd.grad(flex_attention(q, k, v).sum(), leaves)
+        out = flex_attention(q, k, v, kernel_options={"TEMPLATE": template})
+        return torch.autograd.grad(out.sum(), leaves)
 
     results = 2 * q.nbytes + k.nbytes + v.nbytes  # out and the gradients
     statistics = 3 * 4 * q[..., 0].numel()  # lse, its form for the kernels, delta: float32 each
-    assert peak(step) <= results + statistics + MIB
+    for_hopper = 0 if template == "portable" else 3 * q.nbytes
+    assert peak(step) <= results + statistics + for_hopper + MIB
 
 
 def test_without_gradients_only_the_results_stay() -> None:
@@ -203,8 +211,8 @@ def some_inputs(dtype: torch.dtype = torch.float16) -> list[Tensor]:
     return [x.requires_grad_() for x in case.inputs]
 
 
-def gradients(leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    out = flex_attention(*leaves, capped, mask_of(causal, 300, 300), **options)
+def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    out = flex_attention(*leaves, capped, mask_of(causal, 300, 300), **FIXED)
     return torch.autograd.grad(out.float().square().sum(), leaves)
 
 
@@ -226,7 +234,7 @@ def test_torch_func(dtype: torch.dtype) -> None:
     mask = mask_of(causal, 300, 300)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, capped, mask).float().square().sum()
+        return flex_attention(q, k, v, capped, mask, **FIXED).float().square().sum()
 
     plain = [x.detach() for x in leaves]
     assert equal(torch.func.grad(loss, argnums=(0, 1, 2))(*plain), gradients(leaves))
@@ -239,17 +247,17 @@ def test_torch_func(dtype: torch.dtype) -> None:
 def test_saved_tensors_on_the_cpu() -> None:
     leaves = some_inputs()
     with torch.autograd.graph.save_on_cpu():
-        out = flex_attention(*leaves, capped, mask_of(causal, 300, 300))
+        out = flex_attention(*leaves, capped, mask_of(causal, 300, 300), **FIXED)
     assert equal(torch.autograd.grad(out.float().square().sum(), leaves), gradients(leaves))
 
 
 def test_autocast() -> None:
     leaves = some_inputs(torch.float32)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        out = flex_attention(*leaves, capped)
+        out = flex_attention(*leaves, capped, **FIXED)
         found = torch.autograd.grad(out.float().sum(), leaves)
     assert out.dtype == torch.bfloat16 and found[0].dtype == torch.float32
-    cast = flex_attention(*(x.bfloat16() for x in leaves), capped)
+    cast = flex_attention(*(x.bfloat16() for x in leaves), capped, **FIXED)
     assert equal((out, *found), (cast, *torch.autograd.grad(cast.float().sum(), leaves)))
 
 
@@ -282,7 +290,7 @@ def test_checkpointing(kind: str) -> None:
     mask = mask_of(causal, 300, 300)
 
     def block(x: Tensor, weight: Tensor) -> Tensor:
-        return flex_attention(x @ weight, x, x, capped, mask) @ weight
+        return flex_attention(x @ weight, x, x, capped, mask, **FIXED) @ weight
 
     found = []
     for run in (block, partial(checkpoint, block, **CHECKPOINTS[kind])):

@@ -1,0 +1,290 @@
+"""Launches the kernels of `codegen/hopper.py`, for calls that they take. Shapes as in `interface.py`.
+
+The backward sums dQ in memory, all programs in any order: two runs may differ in the last bits of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexmod import config
+from flexmod.backends import triton
+from flexmod.backends.interface import Forward
+from flexmod.backends.triton import Found
+from flexmod.block_mask.format import BlockMask
+from flexmod.codegen.hopper import HopperKernels, Shape, Way
+from flexmod.codegen.kernels import NOTHING, Captured
+from flexmod.codegen.schedule import grid
+from flexmod.runtime.gluon import layout_of
+
+Arguments = Mapping[str, Any]
+
+# Registers that a thread may spill before the next shape is tried: the fastest ones spill up to 30. Where all
+# spill more, the one that spills least runs, if it is no more than SPILLS_ENDURED.
+SPILLS_ALLOWED = 32
+SPILLS_ENDURED = 64
+# Rows between two heads in LSE2 and DELTA are a multiple of it, so that a tile never meets the next head.
+TALLEST = 128
+# Rows of a program of round_kernel.
+ROUNDED_ROWS = 64
+
+
+class NoShape(Exception):
+    """No shape of a kernel does on this device, and why."""
+
+
+def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: BlockMask | None = None) -> str | None:
+    """Why the kernels do not take these tensors, None where they do.
+
+    `by_column` is a mask whose lists by column are needed.
+    """
+    for name, tensor in (("query", q), ("key", k), ("value", v)):
+        if not addressable(tensor):
+            return f"{name}'s rows, heads or storage are not at multiples of 16 bytes"
+    if q.shape[0] * q.shape[1] * _pitch(q.shape[2]) >= 2**31:
+        return "2^31 rows of queries or more"
+    if by_column is not None and not by_column.held.by_column:
+        return "block_mask has no q_num_blocks and q_indices"
+    return None
+
+
+def addressable(tensor: Tensor) -> bool:
+    """Can the TMA unit address it: contiguous rows that begin at multiples of 16 bytes?"""
+    if tensor.stride(3) != 1 or tensor.data_ptr() % 16:
+        return False
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
+    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides)
+
+
+def forward(
+    kernels: HopperKernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: BlockMask | None = None,
+    score_captured: Captured = NOTHING,
+    mask_captured: Captured = NOTHING,
+    want_max: bool = False,
+    shape: Shape | None = None,
+) -> Forward:
+    """Attention of the variant that `kernels` were made for. `call_obstacle` must have found none.
+
+    `shape`: this one, not one of the ladder. Raises NoShape before anything runs.
+    """
+    batch, heads, length, _ = q.shape
+    spec = kernels.spec
+    out = triton._allocate(q, v.shape[3])
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    max_scores = torch.empty_like(lse) if want_max else None
+    shared = {
+        "Q": tiles(q, 64, spec.head_tile),
+        "OUT": tiles(out, 64, spec.value_tile),
+        "LSE": lse,
+        "MAX_SCORES": max_scores,
+        **triton._tiles(mask, "kv"),
+        **kernels.portable.mod_arguments("forward", score_captured, mask_captured),
+        **_sizes(q, k, scale),
+    }
+
+    def arguments(shape: Shape) -> Arguments:
+        return {
+            "K": tiles(k, shape.block_n, spec.head_tile),
+            "V": tiles(v, shape.block_n, spec.value_tile),
+            **shared,
+            **shape.arguments(),
+        }
+
+    shape = shape or settle(kernels, "forward", q.device, arguments)
+    start(kernels, "forward_kernel", q.device, grid(batch, heads, length, shape.block_m), arguments(shape))
+    return Forward(out, lse, max_scores)
+
+
+def backward(
+    kernels: HopperKernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    *,
+    scale: float,
+    mask: BlockMask | None = None,
+    score_captured: Captured = NOTHING,
+    mask_captured: Captured = NOTHING,
+    shape: Shape | None = None,
+) -> Found:
+    """Gradients of q, k and v where `needs` asks for them. As in the forward.
+
+    A `grad_out` that the TMA unit cannot address is copied.
+    """
+    spec = kernels.spec
+    batch, heads, length, _ = q.shape
+    kv_batch, kv_heads, keys, _ = k.shape
+    pitch = _pitch(length)
+    if not addressable(grad_out):
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    grad_k, grad_v = triton._allocate(k, k.shape[3]), triton._allocate(v, v.shape[3])
+    lse2, delta = q.new_empty((2, batch * heads * pitch), dtype=torch.float32)
+    sum_grad_q = q.new_empty((batch, heads, length, spec.head_tile), dtype=torch.float32)
+    shared = {
+        "GRAD_K": tiles(grad_k, 64, spec.head_tile),
+        "GRAD_V": tiles(grad_v, 64, spec.value_tile),
+        **triton._tiles(mask, "q"),
+        **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
+        **_sizes(q, k, scale),
+        "PITCH": pitch,
+    }
+
+    def arguments(shape: Shape) -> Arguments:
+        return {
+            "Q": tiles(q, shape.block_m, spec.head_tile),
+            "K": tiles(k, shape.block_n, spec.head_tile),
+            "V": tiles(v, shape.block_n, spec.value_tile),
+            "GRAD_OUT": tiles(grad_out, shape.block_m, spec.value_tile),
+            "LSE2": numbers(lse2, shape.block_m),
+            "DELTA": numbers(delta, shape.block_m),
+            "SUM_GRAD_Q": tiles(sum_grad_q, shape.block_m, spec.head_tile // 2),
+            **shared,
+            **shape.arguments(),
+        }
+
+    shape = shape or settle(kernels, "backward", q.device, arguments)
+    sum_grad_q.zero_()
+    rows = min(TALLEST, 8192 // spec.value_tile)
+    statistics = {
+        **triton._strided("OUT", "o", "m", out),
+        **triton._strided("GRAD_OUT", "g", "m", grad_out),
+        "LSE": lse,
+        **triton._grad_lse(grad_lse),
+        "LSE2": lse2,
+        "DELTA": delta,
+        "HQ": heads,
+        "M": length,
+        "PITCH": pitch,
+        "BLOCK_M": rows,
+    }
+    start(kernels, "statistics_kernel", q.device, grid(batch, heads, pitch, rows), statistics)
+    start(
+        kernels, "backward_kernel", q.device, grid(kv_batch, kv_heads, keys, shape.block_n), arguments(shape)
+    )
+    grad_q = None
+    if needs[0]:
+        grad_q = triton._allocate(q, q.shape[3])
+        rounding = {
+            "SUM_GRAD_Q": sum_grad_q,
+            **triton._strided("GRAD_Q", "dq", "m", grad_q),
+            "scale": scale,
+            "HQ": heads,
+            "M": length,
+            "BLOCK_M": ROUNDED_ROWS,
+        }
+        start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {})
+
+
+def settle(
+    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Arguments]
+) -> Shape:
+    """The shape for a kernel: the first that compiles, fits and spills little, or else spills least.
+
+    Only compiles and loads. What was found is remembered, also that no shape does: raises NoShape then.
+    """
+    known = kernels.settled.get((way, device))
+    if known is None:
+        known = kernels.settled[way, device] = _first_that_does(kernels, way, device, arguments)
+        if config.debug_level() >= 1:
+            print(f"flexmod: {way} for Hopper: {known}", file=sys.stderr)
+    if isinstance(known, str):
+        raise NoShape(known)
+    return known
+
+
+def _first_that_does(
+    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Arguments]
+) -> Shape | str:
+    """As in `settle`; a string says why there is none."""
+    _ = kernels.module  # a fault in its text is no matter of shapes
+    spilled: dict[Shape, int] = {}
+    refused = []
+    for shape in kernels.ladder(way):
+        try:
+            spilled[shape] = _compiled(kernels, way, device, arguments(shape))
+        # whatever the compiler or the loader has against a shape: the next one may do
+        except Exception as error:
+            refused.append(f"{shape}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        if spilled[shape] <= SPILLS_ALLOWED:
+            return shape
+    if not spilled:
+        why = "no shape of it compiles: " + "; ".join(refused)
+        warnings.warn(f"the {way} does not run on Hopper's template, {why}", stacklevel=2)
+        return why
+    best = min(spilled, key=lambda shape: spilled[shape])
+    if spilled[best] > SPILLS_ENDURED:
+        return f"a thread spills {spilled[best]} registers at least"
+    return best
+
+
+def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> int:
+    """Compiles and loads a kernel; how many registers of a thread it spills."""
+    with torch.cuda.device(device):
+        compiled = getattr(kernels.module, f"{way}_kernel").warmup(
+            grid=(1,), **arguments, enable_fp_fusion=True
+        )
+        compiled.run  # noqa: B018  loads it
+    return int(compiled.n_spills)
+
+
+def start(
+    kernels: HopperKernels, name: str, device: torch.device, programs: tuple[int], arguments: Arguments
+) -> None:
+    """One launch."""
+    with torch.cuda.device(device):
+        getattr(kernels.module, name)[programs](**arguments, enable_fp_fusion=True)
+
+
+def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:
+    """A [B, H, length, dim] tensor in tiles of `rows` x `dims` of one head; zeros past an end."""
+    # the stride of a dimension of 1 may be anything, but for the unit
+    strides = [tensor.stride(dim) if tensor.shape[dim] > 1 else tensor.shape[3] for dim in range(3)]
+    block = (1, 1, rows, dims)
+    layout = _layout(block, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(block), layout)
+
+
+def numbers(tensor: Tensor, count: int) -> TensorDescriptor:
+    """A one-dimensional tensor, `count` numbers at a time."""
+    layout = _layout((count,), tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), [1], [count], layout)
+
+
+_layout = lru_cache(layout_of)
+
+
+def _pitch(length: int) -> int:
+    return -(-length // TALLEST) * TALLEST
+
+
+def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
+    return {
+        "scale": scale,
+        "B": q.shape[0],
+        "KV_B": k.shape[0],
+        "HQ": q.shape[1],
+        "HKV": k.shape[1],
+        "M": q.shape[2],
+        "N": k.shape[2],
+    }

@@ -1,0 +1,257 @@
+"""Kernels made for Hopper chips (sm_90): what they take, their text, the shapes in which to try them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from flexmod.codegen import cache, render
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.spec import KernelSpec, option
+
+Way = Literal["forward", "backward"]
+Registers = tuple[int, int, int]
+
+TARGET = "sm_90"
+# the widest head dimension: a thread has registers for no more
+WIDEST: Mapping[Way, int] = {"forward": 256, "backward": 128}
+# by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
+TWO, THREE = (240, 24, 168), (160, 32, 128)
+# queries and keys of a tile that the mask's blocks are multiples of
+SMALLEST: Mapping[Way, tuple[int, int]] = {"forward": (128, 64), "backward": (64, 128)}
+# kernel_options that speak of the portable template's kernels
+TILE_OPTIONS: Mapping[Way, tuple[str, ...]] = {
+    "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
+    "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
+}
+
+
+@dataclass(frozen=True)
+class ForwardShape:
+    """The forward's: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
+
+    `stages` tiles are in flight, `unroll` steps make a round of the inner loop.
+    """
+
+    consumers: int
+    block_n: int
+    unroll: int = 1
+    stages: int = 2
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+    def arguments(self) -> Mapping[str, int]:
+        return {
+            "CONSUMERS": self.consumers,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "UNROLL": self.unroll,
+            **_warps(TWO if self.consumers == 2 else THREE),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers, {self.unroll} unrolled)"
+
+
+@dataclass(frozen=True)
+class BackwardShape:
+    """The backward's: `block_m` queries at a time over 128 keys, `stages` tiles of them in flight.
+
+    `ahead`: the next score is issued before dQ is taken out. `shared_operand`: dK's product reads the
+    gradients of the scores from shared memory, not from registers. `late`: dp is issued after p is made, not
+    before; this takes fewer registers.
+    """
+
+    block_m: int
+    ahead: bool
+    shared_operand: bool
+    late: bool
+    stages: int = 2
+
+    @property
+    def block_n(self) -> int:
+        return 128
+
+    def arguments(self) -> Mapping[str, int]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "AHEAD": self.ahead,
+            "SHARED_OPERAND": self.shared_operand,
+            "LATE": self.late,
+            **_warps(TWO),
+        }
+
+    def __str__(self) -> str:
+        order = "ahead" if self.ahead else "in step"
+        operand = "shared operand" if self.shared_operand else "own operand"
+        return f"{self.block_m}x{self.block_n} ({order}, {operand}{', late' if self.late else ''})"
+
+
+Shape = ForwardShape | BackwardShape
+
+
+def _warps(registers: Registers) -> Mapping[str, int]:
+    consumer, producer, start = registers
+    return {
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+        "num_warps": 4,
+        "maxnreg": start,
+    }
+
+
+def why_portable(
+    spec: KernelSpec,
+    way: Way,
+    target: str,
+    options: Mapping[str, Any],
+    *,
+    deterministic: bool = False,
+    captures: bool = False,
+) -> str | None:
+    """Why the portable template makes these kernels for a chip, None where the one for Hopper does.
+
+    `options` are checked kernel_options; `deterministic`: reruns shall agree bit for bit; `captures`: there
+    are gradients of captured tensors to make.
+    """
+    if target != TARGET:
+        return f"{target} is no Hopper chip ({TARGET})"
+    if (why := spec_obstacle(spec, way)) is not None:
+        return why
+    if template(options, way) == "portable":
+        return "kernel option TEMPLATE asks for it"
+    given = [name for name in TILE_OPTIONS[way] if _given(options, way, name) is not None]
+    if given:
+        return f"kernel option {given[0]} speaks of the portable template"
+    if way == "backward" and captures:
+        return "gradients of captured tensors"
+    if way == "backward" and (deterministic or _given(options, way, "deterministic")):
+        return "a deterministic backward: Hopper's adds up dQ in any order"
+    return None
+
+
+def template(options: Mapping[str, Any], way: Way) -> str:
+    """The kernel option TEMPLATE: "auto", "hopper" or "portable"."""
+    return _given(options, way, "TEMPLATE") or "auto"
+
+
+def _given(options: Mapping[str, Any], way: Way, name: str) -> Any:
+    return option(options, "forward" if way == "forward" else "dq", name, None)
+
+
+def spec_obstacle(spec: KernelSpec, way: Way) -> str | None:
+    """Why the kernels of the forward or of the backward do not take a spec, None where they do."""
+    if spec.q_dtype not in (torch.float16, torch.bfloat16):
+        return f"{_name(spec.q_dtype)} operands"
+    if not spec.q_dtype == spec.k_dtype == spec.v_dtype:
+        return "keys and values of another dtype than the queries"
+    for dim in (spec.head_dim, spec.value_dim):
+        if dim > WIDEST[way]:
+            return f"a head dimension of {dim}, above {WIDEST[way]}"
+        if dim % 8:
+            return f"a head dimension of {dim}, no multiple of 8: the TMA unit addresses rows of 16 bytes"
+    if min(spec.head_tile, spec.value_tile) < 64:
+        return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
+    if spec.mask_block is not None:
+        rows, columns = SMALLEST[way]
+        if spec.mask_block[0] % rows or spec.mask_block[1] % columns:
+            q_block, kv_block = spec.mask_block
+            return f"blocks of {q_block} x {kv_block} in the mask, no multiples of {rows} x {columns}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ladder(spec: KernelSpec, way: Way, score: ModText | None, mask: ModText | None) -> tuple[Shape, ...]:
+    """The shapes to try, best first. Measured on an H200."""
+    return _forward_ladder(spec, score, mask) if way == "forward" else _backward_ladder(spec, score, mask)
+
+
+def _forward_ladder(
+    spec: KernelSpec, score: ModText | None, mask: ModText | None
+) -> tuple[ForwardShape, ...]:
+    widest = max(spec.head_tile, spec.value_tile)
+    narrow = ForwardShape(2, 64, unroll=2)
+    shapes = [narrow]
+    if widest <= 128:
+        wide = ForwardShape(2, 128)
+        shapes = [wide, narrow]
+        if widest <= 64:
+            shapes.insert(0, ForwardShape(2, 128, unroll=2))
+            if spec.mask_block is None:
+                shapes.insert(0, ForwardShape(3, 128, unroll=2))
+        # numbers by column: each takes as many registers of a thread as a row of its scores
+        if sum(mod.held_by_column for mod in (score, mask) if mod) > 1:
+            shapes.sort(key=lambda shape: shape.block_n)
+    kv_block = spec.mask_block[1] if spec.mask_block else 128
+    return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
+
+
+def _backward_ladder(
+    spec: KernelSpec, score: ModText | None, mask: ModText | None
+) -> tuple[BackwardShape, ...]:
+    loads = mask is not None and any(p.kind == "pointer" for p in mask.parameters)
+    late = score is not None or loads
+    shapes = [
+        BackwardShape(64, ahead=True, shared_operand=True, late=late),
+        BackwardShape(64, ahead=True, shared_operand=True, late=not late),
+        BackwardShape(64, ahead=False, shared_operand=True, late=True),
+    ]
+    if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:
+        late = score is not None or mask is not None
+        shapes = [
+            BackwardShape(128, ahead=False, shared_operand=False, late=late),
+            BackwardShape(128, ahead=False, shared_operand=False, late=not late),
+            *shapes,
+        ]
+    return tuple(shapes)
+
+
+@dataclass(eq=False)
+class HopperKernels:
+    """The kernels of `portable` as they are made for Hopper.
+
+    `settled`: the shape that a kernel has settled on, on each device, or why there is none; the launcher
+    keeps it.
+    """
+
+    portable: Kernels
+    settled: dict[tuple[Way, torch.device], Shape | str] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> KernelSpec:
+        return self.portable.spec
+
+    def ladder(self, way: Way) -> tuple[Shape, ...]:
+        return ladder(self.spec, way, self.portable.score, self.portable.mask)
+
+    @cached_property
+    def module(self) -> ModuleType:
+        p = self.portable
+        names = ["hopper_attention", *(["score"] if p.score else []), *(["mask"] if p.mask else [])]
+        return cache.load(text(p.spec, p.score, p.mask, p.grad), "_".join(names))
+
+
+@lru_cache(4096)
+def hopper_kernels(portable: Kernels) -> HopperKernels:
+    """Those of a spec and its mods; one for all calls."""
+    return HopperKernels(portable)
+
+
+def text(
+    spec: KernelSpec, score: ModText | None = None, mask: ModText | None = None, grad: ModText | None = None
+) -> str:
+    """The module of a spec and its mods: `forward_kernel`, or for a backward its three kernels."""
+    return render.render(spec, score, mask, grad, template="hopper_module.jinja")

@@ -1,0 +1,53 @@
+"""Gluon under one set of names: what generated Hopper kernels call, whichever Triton is installed.
+
+Triton 3.9 renamed copies by the TMA unit, and exports the sum into memory that 3.6 keeps in its builder.
+
+    load_tile(descriptor, [b, h, row, column], barrier, tile)    memory to shared memory; zeros past an end
+    store_tile(descriptor, [b, h, row, column], tile)            shared memory to memory, clipped at the ends
+    add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
+    stores_read()                                                until no store reads shared memory any more
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+if hasattr(tma, "async_load"):
+    load_tile = tma.async_load
+    store_tile = tma.async_store
+    add_tile = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+
+    load_tile = tma.async_copy_global_to_shared
+    store_tile = tma.async_copy_shared_to_global
+
+    @builtin
+    def add_tile(descriptor, coord, tile, _semantic=None):  # type: ignore[no-untyped-def]
+        place = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, tile.handle)
+
+
+@gluon.jit
+def stores_read():  # type: ignore[no-untyped-def]
+    tma.store_wait(0)
+
+
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
+    """How a tile lies in shared memory: as the TMA unit writes it and the matrix unit reads it."""
+    return NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
+def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Triton's type of a descriptor, for an offline compile."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    return f"tensordesc<{name}{list(block)},{layout_of(block, dtype)!r}>"

@@ -1,0 +1,175 @@
+"""The launcher of Hopper's kernels, as far as no GPU is needed: the tensors it takes, shapes, arguments."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from reference_case import make_case
+from torch import Tensor
+
+from flexmod import create_block_mask
+from flexmod.backends import hopper, triton
+from flexmod.codegen.hopper import HopperKernels, Shape
+from flexmod.compiler import Lowered, kernels_for, lower
+from flexmod.ir.trace import trace
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16
+
+
+def far(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx + 3
+
+
+def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 3.0 * torch.tanh(score / 3.0)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=HALF)
+
+
+# Tensors
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (zeros(2, 4, 100, 64), None),
+        (zeros(2, 100, 4, 64).transpose(1, 2), None),
+        (zeros(2, 4, 100, 72)[..., :64], None),
+        (zeros(1, 4, 100, 64).as_strided((1, 4, 100, 64), (3, 6400, 64, 1)), None),
+        (zeros(2, 4, 64, 100).transpose(2, 3), True),
+        (zeros(2, 4, 100, 68)[..., :64], True),
+        (zeros(2, 4, 100, 72)[..., 4:68], True),
+        (zeros(2, 1, 100, 64).expand(2, 4, 100, 64), True),
+    ],
+    ids=["whole", "by position", "cut", "one batch entry", "across", "odd rows", "odd start", "expanded"],
+)
+def test_what_the_tma_unit_addresses(key: Tensor, why: Any) -> None:
+    whole = zeros(2, 4, 100, 64)
+    said = hopper.call_obstacle(whole, key, whole)
+    assert said == (why and "key's rows, heads or storage are not at multiples of 16 bytes")
+
+
+def test_numbers_of_rows_that_are_too_many() -> None:
+    rows = torch.empty(2**12, 2**12, 128, 64, dtype=HALF, device="meta")
+    assert (
+        hopper.call_obstacle(rows, zeros(1, 1, 1, 64), zeros(1, 1, 1, 64)) == "2^31 rows of queries or more"
+    )
+
+
+# Shapes
+
+
+def made(way: str, mask: bool = True, **other: Any) -> tuple[HopperKernels, dict[str, Any]]:
+    """Kernels for a call with a score mod, and the call's arguments."""
+    case = make_case(q_len=300, kv_len=260, head_dim=64, dtype=HALF, **other)
+    block_mask = create_block_mask(far, None, None, 300, 260, device="cpu") if mask else None
+    spec = triton.kernel_spec(
+        *case.inputs, block_mask, scale=case.scale, precision="ieee", backward=way == "backward"
+    )
+    extents = (case.q.shape[0], case.q.shape[1], 300, 260)
+    lowered: list[Lowered | None] = [lower(trace(capped, "score", CPU).graph, extents, split=False)]
+    lowered.append(lower(block_mask.traced.graph, extents, split=False) if block_mask else None)
+    q, k, v = case.inputs
+    call = {"q": q, "k": k, "v": v, "scale": case.scale, "mask": block_mask}
+    if way == "backward":
+        out, lse = torch.empty_like(case.grad_out), torch.empty(q.shape[:3])
+        call |= {"out": out, "lse": lse, "grad_out": case.grad_out, "grad_lse": None, "needs": (True,) * 3}
+    return HopperKernels(kernels_for(spec, *lowered)), call
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([32], 0),
+        ([33, 10], 1),
+        ([60, 50, 40], 2),
+        ([40, 50, 60], 0),
+        ([RuntimeError("PassManager::run failed"), 5], 1),
+    ],
+    ids=str,
+)
+def test_the_ladder(found: list[Any], chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, _ = made("forward")
+    ladder = kernels.ladder("forward")
+    tried: list[Shape] = []
+
+    def compiled(kernels: Any, way: str, device: Any, shape: Shape) -> int:
+        tried.append(shape)
+        spills = found[len(tried) - 1]
+        if isinstance(spills, Exception):
+            raise spills
+        return int(spills)
+
+    monkeypatch.setattr(hopper, "_compiled", compiled)
+    for _ in range(2):
+        assert hopper.settle(kernels, "forward", CPU, lambda shape: shape) == ladder[chosen]  # type: ignore
+    assert tried == list(ladder[: len(found)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (200, "a thread spills 200 registers at least"),
+        (
+            RuntimeError("too wide\nmore"),
+            "no shape of it compiles: 128x128 (2 consumers, 2 unrolled): too wide; "
+            "128x128 (2 consumers, 1 unrolled): too wide; 128x64 (2 consumers, 2 unrolled): too wide",
+        ),
+    ],
+    ids=["spills", "fails"],
+)
+def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, _ = made("forward")
+    calls = []
+
+    def compiled(*_: Any) -> int:
+        calls.append(0)
+        if isinstance(fault, Exception):
+            raise fault
+        return int(fault)
+
+    monkeypatch.setattr(hopper, "_compiled", compiled)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(hopper.NoShape) as raised:
+                hopper.settle(kernels, "forward", CPU, lambda shape: {})
+            assert str(raised.value) == why
+    assert len(calls) == len(kernels.ladder("forward"))
+    wanted = [f"the forward does not run on Hopper's template, {why}"] if isinstance(fault, Exception) else []
+    assert [str(warning.message) for warning in said] == wanted
+
+
+# Launches
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_argument_is_there(way: Any, mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, call = made(way, mask, batch=2, heads=4, kv_heads=2, kv_batch=1)
+    launched: dict[str, Any] = {}
+
+    def start(kernels: HopperKernels, name: str, device: Any, programs: Any, arguments: Any) -> None:
+        launched[name] = programs
+        wanted = set(getattr(kernels.module, name).arg_names)
+        assert wanted == set(arguments) - {"num_warps", "maxnreg"}
+
+    monkeypatch.setattr(hopper, "start", start)
+    shape = kernels.ladder(way)[-1]
+    found = getattr(hopper, way)(kernels, **call, shape=shape)
+    if way == "forward":
+        assert launched == {"forward_kernel": (2 * 4 * 3,)}
+        assert found.out.shape == call["q"].shape and found.lse.shape == (2, 4, 300)
+    else:
+        assert launched == {
+            "statistics_kernel": (2 * 4 * 3,),
+            "backward_kernel": (1 * 2 * 3,),
+            "round_kernel": (2 * 4 * 5,),
+        }
+        assert [found.query.shape, found.key.shape] == [call["q"].shape, call["k"].shape]

@@ -1,0 +1,269 @@
+"""The kernels for Hopper: what they take, their text, and that they compile for sm_90 as they should.
+
+No GPU is needed here; what they compute is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
+
+from flexmod import mods
+from flexmod.codegen.hopper import (
+    TARGET,
+    BackwardShape,
+    HopperKernels,
+    ladder,
+    spec_obstacle,
+    text,
+    why_portable,
+)
+from flexmod.codegen.mod_text import Parameter
+from flexmod.codegen.spec import KernelSpec
+from flexmod.compiler import kernels_for, lower
+from flexmod.ir.trace import trace
+from flexmod.runtime import offline
+from flexmod.runtime.gluon import descriptor_type
+
+BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+
+
+def spec(dtype: torch.dtype = BF16, dim: int = 128, value_dim: int = 0, **other: Any) -> KernelSpec:
+    return KernelSpec(dtype, dtype, dtype, dim, value_dim or dim, **other)
+
+
+# What is taken
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (96, 96), (80, 40)])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_taken(dims: tuple[int, int], way: Any) -> None:
+    assert spec_obstacle(spec(BF16, *dims), way) is None
+    assert spec_obstacle(spec(HALF, *dims, mask_block=(128, 128)), way) is None
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128)])
+def test_wide_heads_have_the_forward_alone(dims: tuple[int, int]) -> None:
+    assert spec_obstacle(spec(BF16, *dims), "forward") is None
+    assert spec_obstacle(spec(BF16, *dims), "backward") == f"a head dimension of {dims[0]}, above 128"
+
+
+ADDRESSED = "the TMA unit addresses rows of 16 bytes"
+
+
+@pytest.mark.parametrize(
+    ("refused", "way", "why"),
+    [
+        (spec(SINGLE), "forward", "float32 operands"),
+        (
+            KernelSpec(BF16, HALF, HALF, 64, 64),
+            "forward",
+            "keys and values of another dtype than the queries",
+        ),
+        (spec(dim=264), "forward", "a head dimension of 264, above 256"),
+        (spec(dim=68), "forward", f"a head dimension of 68, no multiple of 8: {ADDRESSED}"),
+        (spec(dim=32), "backward", "head dimensions of 32 and 32: the tiles are 64 wide"),
+        (
+            spec(mask_block=(64, 128)),
+            "forward",
+            "blocks of 64 x 128 in the mask, no multiples of 128 x 64",
+        ),
+        (
+            spec(mask_block=(128, 64)),
+            "backward",
+            "blocks of 128 x 64 in the mask, no multiples of 64 x 128",
+        ),
+    ],
+)
+def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> None:
+    assert spec_obstacle(refused, way) == why
+    assert why_portable(refused, way, TARGET, {}) == why
+
+
+@pytest.mark.parametrize(
+    ("way", "target", "options", "facts", "why"),
+    [
+        ("forward", "sm_90", {}, {}, None),
+        (
+            "backward",
+            "sm_90",
+            {"num_stages": 2},
+            {},
+            "kernel option num_stages speaks of the portable template",
+        ),
+        ("forward", "sm_80", {}, {}, "sm_80 is no Hopper chip (sm_90)"),
+        ("forward", "gfx942", {}, {}, "gfx942 is no Hopper chip (sm_90)"),
+        ("forward", "sm_90", {"BLOCK_M": 64}, {}, "kernel option BLOCK_M speaks of the portable template"),
+        ("backward", "sm_90", {"BLOCK_M": 64}, {}, None),
+        ("backward", "sm_90", {"fwd_num_warps": 4}, {}, None),
+        ("forward", "sm_90", {"TEMPLATE": "portable"}, {}, "kernel option TEMPLATE asks for it"),
+        ("forward", "sm_90", {"bwd_TEMPLATE": "portable"}, {}, None),
+        ("forward", "sm_90", {"deterministic": True}, {"deterministic": True, "captures": True}, None),
+        ("backward", "sm_90", {"deterministic": False}, {}, None),
+        (
+            "backward",
+            "sm_90",
+            {"deterministic": True},
+            {},
+            "a deterministic backward: Hopper's adds up dQ in any order",
+        ),
+        (
+            "backward",
+            "sm_90",
+            {},
+            {"deterministic": True},
+            "a deterministic backward: Hopper's adds up dQ in any order",
+        ),
+        ("backward", "sm_90", {}, {"captures": True}, "gradients of captured tensors"),
+    ],
+)
+def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
+    assert why_portable(spec(), way, target, options, **facts) == why
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block", [None, (128, 128), (128, 192), (64, 128), (384, 256)])
+def test_tiles_divide_the_blocks_of_the_mask(dim: int, block: Any) -> None:
+    for way in ("forward", "backward"):
+        taken = spec(dim=dim, mask_block=block)
+        if spec_obstacle(taken, way) is None:
+            shapes = ladder(taken, way, None, CAUSAL if block else None)
+            assert len(set(shapes)) == len(shapes) > 0
+            q_block, kv_block = block or (shapes[0].block_m, 128)
+            assert all(q_block % s.block_m == kv_block % s.block_n == 0 for s in shapes if block)
+
+
+def test_the_first_shape_follows_the_mods() -> None:
+    def first(way: Any, dim: int, score: Any = None, mask: Any = None) -> str:
+        return str(ladder(spec(dim=dim, mask_block=(128, 128) if mask else None), way, score, mask)[0])
+
+    two_numbers = replace(DOCUMENT, held_by_column=2)
+    assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers, 1 unrolled)"
+    assert first("forward", 128, mask=two_numbers) == "128x64 (2 consumers, 2 unrolled)"
+    assert first("forward", 64) == "192x128 (3 consumers, 2 unrolled)"
+    assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers, 2 unrolled)"
+    assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers, 2 unrolled)"
+    assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
+    assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand, late)"
+    assert first("backward", 128, SOFTCAP) == "64x128 (ahead, shared operand, late)"
+    assert first("backward", 64) == "128x128 (in step, own operand)"
+    assert first("backward", 64, mask=CAUSAL) == "128x128 (in step, own operand, late)"
+
+
+# The text
+
+
+def test_golden_forward(golden: Callable[[str, str], None]) -> None:
+    golden(text(spec(mask_block=(128, 128)), ALIBI, CAUSAL), "hopper_alibi_forward.txt")
+
+
+def test_golden_backward(golden: Callable[[str, str], None]) -> None:
+    shared = spec(dim=64, mask_block=(128, 128), shared_kv=True, backward=True)
+    golden(text(shared, SOFTCAP, DOCUMENT, SOFTCAP_GRAD), "hopper_softcap_backward.txt")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize(
+    "texts",
+    [(None, None, None), (None, DOCUMENT, None), (SOFTCAP, None, SOFTCAP_GRAD), (ALIBI, CAUSAL, ALIBI_GRAD)],
+    ids=["plain", "document", "softcap", "alibi"],
+)
+def test_a_careful_text(texts: Any, block: Any, backward: bool) -> None:
+    if texts[1] is not None and block is None:
+        return
+    for other in (
+        {"mask_form": "lists"},
+        {"shared_kv": True, "head_dim": 80},
+        {"full_tiles_padded": True, "value_dim": 64},
+    ):
+        source = text(replace(spec(mask_block=block, backward=backward), **other), *texts)
+        assert max(map(len, source.splitlines())) <= 110
+        compile(source, "module", "exec")
+
+
+def test_a_derivative_of_one_is_no_step() -> None:
+    backward = spec(mask_block=(128, 128), backward=True)
+    assert "grad = score_grad(" not in text(backward, ALIBI, CAUSAL, ALIBI_GRAD)
+    capped = text(backward, SOFTCAP, CAUSAL, SOFTCAP_GRAD)
+    # both factors of the gradient are kept from masked pairs: a derivative may be infinite there
+    assert "grad = score_grad(" in capped and "grad = gl.where(keep, grad, 0.0)" in capped
+
+
+# Compiled for sm_90
+
+SLOPES = mods.alibi(torch.ones(4))
+LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES")
+
+
+def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A mask of this file's own: equal graphs quote the first one's lines, and golden files hold them."""
+    return q_idx + 5 >= kv_idx
+
+
+@pytest.mark.parametrize(
+    ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
+    [
+        ("forward", None, None, 64, 0, 48, "runs"),
+        ("forward", SLOPES, near, 128, 64, 48, "runs"),
+        ("forward", None, near, 64, 0, 48, "lists"),
+        ("backward", None, None, 128, 128, 64, "runs"),
+        ("backward", None, near, 64, 128, 64, "lists"),
+        ("backward", mods.softcap(12.5), near, 128, 128, 64, "runs"),
+    ],
+)
+def test_compiles(
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int, form: Any
+) -> None:
+    """`spills` in bytes; a thread has 168 registers of 4 bytes to begin with."""
+    report = compiled(way, score_mod, mask_mod, dim, form)
+    assert report.fits
+    assert report.warnings == ()
+    assert report.spills <= spills
+    assert report.matrix_instructions["HGMMA"] >= instructions
+
+
+def compiled(
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, form: Any = "runs", rung: int = 0
+) -> offline.Report:
+    """A shape of the ladder, compiled for sm_90."""
+    traced = [trace(f, kind) if f else None for f, kind in ((score_mod, "score"), (mask_mod, "mask"))]  # type: ignore
+    lowered = [lower(t.graph, (1, 4, 1024, 1024), split=False) if t else None for t in traced]
+    block = (128, 128) if mask_mod else None
+    backward = way == "backward"
+    asked = spec(dim=dim, mask_block=block, mask_form=form, backward=backward)
+    portable = kernels_for(asked, *lowered)
+    kernels = HopperKernels(portable)
+    shape = kernels.ladder(way)[rung]
+    rows = shape.block_m if isinstance(shape, BackwardShape) else 64
+    tiles = {"Q": rows, "GRAD_OUT": rows, **dict.fromkeys(("OUT", "GRAD_K", "GRAD_V"), 64)}
+    tiles |= dict.fromkeys(("K", "V"), shape.block_n)
+    signature = {name: descriptor_type((1, 1, count, dim), BF16) for name, count in tiles.items()}
+    signature["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, dim // 2), SINGLE)
+    signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), SINGLE))
+    texts = (portable.score, portable.grad, portable.mask)
+    signature |= {"LSE": "*fp32", "scale": "fp32"}
+    signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
+    constants: dict[str, object] = dict(shape.arguments())
+    options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    kernel = getattr(kernels.module, f"{way}_kernel")
+    if not backward:
+        constants["MAX_SCORES"] = None
+    for name in kernel.arg_names:
+        if name not in constants:
+            signature.setdefault(name, "*i32" if name.endswith(LISTS) else "i32")
+    chosen = {name: signature[name] for name in kernel.arg_names if name in signature}
+    return offline.compile(kernel, chosen, constants, "sm_90", **options)
+
+
+def type_of(parameter: Parameter) -> str:
+    """All captured tensors of this file are float32."""
+    return {"pointer": "*fp32", "number": "fp32"}.get(parameter.kind, "i32")

@@ -1,0 +1,239 @@
+"""Calls for the kernels made for Hopper, in each of their shapes: errors beside those of eager attention.
+
+`measure` runs in worker processes, so it takes plain data and returns plain text.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from reference_case import Limit, eager_error_bound, error_size, expected, make_case
+from torch import Tensor
+
+from flexmod import create_block_mask, flex_attention
+from flexmod.backends import hopper
+from flexmod.codegen.hopper import BackwardShape, ForwardShape
+from gpu.poison import poison
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class HopperCase:
+    """A call. `mods` names a row of `mods_of`; `rung`: which shape of the ladders, the last where it ends."""
+
+    mods: str
+    dims: tuple[int, int] = (128, 128)
+    lengths: tuple[int, int] = (777, 777)
+    heads: tuple[int, int] = (4, 4)
+    batch: tuple[int, int] = (2, 2)
+    dtype: str = "bfloat16"
+    layout: str = "bhsd"
+    block: int = 128
+    scale: float | None = None
+    grad_lse: bool = False
+    rung: int = 0
+
+    def __str__(self) -> str:
+        sizes = f"D{self.dims[0]}-{self.dims[1]}-{self.lengths[0]}x{self.lengths[1]}"
+        heads = f"H{self.heads[0]}-{self.heads[1]}-B{self.batch[0]}-{self.batch[1]}"
+        rest = [self.dtype, self.layout, f"block{self.block}", *(["grad_lse"] if self.grad_lse else [])]
+        scale = [] if self.scale is None else [f"scale{self.scale}"]
+        return "-".join([self.mods.replace(" ", "_"), sizes, heads, *rest, *scale, f"rung{self.rung}"])
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """Cases that agree in this share compiled kernels, or nearly so."""
+        return self.mods, self.dims
+
+
+def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, bool]:
+    """score_mod, mask_mod, and whether the mask reads b and h."""
+    slopes = 2.0 ** -torch.arange(1, heads + 1, device=DEVICE)
+    longest = max(rows, columns)
+    ids = torch.arange(longest, device=DEVICE) * 7 // longest
+    draw = torch.Generator().manual_seed(1)
+    by_row, by_column = (torch.randn(longest, generator=draw).to(DEVICE) for _ in range(2))
+    table = torch.randn(heads, 257, generator=draw).to(DEVICE)
+    ends = torch.tensor([200, 400, 150, 600], device=DEVICE)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 130)
+
+    def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
+
+    def neighborhood(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ((q_idx // 32 - kv_idx // 32).abs() <= 3) & ((q_idx % 32 - kv_idx % 32).abs() <= 3)
+
+    def holes(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx % 3 != 0) & ((q_idx < 130) | (q_idx >= 300)) & (kv_idx <= q_idx)
+
+    def nothing(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < 0
+
+    def by_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx + 64 * h) & (kv_idx < ends[b])
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 3.0 * torch.tanh(score / 3.0)
+
+    def loads(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        near = (q_idx - kv_idx).clamp(-128, 128) + 128
+        return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
+
+    def risky(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """No finite number for what lies past the lengths."""
+        return score * torch.log2(1.0 + (rows - 1 - q_idx)) + torch.sqrt(1.0 * (columns - 1 - kv_idx))
+
+    def lowest(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """A mask as people write it; each query sees its own key, or the last."""
+        seen = (q_idx - kv_idx).abs() <= 70
+        return torch.where(seen | (kv_idx == columns - 1), score, torch.finfo(torch.float32).min)
+
+    def infinite(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(score > -1.0, score, -math.inf)
+
+    def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx + 100 >= kv_idx
+
+    table_of_mods: dict[str, tuple[Any, Any, bool]] = {
+        "plain": (None, None, False),
+        "causal": (None, causal, False),
+        "window": (None, window, False),
+        "documents": (None, documents, False),
+        "neighborhood": (None, neighborhood, False),
+        "holes": (None, holes, False),
+        "nothing": (None, nothing, False),
+        "by head": (None, by_head, True),
+        "alibi": (alibi, causal, False),
+        "softcap": (softcap, None, False),
+        "softcap shifted": (softcap, shifted, False),
+        "softcap holes": (softcap, holes, False),
+        "loads": (loads, causal, False),
+        "risky": (risky, None, False),
+        "lowest": (lowest, None, False),
+        "infinite": (infinite, causal, False),
+    }
+    return table_of_mods[name]
+
+
+ALL = (
+    "plain",
+    "causal",
+    "window",
+    "documents",
+    "neighborhood",
+    "alibi",
+    "softcap",
+    "softcap shifted",
+    "loads",
+)
+CASES = [
+    *(HopperCase(name, (dim, dim), rung=rung) for name in ALL for dim in (128, 64) for rung in range(3)),
+    *(HopperCase(name, (64, 64), rung=rung) for name in ("plain", "alibi") for rung in (3, 4)),
+    *(HopperCase(name, (256, 256)) for name in ("plain", "causal", "softcap", "loads")),
+    # lengths
+    *(
+        HopperCase(name, (dim, dim), lengths)
+        for name in ("plain", "softcap shifted", "risky")
+        for dim in (128, 64)
+        for lengths in ((1, 1), (1, 700), (129, 65), (513, 1025), (300, 77))
+    ),
+    # heads and batch entries that share keys
+    HopperCase("plain", (64, 64), heads=(6, 2), batch=(2, 1)),
+    HopperCase("causal", heads=(8, 2)),
+    HopperCase("alibi", heads=(8, 1)),
+    HopperCase("softcap", heads=(4, 2), batch=(3, 1), lengths=(500, 500)),
+    HopperCase("loads", (64, 64), heads=(4, 2)),
+    HopperCase("by head", batch=(4, 4)),
+    HopperCase("by head", (64, 64), heads=(4, 2), batch=(4, 4)),
+    # head dimensions
+    *(
+        HopperCase("causal", dims)
+        for dims in ((64, 128), (128, 64), (96, 96), (40, 40), (192, 128), (80, 112))
+    ),
+    # storage, scale, lse
+    *(HopperCase("causal", (dim, dim), layout="bshd", dtype="float16") for dim in (128, 64)),
+    HopperCase("plain", (80, 80), layout="bshd"),
+    HopperCase("causal", scale=-0.1),
+    HopperCase("plain", scale=-0.1),
+    HopperCase("softcap", (64, 64), scale=-0.1),
+    HopperCase("causal", grad_lse=True),
+    HopperCase("plain", (64, 64), grad_lse=True, dtype="float16"),
+    HopperCase("causal", block=256, lengths=(1100, 1100)),
+    # queries that see nothing
+    *(HopperCase(name, (dim, dim)) for name in ("holes", "softcap holes", "nothing") for dim in (128, 64)),
+    *(HopperCase(name, (dim, dim), (1000, 1000)) for name in ("lowest", "infinite") for dim in (128, 64)),
+]
+
+
+def measure(case: HopperCase) -> list[str]:
+    """What is wrong, in words."""
+    call = make_case(
+        batch=case.batch[0], kv_batch=case.batch[1], heads=case.heads[0], kv_heads=case.heads[1],
+        q_len=case.lengths[0], kv_len=case.lengths[1], head_dim=case.dims[0], value_dim=case.dims[1],
+        dtype=getattr(torch, case.dtype), device=DEVICE, layout=case.layout, scale=case.scale,
+        seed=zlib.crc32(str(case).encode()),
+    )  # fmt: skip
+    score_mod, mask_mod, apart = mods_of(case.mods, case.heads[0], *case.lengths)
+    mask = None
+    if mask_mod is not None:
+        sizes = (case.batch[0], case.heads[0]) if apart else (None, None)
+        mask = create_block_mask(mask_mod, *sizes, *case.lengths, device=DEVICE, BLOCK_SIZE=case.block)
+    grad_lse = torch.randn(call.q.shape[:3], device=DEVICE) if case.grad_lse else None
+    wide = max(case.dims) > 128
+    options = {"fwd_TEMPLATE": "hopper", "bwd_TEMPLATE": "auto" if wide else "hopper"}
+    leaves = [x.detach().requires_grad_() for x in call.inputs]
+    statistics = torch.empty(call.q.shape[:3], device=DEVICE)
+    with mock.patch.object(hopper, "settle", at_rung(case.rung)):
+        poison(call.grad_out, statistics)
+        out, lse = flex_attention(
+            *leaves, score_mod, mask, scale=case.scale, enable_gqa=True, return_lse=True,
+            kernel_options=options,
+        )  # fmt: skip
+        if grad_lse is None:
+            results, incoming = (out,), (call.grad_out,)
+        else:
+            results, incoming = (out, lse), (call.grad_out, grad_lse)
+        poison(*call.inputs, call.q.float(), statistics)
+        gradients = torch.autograd.grad(results, leaves, incoming)
+
+    truth = expected(call, score_mod, mask, grad_lse)
+    # without the gradient of the lse, which eager attention here has not: near enough for its error
+    limits = eager_error_bound(call, expected(call, score_mod, mask), score_mod, mask)
+    size = max(1.0, truth.lse[truth.lse.isfinite()].abs().max().item() if truth.lse.isfinite().any() else 1.0)
+    limits["lse"] = Limit(*[size * torch.finfo(call.q.dtype).eps / 16] * 2)
+    faults = []
+    for name, found in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True):
+        faults += fault(name, found, getattr(truth, name), limits[name])
+    return faults
+
+
+def fault(name: str, found: Tensor, truth: Tensor, limit: Limit) -> list[str]:
+    finite = truth.isfinite()
+    if not torch.equal(found[~finite].double(), truth[~finite]):
+        return [f"{name}: other infinities"]
+    rms, largest = error_size(found.where(finite, 0.0), truth.where(finite, 0.0))
+    if rms <= limit.rms and largest <= 2 * limit.max:
+        return []
+    return [f"{name}: RMS error {rms:.3g} of {limit.rms:.3g}, largest {largest:.3g} of {limit.max:.3g}"]
+
+
+def at_rung(rung: int) -> Any:
+    def settle(kernels: Any, way: Any, device: Any, arguments: Any) -> ForwardShape | BackwardShape:
+        shapes = kernels.ladder(way)
+        return shapes[min(rung, len(shapes) - 1)]  # type: ignore[no-any-return]
+
+    return settle
