@@ -91,8 +91,11 @@ def analyze(graph: Graph, extents: Extents) -> Analysis:
 
 
 def _rounded(graph: Graph, extents: Extents) -> dict[str, int]:
-    """Extents up to which the graph serves too, so that lengths that are alike have one text."""
-    wide = {name: 1 << (size - 1).bit_length() for name, size in zip(POSITIONS, extents, strict=True)}
+    """Extents up to which the graph serves too, so that lengths that are alike have one text.
+
+    They are 2 at least: a position that can only be 0 would be folded away.
+    """
+    wide = {name: 1 << max(1, (size - 1).bit_length()) for name, size in zip(POSITIONS, extents, strict=True)}
     return wide if not needs_int64(graph, wide) else dict(zip(POSITIONS, extents, strict=True))
 
 

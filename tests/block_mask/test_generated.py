@@ -111,14 +111,16 @@ def test_a_few_heads_at_a_time(monkeypatch):
 
 
 def test_new_numbers_and_new_tensors_compile_nothing(monkeypatch):
-    """The third window and the second set of documents run modules that are there."""
+    """The third window and other documents run modules that are there, for one token too."""
     for window in (30, 40):
         check(masks.sliding_window(window), (1, 1, 200, 200), (32, 32))
     check(masks.document(torch.arange(200) // 50), (1, 1, 200, 200), (32, 32))
     monkeypatch.setattr(cache, "_execute", None)
     for window in (50, 170):
         check(masks.sliding_window(window), (1, 1, 200, 200), (32, 32))
-    check(masks.document(torch.arange(300) // 70), (1, 1, 300, 300), (32, 32))
+    for length in (300, 1):
+        check(masks.document(torch.arange(length) // 70), (1, 1, length, length), (32, 32))
+    check(masks.sliding_window(0), (1, 1, 1, 1), (32, 32))
 
 
 def test_golden(golden):
