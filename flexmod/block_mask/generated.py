@@ -142,13 +142,13 @@ class _Job:
             "groups": groups, "SIDE": SIDE,
         }  # fmt: skip
         self._start(module, "squares_kernel", squares, arguments)
-        programs = min(self._programs(), squares * SIDE)
-        parts = max(1, min(SIDE, 4 * programs // squares))
+        # few squares have work, those along an edge of the mask: the others cost a program that ends at once
+        parts = max(1, min(SIDE, self._programs() // squares))
         arguments = {
             "KINDS": kinds, "STATES": states, **self._captured("elements_kernel"), **shared,
-            "squares": squares, "parts": parts, "SIDE": SIDE, "ROWS": ROWS, "COLUMNS": COLUMNS,
+            "parts": parts, "SIDE": SIDE, "ROWS": ROWS, "COLUMNS": COLUMNS,
         }  # fmt: skip
-        self._start(module, "elements_kernel", min(programs, squares * parts), arguments)
+        self._start(module, "elements_kernel", squares * parts, arguments)
         return kinds
 
     def _terms(self, module: ModuleType, groups: int, shared: Arguments) -> dict[str, Tensor]:
@@ -185,8 +185,8 @@ class _Job:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _programs(self) -> int:
-        """As many as keep the device busy."""
-        return 4 if self.interpreted else 8 * (target_of(self.device).processors or 1)
+        """As many as keep the device busy where most of them end at once."""
+        return 8 if self.interpreted else 128 * (target_of(self.device).processors or 1)
 
     def _capturing(self) -> bool:
         """Is a CUDA graph being recorded? It cannot wait for a count."""
