@@ -40,7 +40,7 @@ from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
 from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
-from flexmod.ir.graph import Graph
+from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.reductions import Term, terms_of
 
@@ -121,7 +121,7 @@ class Constants:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Numbers, frozenset[int]]] = {}
+        self._known: dict[Structure, tuple[Numbers, frozenset[int]]] = {}
         self._lock = threading.Lock()
 
     def promote(self, graph: Graph) -> tuple[Graph, Numbers]:

@@ -154,6 +154,8 @@ def _device(device: Device) -> torch.device:
     """With its index: "cuda" becomes cuda:0, as a tensor's device says it."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
     return torch.empty(0, device=device).device
 
 

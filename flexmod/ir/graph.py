@@ -14,7 +14,6 @@ the set of inputs that it reads ("score" and "grad" stand for all four positions
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from flexmod.errors import Where
 # A dtype is a torch dtype, or `bool`, `int`, `float` for a Python number, which is weak in torch's promotion.
 DType = torch.dtype | type
 
+Structure = tuple[object, ...]
 Home = frozenset[str]
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 UNIFORM: Home = frozenset({"b", "h"})
@@ -124,9 +124,13 @@ class Graph:
 
     def __eq__(self, other: object) -> bool:
         """Equal structure, constants and captures; lines of code do not count."""
-        return isinstance(other, Graph) and self.key == other.key
+        return self is other or isinstance(other, Graph) and self.key == other.key
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.key)
 
     @property
@@ -154,33 +158,24 @@ class Graph:
         """The positions that the results depend on."""
         return frozenset().union(*(n.home for n in self.results))
 
-    def _lines(self, show: Callable[[Node], str]) -> list[str]:
-        names = {n: f"%{i}" for i, n in enumerate(self.nodes)}
-        lines = []
-        for n in self.nodes:
-            args = ", ".join(names[a] for a in n.args)
-            lines.append(f"{names[n]} = {show(n)}({args}): {dtype_name(n.dtype)}")
-        return [*lines, "return " + ", ".join(names[r] for r in self.results)]
+    def _structure(self, value: Callable[[Node], object]) -> Structure:
+        places = {n: i for i, n in enumerate(self.nodes)}
+        nodes = [(n.op, n.dtype, value(n), *[places[a] for a in n.args]) for n in self.nodes]
+        return self.kind, self.captures, *nodes, *[places[r] for r in self.results]
 
     @cached_property
-    def key(self) -> str:
-        """A hash of the structure and the constants, the same in every process. Lines do not count."""
-        parts = [self.kind, repr(self.captures), *self._lines(lambda n: f"{n.op}[{_freeze(n.value)!r}]")]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    def key(self) -> Structure:
+        """The structure and the constants, hashable. Lines do not count."""
+        return self._structure(lambda n: _freeze(n.value))
 
     @cached_property
-    def skeleton(self) -> tuple[str, tuple[bool | int | float, ...]]:
+    def skeleton(self) -> tuple[Structure, tuple[bool | int | float, ...]]:
         """The key with its constants taken out, and the constants in order.
 
         Two calls of one mod that differ only in captured Python numbers have one skeleton.
         """
         values = tuple(n.value for n in self.nodes if n.is_const)
-        parts = [
-            self.kind,
-            repr(self.captures),
-            *self._lines(lambda n: "const[?]" if n.is_const else f"{n.op}[{_freeze(n.value)!r}]"),
-        ]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest(), values  # type: ignore[return-value]
+        return self._structure(lambda n: None if n.is_const else _freeze(n.value)), values  # type: ignore[return-value]
 
     def __str__(self) -> str:
         head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)

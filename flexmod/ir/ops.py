@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,11 +59,17 @@ def promote(*dtypes: DType) -> torch.dtype:
     tensors: list[torch.dtype] = [d for d in dtypes if isinstance(d, torch.dtype)]
     result: torch.dtype = tensors[0] if tensors else strong(dtypes[0])
     for d in tensors[1:]:
-        result = torch.promote_types(result, d)
+        result = _promoted(result, d)
     for weak in dtypes:
         if not isinstance(weak, torch.dtype) and _category(weak) > _category(result):
             result = strong(weak)
     return result
+
+
+@cache
+def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    # while a mod is traced torch's own function would go through the tracer
+    return torch.promote_types(a, b)
 
 
 def promote_float(*dtypes: DType) -> torch.dtype:

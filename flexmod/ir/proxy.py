@@ -5,7 +5,7 @@ Both hand every operation to their tracer (see `trace.py`), which keeps the grap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,7 +204,10 @@ class CaptureView(_Traced):
             if entry.start is None and entry.stop is None and entry.step is None:
                 return None
             self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
-        node = self._tracer.node(entry, f"an index of {self.name}")
+        # a name is looked for where it is needed: that takes longer than all else here
+        node = (
+            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self.name}")
+        )
         dtype = promote(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
             raise errors.IndexDtypeError(name=self.name, dtype=dtype_name(dtype), where=user_line())
@@ -218,9 +221,9 @@ class CaptureView(_Traced):
         )
 
 
-def mentions_traced(value: Any) -> bool:
-    """Is there a Proxy or a CaptureView in an argument?"""
-    return _first_traced([value]) is not None
+def mentions_traced(values: Iterable[Any]) -> bool:
+    """Is there a Proxy or a CaptureView among arguments?"""
+    return _first_traced(values) is not None
 
 
 def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> Tracer:
@@ -229,14 +232,14 @@ def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> Tracer:
     return found._tracer
 
 
-def _first_traced(values: list[Any]) -> Proxy | CaptureView | None:
+def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:
     for value in values:
-        if isinstance(value, (Proxy, CaptureView)):
-            return value
+        if isinstance(value, _Traced):
+            return value  # type: ignore[return-value]
         if isinstance(value, (tuple, list)):
-            inner = _first_traced(list(value))
+            inner = _first_traced(value)
         elif isinstance(value, slice):
-            inner = _first_traced([value.start, value.stop, value.step])
+            inner = _first_traced((value.start, value.stop, value.step))
         else:
             continue
         if inner is not None:

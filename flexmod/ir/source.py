@@ -101,12 +101,13 @@ def capture_names(
     `given` has names by id that are known already. Each name is an identifier and no two are equal; a tensor
     without one is `captured0`, `captured1`, ...
     """
-    wanted = {id(t) for t in tensors}
     found = dict(given or {})
-    for name, tensor in _surroundings(mod):
-        if wanted <= found.keys():
-            break
+    left = {id(t) for t in tensors} - found.keys()
+    for name, tensor in _surroundings(mod) if left else ():
         found.setdefault(id(tensor), name)
+        left.discard(id(tensor))
+        if not left:
+            break
     names: list[str] = []
     for i, tensor in enumerate(tensors):
         name = (
@@ -140,34 +141,39 @@ def _may_hold_tensors(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
 
 
-def _near(value: Any) -> list[tuple[str, Any]]:
+def _near(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of what one function, object or container holds."""
     if isinstance(value, functools.partial):
-        arguments = [(f"argument{i}", a) for i, a in enumerate(value.args)]
-        return [*value.keywords.items(), *arguments, ("", value.func)]
-    if inspect.ismethod(value):
-        return [("", value.__func__), *_near(value.__self__)]
-    if inspect.isfunction(value):
-        return _near_function(value)
-    if isinstance(value, (tuple, list)):
-        return [(f"item{i}", v) for i, v in enumerate(value[:64])]
-    if isinstance(value, dict):
-        return [(str(k), v) for k, v in value.items()]
-    held = [*getattr(value, "__dict__", {}).items()]
-    if isinstance(value, torch.nn.Module):
-        held += [*value._parameters.items(), *value._buffers.items(), *value._modules.items()]
-    return [*held, ("", type(value).__call__)] if callable(value) else held
+        yield from value.keywords.items()
+        yield from ((f"argument{i}", a) for i, a in enumerate(value.args))
+        yield "", value.func
+    elif inspect.ismethod(value):
+        yield "", value.__func__
+        yield from _near(value.__self__)
+    elif inspect.isfunction(value):
+        yield from _near_function(value)
+    elif isinstance(value, (tuple, list)):
+        yield from ((f"item{i}", v) for i, v in enumerate(value[:64]))
+    elif isinstance(value, dict):
+        yield from [(str(k), v) for k, v in value.items()]
+    else:
+        yield from [*getattr(value, "__dict__", {}).items()]
+        if isinstance(value, torch.nn.Module):
+            for held in (value._parameters, value._buffers, value._modules):
+                yield from held.items()
+        if callable(value):
+            yield "", type(value).__call__
 
 
-def _near_function(function: Any) -> list[tuple[str, Any]]:
+def _near_function(function: Any) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    near = [(name, cell.cell_contents) for name, cell in cells if _is_full(cell)]
+    yield from ((name, cell.cell_contents) for name, cell in cells if _is_full(cell))
     if _is_users(code.co_filename):  # what torch's own functions use is nobody's capture
-        near += [(n, function.__globals__[n]) for n in code.co_names if n in function.__globals__]
+        yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
     defaults = function.__defaults__ or ()
-    near += zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
-    return [*near, *(function.__kwdefaults__ or {}).items()]
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _is_full(cell: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -270,14 +271,11 @@ class Tracer:
 
     def refuse_impure(self, name: str, kwargs: dict[str, Any]) -> None:
         """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
-        bare = name.strip("_")
-        dunder = name.startswith("__")
-        if bare in RANDOM and not dunder:  # `__rand__` is the & of a number with a tensor
-            raise errors.RandomNumberError(operation=f"torch.{bare}", where=user_line())
-        in_place = dunder and bare[:1] == "i" and bare[1:] in BINARY
-        if in_place or name in ("__setitem__", "__set__") or (name.endswith("_") and not dunder):
+        if _draws(name):
+            raise errors.RandomNumberError(operation=f"torch.{name.strip('_')}", where=user_line())
+        if _writes(name):
             raise errors.MutationError(operation=name, where=user_line())
-        for option in ("out", "inplace"):
+        for option in ("out", "inplace") if kwargs else ():
             if kwargs.get(option) is not None and kwargs[option] is not False:
                 raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
 
@@ -363,6 +361,22 @@ def plain_number(value: Any) -> bool | int | float | None:
     return float(value) if hasattr(value, "__float__") else None
 
 
+@cache
+def _draws(name: str) -> bool:
+    """Does a torch function of this name draw random numbers?"""
+    # `__rand__` is the & of a number with a tensor
+    return name.strip("_") in RANDOM and not name.startswith("__")
+
+
+@cache
+def _writes(name: str) -> bool:
+    """Does it write in place?"""
+    if not name.startswith("__"):
+        return name.endswith("_")
+    bare = name.strip("_")
+    return name in ("__setitem__", "__set__") or bare[:1] == "i" and bare[1:] in BINARY
+
+
 def _is_wide(tensor: torch.Tensor) -> bool:
     return (
         sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 2**31
@@ -391,7 +405,7 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if mentions_traced(args) or (kwargs and mentions_traced(list(kwargs.values()))):
+        if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
             return self.tracer.call(func, args, kwargs)
         self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
         return func(*args, **kwargs)

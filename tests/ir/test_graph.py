@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,25 +113,6 @@ def test_skeleton() -> None:
     assert one == other == third
     assert (first, second) == ((64, 64), (64, 65))
     assert window(64, 64).skeleton[0] != mask(lambda b, h, q, k: (q - k <= 64) & (k - q <= 64.0)).skeleton[0]
-
-
-KEYS = """
-import torch
-from flexmod.ir.trace import trace
-docs = torch.arange(8)
-for mod in (lambda b, h, q, k: (docs[q] == docs[k]) & (q.float() * 0.1 > k), lambda b, h, q, k: q - k <= 64):
-    graph = trace(mod, "mask").graph
-    print(graph.key, graph.skeleton[0])
-"""
-
-
-def test_keys_are_the_same_in_every_process() -> None:
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1", "PATH": ""}
-    command = [sys.executable, "-c", KEYS]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    one = mask(lambda b, h, q, k: (docs[q] == docs[k]) & (q.float() * 0.1 > k))
-    other = mask(lambda b, h, q, k: q - k <= 64)
-    assert output.split() == [one.key, one.skeleton[0], other.key, other.skeleton[0]]
 
 
 def test_text() -> None:
