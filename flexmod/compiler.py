@@ -118,9 +118,12 @@ class Constants:
 
     The first graph of a skeleton keeps its numbers. When it comes back with others, all that differ are
     promoted at once; later values of these compile nothing.
+
+    `version` is another object whenever more are promoted: caches of what depends on that ask for it.
     """
 
     def __init__(self) -> None:
+        self.version = object()
         self._known: dict[Structure, tuple[Numbers, frozenset[int]]] = {}
         self._lock = threading.Lock()
 
@@ -133,6 +136,7 @@ class Constants:
             if not differing <= promoted:
                 promoted = promoted | differing
                 self._known[skeleton] = (first, promoted)
+                self.version = object()
         return (promote_constants(graph, promoted) if promoted else graph), numbers
 
 
@@ -153,6 +157,11 @@ class Mod:
 
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
     """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
+    return _compiled_mod(graph, extents, CONSTANTS.version)
+
+
+@lru_cache(4096)
+def _compiled_mod(graph: Graph, extents: Extents, version: object) -> Mod:
     promoted, numbers = CONSTANTS.promote(graph)
     places = tuple(enumerate(numbers)) if promoted is not graph else ()
     return Mod(lower(promoted, extents, places, split=False), numbers)
@@ -183,6 +192,11 @@ def kernels_for(
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
+    return _builder(graph, extents, CONSTANTS.version)
+
+
+@lru_cache(4096)
+def _builder(graph: Graph, extents: Extents, version: object) -> Builder:
     analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
     terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]

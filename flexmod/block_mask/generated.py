@@ -11,6 +11,7 @@ Where the runs might need much room they are counted first, which takes the one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -60,9 +61,11 @@ def build(
     grid = tiles.tile_count(sizes[2], block[0]), tiles.tile_count(sizes[3], block[1])
     step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
     job = _Job(found, traced.tensors, heads, (sizes[2], sizes[3]), block, grid, device, interpreted)
-    parts = [
-        job.runs(first, min(step, batch * heads - first), separate) for first in range(0, batch * heads, step)
-    ]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        parts = [
+            job.runs(first, min(step, batch * heads - first), separate)
+            for first in range(0, batch * heads, step)
+        ]
     joined: dict[Axis, Runs | None] = {}
     for axis, of_axis in zip(("kv", "q"), zip(*parts, strict=True), strict=True):
         whole = runs_of_parts(of_axis)
@@ -196,9 +199,8 @@ class _Job:
         if self.interpreted:
             getattr(interpret(module), name)[(programs,)](**arguments)
             return
-        with torch.cuda.device(self.device):
-            # bounds of floating-point numbers hold where each operation rounds as it does in torch
-            getattr(module, name)[(programs,)](**arguments, enable_fp_fusion=False)
+        # bounds of floating-point numbers hold where each operation rounds as it does in torch
+        getattr(module, name)[(programs,)](**arguments, enable_fp_fusion=False)
 
 
 def _place(rows: Tensor) -> Tensor:

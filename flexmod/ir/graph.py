@@ -141,16 +141,13 @@ class Graph:
     def nodes(self) -> tuple[Node, ...]:
         """Every Node once, arguments before their users."""
         order: dict[Node, None] = {}
-        stack = [(n, False) for n in reversed(self.results)]
+        stack = [*reversed(self.results)]
         while stack:
-            node, ready = stack.pop()
-            if node in order:
-                continue
-            if ready:
-                order[node] = None
+            left = [a for a in reversed(stack[-1].args) if a not in order]
+            if left:
+                stack += left
             else:
-                stack.append((node, True))
-                stack.extend((a, False) for a in reversed(node.args))
+                order[stack.pop()] = None
         return tuple(order)
 
     @cached_property
