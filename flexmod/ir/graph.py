@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -71,19 +71,15 @@ class Builder:
     def node(
         self, op: str, args: Sequence[Node], dtype: DType, value: object = None, where: Where | None = None
     ) -> Node:
-        key = (op, tuple(map(id, args)), dtype, _freeze(value))
+        key = (op, tuple(args), dtype, _freeze(value))
         found = self._known.get(key)
         if found is None:
-            home: Home = frozenset().union(*(a.home for a in args))
+            home: Home = frozenset().union(*[a.home for a in args])
             found = self._known[key] = Node(op, tuple(args), dtype, value, where, home)
         return found
 
     def input(self, name: str, dtype: torch.dtype) -> Node:
-        key = ("input", name)
-        if key not in self._known:
-            home = frozenset({name}) if name in POSITIONS else ELEMENT | {name}
-            self._known[key] = Node("input", (), dtype, name, None, home)
-        return self._known[key]
+        return self._known.setdefault(("input", name), _input(name, dtype))
 
     def const(
         self, value: bool | int | float, dtype: DType | None = None, where: Where | None = None
@@ -94,11 +90,7 @@ class Builder:
     def adopt(self, nodes: Iterable[Node]) -> None:
         """Share these nodes of another builder from now on."""
         for n in nodes:
-            key = (
-                ("input", n.value)
-                if n.op == "input"
-                else (n.op, tuple(map(id, n.args)), n.dtype, _freeze(n.value))
-            )
+            key = ("input", n.value) if n.op == "input" else (n.op, n.args, n.dtype, _freeze(n.value))
             self._known[key] = n
 
     @staticmethod
@@ -107,6 +99,12 @@ class Builder:
     ) -> Node:
         """A constant of its own: two that are equal today may differ in the next call (see `skeleton`)."""
         return Node("const", (), dtype or type(value), value, where)
+
+
+@cache
+def _input(name: str, dtype: torch.dtype) -> Node:
+    home = frozenset({name}) if name in POSITIONS else ELEMENT | {name}
+    return Node("input", (), dtype, name, None, home)
 
 
 def _freeze(value: object) -> object:

@@ -155,7 +155,7 @@ class CaptureView(_Traced):
     @property
     def shape(self) -> torch.Size:
         sizes = self._tracer.tensors[self._number].shape
-        return torch.Size(s for s, i in zip(sizes, self._indices, strict=True) if i is None)
+        return torch.Size([s for s, i in zip(sizes, self._indices, strict=True) if i is None])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -136,7 +136,7 @@ def _surroundings(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    if isinstance(value, (type, str)) or inspect.ismodule(value) or inspect.isbuiltin(value):
+    if isinstance(value, (type, str, int, float)) or inspect.ismodule(value) or inspect.isbuiltin(value):
         return False
     return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
 

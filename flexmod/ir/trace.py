@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.ir.graph import Builder, Capture, Graph, Node, dtype_name
+from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import (
@@ -188,9 +188,7 @@ class Tracer:
         """An operation of the table on operands."""
         row = BY_TORCH_NAME[name]
         nodes = [self.node(a, name) for a in args]
-        dtypes = [n.dtype for n in nodes]
-        dtype = row.dtype(*dtypes)
-        refused = row.refused(dtypes, dtype)
+        dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), torch.get_default_dtype())
         if refused is not None:
             target = torch.bool if row.name == "where" else torch.int32
             raise errors.OperationArgumentError(
@@ -359,6 +357,17 @@ def plain_number(value: Any) -> bool | int | float | None:
     if hasattr(value, "__index__"):
         return int(value.__index__())
     return float(value) if hasattr(value, "__float__") else None
+
+
+@cache
+def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple[torch.dtype, DType | None]:
+    """The dtype of an operation's result, and the one among its arguments' that torch does not take.
+
+    `default` is the dtype of floating-point numbers at the moment.
+    """
+    row = BY_TORCH_NAME[name]
+    dtype = row.dtype(*dtypes)
+    return dtype, row.refused(dtypes, dtype)
 
 
 @cache
