@@ -23,7 +23,7 @@ ROOMS = (
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.ops",),
-    ("ir.source", "ir.proxy", "ir.trace"),
+    ("ir.source", "ir.proxy", "ir.names", "ir.trace"),
     ("ir.positions",),
     ("ir.passes",),
     ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),

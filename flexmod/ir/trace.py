@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
+from flexmod.ir.names import REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import (
@@ -39,16 +40,6 @@ CASTS = {
 }  # fmt: skip
 FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
 CONCRETE = {"item", "tolist", "numpy"}
-REDUCTIONS = {
-    "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
-    "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",
-    "einsum", "bincount", "count_nonzero", "unique",
-}  # fmt: skip
-RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-    "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
-    "exponential", "random", "gumbel_softmax",
-}  # fmt: skip
 ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
 OPERANDS = ("condition", "input", "self", "other", "exponent")
 
@@ -269,9 +260,9 @@ class Tracer:
 
     def refuse_impure(self, name: str, kwargs: dict[str, Any]) -> None:
         """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
-        if _draws(name):
+        if draws(name):
             raise errors.RandomNumberError(operation=f"torch.{name.strip('_')}", where=user_line())
-        if _writes(name):
+        if writes(name):
             raise errors.MutationError(operation=name, where=user_line())
         for option in ("out", "inplace") if kwargs else ():
             if kwargs.get(option) is not None and kwargs[option] is not False:
@@ -368,22 +359,6 @@ def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple
     row = BY_TORCH_NAME[name]
     dtype = row.dtype(*dtypes)
     return dtype, row.refused(dtypes, dtype)
-
-
-@cache
-def _draws(name: str) -> bool:
-    """Does a torch function of this name draw random numbers?"""
-    # `__rand__` is the & of a number with a tensor
-    return name.strip("_") in RANDOM and not name.startswith("__")
-
-
-@cache
-def _writes(name: str) -> bool:
-    """Does it write in place?"""
-    if not name.startswith("__"):
-        return name.endswith("_")
-    bare = name.strip("_")
-    return name in ("__setitem__", "__set__") or bare[:1] == "i" and bare[1:] in BINARY
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,34 @@
+"""What the name of a torch function says of it: that it reduces, draws random numbers, writes in place."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flexmod.ir.proxy import BINARY
+
+REDUCTIONS = {
+    "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
+    "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",
+    "einsum", "bincount", "count_nonzero", "unique",
+}  # fmt: skip
+RANDOM = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
+    "exponential", "random", "gumbel_softmax",
+}  # fmt: skip
+
+
+@cache
+def draws(name: str) -> bool:
+    """Does a torch function of this name draw random numbers?"""
+    # `__rand__` is the & of a number with a tensor
+    return name.strip("_") in RANDOM and not name.startswith("__")
+
+
+@cache
+def writes(name: str) -> bool:
+    """Does it write in place?"""
+    if not name.startswith("__"):
+        return name.endswith("_")
+    bare = name.strip("_")
+    return name in ("__setitem__", "__set__") or bare[:1] == "i" and bare[1:] in BINARY
