@@ -42,7 +42,7 @@ from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
-from flexmod.ir.reductions import Term, terms_of
+from flexmod.ir.reductions import Term, Uniform, terms_of
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
@@ -102,15 +102,16 @@ def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
 
 
 @lru_cache(4096)
-def capture_terms(graph: Graph, wanted: tuple[int, ...]) -> tuple[Term, ...]:
+def capture_terms(graph: Graph, wanted: tuple[int, ...], uniform: Uniform = "row") -> tuple[Term, ...]:
     """What each load of the captures `wanted` adds to their gradients, and how that is summed."""
-    return terms_of(capture_grad(graph, wanted))
+    return terms_of(capture_grad(graph, wanted), uniform)
 
 
 @lru_cache(4096)
-def capture_texts(graph: Graph, wanted: tuple[int, ...]) -> CaptureTexts:
+def capture_texts(graph: Graph, wanted: tuple[int, ...], uniform: Uniform = "row") -> CaptureTexts:
     """`capture_terms` as device functions."""
-    return stage("write", lambda: write_terms(capture_grad(graph, wanted), capture_terms(graph, wanted)))
+    terms = capture_terms(graph, wanted, uniform)
+    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms))
 
 
 class Constants:
@@ -175,15 +176,19 @@ def kernels_for(
     options: tuple[tuple[str, Any], ...] = (),
     interpreted: bool = False,
     wanted: tuple[int, ...] = (),
+    uniform: Uniform = "row",
 ) -> Kernels:
     """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
 
-    `wanted` are the captures of the score_mod that a backward makes gradients of.
+    `wanted` are the captures of the score_mod that a backward makes gradients of, `uniform` how it sums those
+    that b and h alone index.
     """
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
-    captures = capture_texts(score.score, wanted) if wanted and score and score.score else NO_CAPTURES
+    captures = NO_CAPTURES
+    if wanted and score and score.score:
+        captures = capture_texts(score.score, wanted, uniform)
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, captures),
         score_text, mask_text, grad_text, dict(options), interpreted, captures,

@@ -63,10 +63,11 @@ def explain(
         mask_block=block if mask else None, backward=True,
     )  # fmt: skip
     graphs = [mask.score if mask else None, *((score.score, score.grad) if score else ())]
-    captures = NO_CAPTURES
+    captures = by_column = NO_CAPTURES
     learned = tuple(n for n, tensor in enumerate(traced.tensors) if tensor.requires_grad) if traced else ()
     if learned and score and score.score:
         captures = capture_texts(score.score, learned)
+        by_column = capture_texts(score.score, learned, "column")
         graphs[-1] = capture_grad(score.score, learned).graph
     score_text, mask_text = score.text if score else None, mask.text if mask else None
     grad_text = score.grad_text if score else None
@@ -74,9 +75,9 @@ def explain(
     sources, templates = {}, []
     for way in get_args(Way):
         own = replace(spec, backward=way == "backward")
-        why = hopper.why_portable(own, way, hopper.TARGET, {}, captures=captures is not NO_CAPTURES)
+        why = hopper.why_portable(own, way, hopper.TARGET, {})
         if why is None:
-            sources[way] = hopper.text(own, score_text, mask_text, grad_text)
+            sources[way] = hopper.text(own, score_text, mask_text, grad_text, by_column)
             first = hopper.ladder(own, way, score_text, mask_text)[0]
             why = f"Hopper's on {hopper.TARGET}, {first} first; portable elsewhere"
         else:

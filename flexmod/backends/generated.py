@@ -7,7 +7,9 @@ backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from flexmod.codegen.kernels import Captured, Kernels
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
+from flexmod.ir.reductions import Uniform
 from flexmod.runtime.target import target_of
 
 
@@ -69,7 +72,9 @@ class Generated:
         found = None
         if self._for_hopper("backward", compiled, q, k, v):
             try:
-                found = hopper.backward(hopper_kernels(compiled.kernels), *tensors, **given)
+                own = replace(compiled, uniform="column") if compiled.wanted else compiled
+                found = hopper.backward(hopper_kernels(own.kernels), *tensors, **given)
+                compiled = own
             except hopper.NoShape as none:
                 _portable("backward", compiled.kernels, str(none))
         if found is None:
@@ -82,7 +87,7 @@ class Generated:
         target = "Triton's interpreter" if self.interpreted else target_of(q.device).name
         why = why_portable(
             kernels.spec, way, target, kernels.options,
-            deterministic=torch.are_deterministic_algorithms_enabled(), captures=bool(compiled.wanted),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         if why is None:
             why = hopper.call_obstacle(q, k, v, compiled.mask if way == "backward" else None)
@@ -104,7 +109,8 @@ class Generated:
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
         wanted = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
-        kernels = kernels_for(
+        make = partial(
+            kernels_for,
             spec,
             score.lowered if score else None,
             mask.lowered if mask else None,
@@ -113,14 +119,18 @@ class Generated:
             wanted,
         )
         given = (problem.scale, problem.mask, score_captured, mask_captured)
-        return _Compiled(kernels, score, *given, wanted, extents)
+        return _Compiled(make, score, *given, wanted, extents)
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A call's kernels and what its mods close over; `wanted` are the captures that get gradients."""
+    """A call's kernels and what its mods close over.
 
-    kernels: Kernels
+    `make(uniform)` makes the kernels; `wanted` are the captures that get gradients, and `uniform` says how
+    those that b and h alone index are summed: Hopper's backward has sums by column alone.
+    """
+
+    make: Callable[[Uniform], Kernels]
     score: Mod | None
     scale: float
     mask: BlockMask | None
@@ -128,6 +138,11 @@ class _Compiled:
     mask_captured: Captured
     wanted: tuple[int, ...]
     extents: Extents
+    uniform: Uniform = "row"
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        return self.make(self.uniform)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -141,7 +156,7 @@ class _Compiled:
             return ()
         assert self.score is not None and self.score.lowered.score is not None
         graph = self.score.lowered.score
-        terms = capture_terms(graph, self.wanted)
+        terms = capture_terms(graph, self.wanted, self.uniform)
         return gradients(
             graph, terms, sums, self.score_captured.tensors, self.score_captured.numbers, self.extents
         )

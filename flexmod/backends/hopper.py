@@ -126,9 +126,10 @@ def backward(
     mask_captured: Captured = NOTHING,
     shape: Shape | None = None,
 ) -> Found:
-    """Gradients of q, k and v where `needs` asks for them. As in the forward.
+    """Gradients of q, k and v where `needs` asks for them, and the sums for captures. As in the forward.
 
-    A `grad_out` that the TMA unit cannot address is copied.
+    A `grad_out` that the TMA unit cannot address is copied. Sums by column come with dK and dV; portable
+    kernels make the others.
     """
     spec = kernels.spec
     batch, heads, length, _ = q.shape
@@ -139,7 +140,9 @@ def backward(
     grad_k, grad_v = triton._allocate(k, k.shape[3]), triton._allocate(v, v.shape[3])
     lse2, delta = q.new_empty((2, batch * heads * pitch), dtype=torch.float32)
     sum_grad_q = q.new_empty((batch, heads, length, spec.head_tile), dtype=torch.float32)
+    columns, by_column = triton.sum_buffers(kernels.portable.captures.column, "_BY_COLUMN", lse, keys)
     shared = {
+        **columns,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **triton._tiles(mask, "q"),
@@ -192,7 +195,13 @@ def backward(
             "BLOCK_M": ROUNDED_ROWS,
         }
         start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
-    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {})
+    lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
+    sums = triton.sums_beside(
+        kernels.portable, q, k, v, grad_out, lse2, delta,
+        scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
+    )  # fmt: skip
+    sums["column"] = by_column
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
 
 def settle(

@@ -6,6 +6,7 @@ launch. Shapes are those of `interface.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -139,19 +140,9 @@ def backward(
     weights = dict(zip(("PEAK", "TOTAL"), kept, strict=True)) if kept else {"LSE2": torch.empty_like(lse)}
     grad_q = grad_k = grad_v = None
     sums: dict[Along, list[Tensor]] = {}
-    shared = {
-        **_strided("Q", "q", "m", q),
-        **_strided("K", "k", "n", k),
-        **_strided("V", "v", "n", v),
-        **_strided("GRAD_OUT", "g", "m", grad_out),
-        **weights,
-        "DELTA": delta,
-        **_sizes(q, k, scale),
-    }
-
-    def arguments(kernel: KernelName) -> Arguments:
-        lists = {} if kernel == "diagonal" else _tiles(mask, "q" if kernel == "dkdv" else "kv")
-        return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
+    arguments = _of_backward(
+        kernels, q, k, v, grad_out, {**weights, "DELTA": delta}, scale, mask, score_captured, mask_captured
+    )
 
     def by_query(tile: Tile) -> tuple[int]:
         return grid(batch, heads, length, tile.block_m)
@@ -162,14 +153,12 @@ def backward(
         _statistics(kernels, out, lse, grad_out, grad_lse, weights["LSE2"], delta)
     if needs[0] or captures.row:
         grad_q = _allocate(q, q.shape[3]) if needs[0] else None
-        rows, sums["row"] = _sum_buffers(captures.row, "_BY_ROW", lse, length)
-        strided = _strided("GRAD_Q", "dq", "m", grad_q)
-        launch(kernels, "dq", q.device, by_query, {**arguments("dq"), **strided, **rows})
+        sums["row"] = _by_query(kernels, lse, grad_q, arguments)
     if needs[1] or needs[2] or captures.column:
         # without terms of its own the kernel makes both
         grad_k = _allocate(k, k.shape[3]) if needs[1] or not captures.column else None
         grad_v = _allocate(v, v.shape[3]) if needs[2] or not captures.column else None
-        columns, sums["column"] = _sum_buffers(captures.column, "_BY_COLUMN", lse, keys)
+        columns, sums["column"] = sum_buffers(captures.column, "_BY_COLUMN", lse, keys)
         own = {
             **arguments("dkdv"),
             **_strided("GRAD_K", "dk", "n", grad_k),
@@ -179,17 +168,100 @@ def backward(
         }
         b, h, n, _ = k.shape
         launch(kernels, "dkdv", q.device, lambda tile: grid(b, h, n, tile.block_n), own)
-    extents = (batch, heads, length, keys)
-    if captures.diagonal:
-        sums["diagonal"] = sums_along_diagonals(kernels, q.device, extents, arguments("diagonal"), mask)
-    if captures.element:
-        sums["element"] = sums_of_elements(
-            kernels, q.device, extents, arguments("scatter"), score_captured.tensors
-        )
+    sums |= _apart(kernels, lse, keys, mask, score_captured, arguments)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
 
-def _sum_buffers(
+def sums_beside(
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    mask: BlockMask | None = None,
+    score_captured: Captured = NOTHING,
+    mask_captured: Captured = NOTHING,
+) -> dict[Along, list[Tensor]]:
+    """The sums that `kernels.captures` name but for those by column: what a backward by other kernels lacks.
+
+    `lse2` and `delta`, [B, Hq, M] float32, are as `statistics_kernel` makes them. Raises as `backward` does.
+    """
+    statistics = {"LSE2": lse2, "DELTA": delta}
+    arguments = _of_backward(
+        kernels, q, k, v, grad_out, statistics, scale, mask, score_captured, mask_captured
+    )
+    sums: dict[Along, list[Tensor]] = {}
+    if kernels.captures.row:
+        sums["row"] = _by_query(kernels, lse2, None, arguments)
+    return sums | _apart(kernels, lse2, k.shape[2], mask, score_captured, arguments)
+
+
+def _of_backward(
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    statistics: Mapping[str, Tensor],
+    scale: float,
+    mask: BlockMask | None,
+    score_captured: Captured,
+    mask_captured: Captured,
+) -> Callable[[KernelName], Arguments]:
+    """What a kernel of the backward is given, but for its results."""
+    shared = {
+        **_strided("Q", "q", "m", q),
+        **_strided("K", "k", "n", k),
+        **_strided("V", "v", "n", v),
+        **_strided("GRAD_OUT", "g", "m", grad_out),
+        **statistics,
+        **_sizes(q, k, scale),
+    }
+
+    def arguments(kernel: KernelName) -> Arguments:
+        lists = {} if kernel == "diagonal" else _tiles(mask, "q" if kernel == "dkdv" else "kv")
+        return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
+
+    return arguments
+
+
+def _by_query(
+    kernels: Kernels, lse: Tensor, grad_q: Tensor | None, arguments: Callable[[KernelName], Arguments]
+) -> list[Tensor]:
+    """dq_kernel: fills `grad_q`, where it is given, and makes the sums by row."""
+    rows, sums = sum_buffers(kernels.captures.row, "_BY_ROW", lse, lse.shape[2])
+    own = {**arguments("dq"), **_strided("GRAD_Q", "dq", "m", grad_q), **rows}
+    batch, heads, length = lse.shape
+    launch(kernels, "dq", lse.device, lambda tile: grid(batch, heads, length, tile.block_m), own)
+    return sums
+
+
+def _apart(
+    kernels: Kernels,
+    lse: Tensor,
+    keys: int,
+    mask: BlockMask | None,
+    score_captured: Captured,
+    arguments: Callable[[KernelName], Arguments],
+) -> dict[Along, list[Tensor]]:
+    """The sums that have kernels of their own."""
+    sums: dict[Along, list[Tensor]] = {}
+    batch, heads, length = lse.shape
+    extents, device = (batch, heads, length, keys), lse.device
+    if kernels.captures.diagonal:
+        sums["diagonal"] = sums_along_diagonals(kernels, device, extents, arguments("diagonal"), mask)
+    if kernels.captures.element:
+        sums["element"] = sums_of_elements(
+            kernels, device, extents, arguments("scatter"), score_captured.tensors
+        )
+    return sums
+
+
+def sum_buffers(
     text: ModText | None, suffix: str, lse: Tensor, length: int
 ) -> tuple[Arguments, list[Tensor]]:
     """A [B, Hq, length] buffer for each of a text's terms, as arguments and in order."""

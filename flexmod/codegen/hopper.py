@@ -12,7 +12,7 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelSpec, option
 
 Way = Literal["forward", "backward"]
@@ -117,12 +117,10 @@ def why_portable(
     options: Mapping[str, Any],
     *,
     deterministic: bool = False,
-    captures: bool = False,
 ) -> str | None:
     """Why the portable template makes these kernels for a chip, None where the one for Hopper does.
 
-    `options` are checked kernel_options; `deterministic`: reruns shall agree bit for bit; `captures`: there
-    are gradients of captured tensors to make.
+    `options` are checked kernel_options; `deterministic`: reruns shall agree bit for bit.
     """
     if target != TARGET:
         return f"{target} is no Hopper chip ({TARGET})"
@@ -133,8 +131,6 @@ def why_portable(
     given = [name for name in TILE_OPTIONS[way] if _given(options, way, name) is not None]
     if given:
         return f"kernel option {given[0]} speaks of the portable template"
-    if way == "backward" and captures:
-        return "gradients of captured tensors"
     if way == "backward" and (deterministic or _given(options, way, "deterministic")):
         return "a deterministic backward: Hopper's adds up dQ in any order"
     return None
@@ -241,7 +237,7 @@ class HopperKernels:
     def module(self) -> ModuleType:
         p = self.portable
         names = ["hopper_attention", *(["score"] if p.score else []), *(["mask"] if p.mask else [])]
-        return cache.load(text(p.spec, p.score, p.mask, p.grad), "_".join(names))
+        return cache.load(text(p.spec, p.score, p.mask, p.grad, p.captures), "_".join(names))
 
 
 @lru_cache(4096)
@@ -251,7 +247,15 @@ def hopper_kernels(portable: Kernels) -> HopperKernels:
 
 
 def text(
-    spec: KernelSpec, score: ModText | None = None, mask: ModText | None = None, grad: ModText | None = None
+    spec: KernelSpec,
+    score: ModText | None = None,
+    mask: ModText | None = None,
+    grad: ModText | None = None,
+    captures: CaptureTexts = NO_CAPTURES,
 ) -> str:
-    """The module of a spec and its mods: `forward_kernel`, or for a backward its three kernels."""
-    return render.render(spec, score, mask, grad, template="hopper_module.jinja")
+    """The module of a spec and its mods: `forward_kernel`, or for a backward its three kernels.
+
+    Of the captures, those summed by column are made here.
+    """
+    own = CaptureTexts(column=captures.column)
+    return render.render(spec, score, mask, grad, own, template="hopper_module.jinja")

@@ -8,7 +8,8 @@
 
 A statement that nothing needs is "". `arguments` are those of the call that come before the parameters.
 `held_by_column` counts the numbers, truth values apart, that the column statement makes; `waits_for_score`: a
-load's place depends on the score. The call of a mask gives an int1 tile, that of a score or of its derivative
+load's place depends on the score; `keeps_zeros`: a derivative with terms does not read the score, and is 0
+wherever the incoming gradient is. The call of a mask gives an int1 tile, that of a score or of its derivative
 a float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term_text`.
 """
 
@@ -67,6 +68,7 @@ class ModText:
     parameters: tuple[Parameter, ...] = ()
     held_by_column: int = 0
     waits_for_score: bool = False
+    keeps_zeros: bool = False
     arguments: tuple[str, ...] = ()
     terms: tuple[TermText, ...] = ()
 

@@ -19,8 +19,11 @@ from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
 from flexmod.codegen.triton_text import Function, Writer, fresh, together
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph, Node
-from flexmod.ir.ops import strong
+from flexmod.ir.ops import CAST, strong
 from flexmod.ir.reductions import Along, Term
+
+# of finite arguments they make finite floats, range apart
+_FINITE = {CAST, "input", "const", "param", "add", "sub", "mul", "neg", "where"}
 
 MAIN: dict[Along, str] = {
     "row": "score_grad_by_row",
@@ -68,6 +71,15 @@ class _TermWriter(Writer):
             into = first.setdefault(term.capture, name) if self._along == "element" else name
             found.append(TermText(name, into, term.capture))
         return tuple(found)
+
+    def keeps_zeros(self) -> bool:
+        """Are results the gradient times what is finite everywhere: numbers, integers of positions?"""
+        return all(
+            node.op != "load"
+            and "score" not in node.home
+            and (not strong(node.dtype).is_floating_point or node.op in _FINITE)
+            for node in self.graph.nodes
+        )
 
     def _place(self, main: Function, term: Term) -> tuple[str, str]:
         """Where the element is, and whether it is anywhere."""

@@ -169,6 +169,7 @@ class Writer:
             held_by_column=held,
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
+            keeps_zeros=self.keeps_zeros(),
             terms=self.term_names(),
             **statements,
         )
@@ -180,6 +181,10 @@ class Writer:
     def term_names(self) -> tuple[TermText, ...]:
         """Names for what the main function returns beside its first value."""
         return ()
+
+    def keeps_zeros(self) -> bool:
+        """See `ModText`; of derivatives with terms alone it is known."""
+        return False
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:

@@ -1,11 +1,12 @@
 """How the gradients of captured elements are summed, read off the indices of each load.
 
-    row         no index depends on kv_idx (slopes of heads and scalars too): a sum over a row's keys
+    row         no index depends on kv_idx: a sum over a row's keys
     column      none depends on q_idx: a sum over a column's queries
     diagonal    q_idx and kv_idx matter through their difference alone: a sum along the diagonals
     element     anything else, an index that depends on the score too: every element goes to its own place
 
-What a sum leaves is O(length), and the load's index follows from the position that is left.
+What a sum leaves is O(length), and the load's index follows from the position that is left. Where no index
+depends on either, as with slopes of heads and scalars, a row's keys or a column's queries may be summed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from flexmod.ir.graph import COLUMN, ROW, UNIFORM, DType, Graph, Node
 from flexmod.ir.ops import CAST, OPS, strong
 
 Along = Literal["row", "column", "diagonal", "element"]
+Uniform = Literal["row", "column"]
+"""How terms are summed whose indices read b and h alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +39,7 @@ class Term:
     along: Along
 
 
-def terms_of(found: CaptureGrad) -> tuple[Term, ...]:
+def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[Term, ...]:
     """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices allow."""
     known = _Differences(found.graph)
     results = iter(found.graph.results[1:])
@@ -44,11 +47,13 @@ def terms_of(found: CaptureGrad) -> tuple[Term, ...]:
     for number in found.loads:
         gradient = next(results)
         indices = tuple(next(results) for _ in range(found.graph.captures[number].rank))
-        terms.append(Term(number, gradient, indices, _along(indices, known)))
+        terms.append(Term(number, gradient, indices, _along(indices, known, uniform)))
     return tuple(terms)
 
 
-def _along(indices: tuple[Node, ...], known: _Differences) -> Along:
+def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> Along:
+    if all(index.home <= UNIFORM for index in indices):
+        return uniform
     if all(index.home <= ROW for index in indices):
         return "row"
     if all(index.home <= COLUMN for index in indices):

@@ -6,6 +6,7 @@ Triton 3.9 renamed copies by the TMA unit, and exports the sum into memory that 
     store_tile(descriptor, [b, h, row, column], tile)            shared memory to memory, clipped at the ends
     add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
     stores_read()                                                until no store reads shared memory any more
+    made_anew(number)                                            the int32, as one not seen before
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -37,6 +39,12 @@ else:
 @gluon.jit
 def stores_read():  # type: ignore[no-untyped-def]
     tma.store_wait(0)
+
+
+@gluon.jit
+def made_anew(number):  # type: ignore[no-untyped-def]
+    # what follows from it is computed where it is used, and not held in registers since an earlier use
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
 
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

@@ -103,7 +103,7 @@ def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> No
         ("backward", "sm_90", {"fwd_num_warps": 4}, {}, None),
         ("forward", "sm_90", {"TEMPLATE": "portable"}, {}, "kernel option TEMPLATE asks for it"),
         ("forward", "sm_90", {"bwd_TEMPLATE": "portable"}, {}, None),
-        ("forward", "sm_90", {"deterministic": True}, {"deterministic": True, "captures": True}, None),
+        ("forward", "sm_90", {"deterministic": True}, {"deterministic": True}, None),
         ("backward", "sm_90", {"deterministic": False}, {}, None),
         (
             "backward",
@@ -119,7 +119,6 @@ def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> No
             {"deterministic": True},
             "a deterministic backward: Hopper's adds up dQ in any order",
         ),
-        ("backward", "sm_90", {}, {"captures": True}, "gradients of captured tensors"),
     ],
 )
 def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
@@ -201,12 +200,22 @@ def test_a_derivative_of_one_is_no_step() -> None:
 # Compiled for sm_90
 
 SLOPES = mods.alibi(torch.ones(4))
+LEARNED = torch.ones(4, requires_grad=True)
+LEARNED_BIAS = torch.ones(1024, requires_grad=True)
 LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES")
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """A mask of this file's own: equal graphs quote the first one's lines, and golden files hold them."""
     return q_idx + 5 >= kv_idx
+
+
+def bias_of_keys(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_BIAS[kv_idx]
+
+
+def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * torch.exp(LEARNED[h])
 
 
 @pytest.mark.parametrize(
@@ -231,16 +240,48 @@ def test_compiles(
     assert report.matrix_instructions["HGMMA"] >= instructions
 
 
+@pytest.mark.parametrize(
+    ("score_mod", "dim", "spills"), [(mods.alibi(LEARNED), 64, 128), (bias_of_keys, 128, 768)]
+)
+def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: int) -> None:
+    report = compiled("backward", score_mod, near, dim, rung=2)
+    assert report.fits
+    assert report.warnings == ()
+    assert report.spills <= spills
+    # from one lane to the next: all of a key's queries are in the lanes of four
+    assert "shfl.sync.bfly" in report.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "waits"), [(mods.alibi(LEARNED), True), (bias_of_keys, True), (temperature, False)]
+)
+def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
+    """A term that is no number in a masked pair must not be made of what is 0 there."""
+    lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
+    backward = spec(mask_block=(128, 128), shared_kv=True, backward=True)
+    kernels = kernels_for(backward, lowered, None, wanted=(0,), uniform="column")
+    assert kernels.captures.column and not kernels.captures.row
+    source = text(backward, kernels.score, CAUSAL, kernels.grad, kernels.captures)
+    compile(source, "module", "exec")
+    (term,) = kernels.captures.column.terms
+    before, after = source.index("if step < partial_steps:"), source.index("dp = warpgroup_mma_wait")
+    call = source.index(f"grad, grad_of_{term.name} = ")
+    assert call > after if waits else call < before
+    assert (f"grad_of_{term.name} = gl.where(keep" in source) != waits
+    assert f"gl.store({term.into.upper()}_BY_COLUMN + line" in source
+
+
 def compiled(
     way: Any, score_mod: Any, mask_mod: Any, dim: int, form: Any = "runs", rung: int = 0
 ) -> offline.Report:
     """A shape of the ladder, compiled for sm_90."""
     traced = [trace(f, kind) if f else None for f, kind in ((score_mod, "score"), (mask_mod, "mask"))]  # type: ignore
+    learned = tuple(n for n, x in enumerate(traced[0].tensors) if x.requires_grad) if traced[0] else ()
     lowered = [lower(t.graph, (1, 4, 1024, 1024), split=False) if t else None for t in traced]
     block = (128, 128) if mask_mod else None
     backward = way == "backward"
     asked = spec(dim=dim, mask_block=block, mask_form=form, backward=backward)
-    portable = kernels_for(asked, *lowered)
+    portable = kernels_for(asked, *lowered, wanted=learned, uniform="column")
     kernels = HopperKernels(portable)
     shape = kernels.ladder(way)[rung]
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
@@ -249,7 +290,7 @@ def compiled(
     signature = {name: descriptor_type((1, 1, count, dim), BF16) for name, count in tiles.items()}
     signature["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, dim // 2), SINGLE)
     signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), SINGLE))
-    texts = (portable.score, portable.grad, portable.mask)
+    texts = (portable.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
     signature |= {"LSE": "*fp32", "scale": "fp32"}
     signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
     constants: dict[str, object] = dict(shape.arguments())
@@ -259,7 +300,8 @@ def compiled(
         constants["MAX_SCORES"] = None
     for name in kernel.arg_names:
         if name not in constants:
-            signature.setdefault(name, "*i32" if name.endswith(LISTS) else "i32")
+            kind = "*fp32" if name.endswith("_BY_COLUMN") else "*i32" if name.endswith(LISTS) else "i32"
+            signature.setdefault(name, kind)
     chosen = {name: signature[name] for name in kernel.arg_names if name in signature}
     return offline.compile(kernel, chosen, constants, "sm_90", **options)
 

@@ -31,18 +31,33 @@ class Case:
     columns: int
     causal: bool
     captured: str = "float32"
+    template: str = "auto"
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         captured = "" if self.captured == "float32" else f" ({self.captured})"
         sizes = f"D{self.head_dim}-{self.rows}x{self.columns}"
-        return f"{self.name}{captured}-{self.dtype}-{sizes}-{mask}".replace(" ", "_")
+        template = "" if self.template == "auto" else f"-{self.template}"
+        return f"{self.name}{captured}-{self.dtype}-{sizes}-{mask}{template}".replace(" ", "_")
 
 
 # Here a bias is the same for a whole row, and softmax takes it out again: the true gradient is 0, and what
 # is found is how the output was rounded, from which the backward makes rowsum(out * grad_out).
 CANCELLED = ("with -inf", "in two places")
 
+# For Hopper's backward alone: terms that it sums itself, and terms that portable kernels sum beside it.
+BESIDE = ("relative table", "bias of pairs", "bias of rows")
+OWN = ("slopes", "alibi of the library", "bias of keys")
+OWN_BY_SCORE = ("temperature", "scalar", "one element", "in two places")
+
+HOPPER_CASES = [
+    *(
+        Case(name, dtype, 64, 517, 1031, causal=causal, template="hopper")
+        for name in OWN + OWN_BY_SCORE + BESIDE
+        for dtype, causal in (("bfloat16", True), ("float16", False))
+    ),
+    *(Case(name, "bfloat16", 128, 1024, 1024, causal=True, template="hopper") for name in OWN + BESIDE),
+]
 CASES = [
     *(Case(name, "bfloat16", 128, 1031, 1031, causal=True) for name in NAMES),
     *(Case(name, "float16", 64, 300, 2100, causal=False, captured="float16") for name in NAMES),
@@ -73,8 +88,8 @@ def draw(case: Case, number: int) -> tuple[dict[str, list[float]], bool]:
     )  # fmt: skip
     mask_mod = causal if case.causal else None
     inputs = (*call.inputs, call.grad_out)
-    ours = compiled(make, tensors, mask_mod, *inputs)
-    again = [compiled(make, tensors, mask_mod, *inputs, deterministic=True) for _ in range(2)]
+    ours = compiled(make, tensors, mask_mod, *inputs, options={"bwd_TEMPLATE": case.template})
+    again = [compiled(make, tensors, mask_mod, *inputs, options={"deterministic": True}) for _ in range(2)]
     eager = written_out(make, tensors, mask_mod, *inputs)
     truth = written_out(make, [x.double() for x in tensors], mask_mod, *(x.double() for x in inputs))
     names = ["dq", "dk", "dv", *(f"capture {n}" for n in range(len(tensors)))]
@@ -105,7 +120,7 @@ def leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def compiled(
     make: Any, tensors: list[Tensor], mask_mod: Any, query: Tensor, key: Tensor, value: Tensor,
-    grad_out: Tensor, deterministic: bool = False,
+    grad_out: Tensor, options: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """flexmod's gradients, from memory that held NaN before each call."""
     inputs, learned = leaves([query, key, value]), leaves(tensors)
@@ -114,7 +129,6 @@ def compiled(
     if mask_mod is not None:
         mask = flexmod.create_block_mask(mask_mod, None, None, rows, columns, device=query.device)
     statistics = torch.empty(query.shape[:-1], device=query.device)
-    options = {"deterministic": deterministic}
     out = flexmod.flex_attention(*inputs, make(*learned), mask, enable_gqa=True, kernel_options=options)
     poison(query, key, value, statistics, torch.empty_like(statistics[:, :, :1]).expand(-1, -1, columns))
     return torch.autograd.grad(out, [*inputs, *learned], grad_out)

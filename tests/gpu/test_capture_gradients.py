@@ -6,9 +6,12 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import workers
-from gpu.learned import CASES, Case, measure
+from gpu.learned import CASES, HOPPER_CASES, Case, measure
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -27,6 +30,16 @@ def learned(request: pytest.FixtureRequest) -> dict[str, workers.Outcome]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error(case: Case, learned: dict[str, Any]) -> None:
+    check(case, learned)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_error_on_hopper(case: Case, learned: dict[str, Any]) -> None:
+    check(case, learned)
+
+
+def check(case: Case, learned: dict[str, Any]) -> None:
     outcome = learned[str(case)]
     assert not outcome.error, outcome.error
     # NaN is no error within a limit
