@@ -206,8 +206,8 @@ LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES")
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """A mask of this file alone, and without numbers: equal graphs quote the first one's lines, and numbers that
-    change from test to test become arguments."""
+    """A mask of this file alone, without numbers: equal graphs quote the first one's lines, and a number that
+    changes from test to test becomes an argument."""
     return q_idx + h >= kv_idx
 
 
@@ -226,7 +226,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         ("forward", SLOPES, near, 128, 64, 48, "runs"),
         ("forward", None, near, 64, 0, 48, "lists"),
         ("backward", None, None, 128, 128, 64, "runs"),
-        ("backward", None, near, 64, 128, 64, "lists"),
+        ("backward", None, near, 64, 192, 64, "lists"),
         ("backward", mods.softcap(12.5), near, 128, 128, 64, "runs"),
     ],
 )
