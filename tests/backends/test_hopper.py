@@ -11,8 +11,9 @@ from reference_case import make_case
 from torch import Tensor
 
 from flexmod import create_block_mask
-from flexmod.backends import hopper, triton
+from flexmod.backends import hopper, triton, triton_captured
 from flexmod.codegen.hopper import HopperKernels, Shape
+from flexmod.codegen.kernels import Captured
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.trace import trace
 
@@ -173,3 +174,40 @@ def test_every_argument_is_there(way: Any, mask: bool, monkeypatch: pytest.Monke
             "round_kernel": (2 * 4 * 5,),
         }
         assert [found.query.shape, found.key.shape] == [call["q"].shape, call["k"].shape]
+
+
+def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes and a bias of keys in the fused kernel, a bias of rows and pairs in kernels beside it."""
+    _, call = made("backward", batch=2, heads=4, kv_heads=2, kv_batch=1)
+    slopes, keys, rows, pairs = (torch.ones(s) for s in ((4,), (260,), (300,), (300, 260)))
+
+    def learned(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx) + keys[kv_idx] + rows[q_idx] + pairs[q_idx, kv_idx]
+
+    traced = trace(learned, "score", CPU)
+    score = lower(traced.graph, (2, 4, 300, 260), split=False)
+    mask = lower(call["mask"].traced.graph, (2, 4, 300, 260), split=False)
+    spec = triton.kernel_spec(
+        call["q"], call["k"], call["v"], call["mask"], scale=1.0, precision="ieee", backward=True
+    )
+    kernels = HopperKernels(kernels_for(spec, score, mask, wanted=(0, 1, 2, 3), uniform="column"))
+    launched = []
+
+    def start(kernels: HopperKernels, name: str, device: Any, programs: Any, arguments: Any) -> None:
+        assert set(getattr(kernels.module, name).arg_names) == set(arguments) - {"num_warps", "maxnreg"}
+        launched.append(name)
+
+    def launch(kernels: Any, name: str, device: Any, programs: Any, arguments: Any) -> None:
+        given = arguments if isinstance(arguments, dict) else arguments(kernels.ladder(name)[0])
+        assert set(getattr(kernels.module, f"{name}_kernel").arg_names) - {"BLOCK_M", "BLOCK_N"} <= set(given)
+        assert given["LSE2"].shape == given["DELTA"].shape == (2, 4, 300)
+        launched.append(name)
+
+    monkeypatch.setattr(hopper, "start", start)
+    monkeypatch.setattr(triton, "launch", launch)
+    monkeypatch.setattr(triton_captured, "launch", launch)
+    captured = Captured(traced.tensors)
+    found = hopper.backward(kernels, **call, score_captured=captured, shape=kernels.ladder("backward")[-1])
+    assert launched == ["statistics_kernel", "backward_kernel", "round_kernel", "dq", "scatter"]
+    assert [x.shape for x in found.sums["column"]] == [(2, 4, 260)] * 2
+    assert [x.shape for x in found.sums["row"]] == [(2, 4, 300)]
