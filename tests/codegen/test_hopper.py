@@ -226,14 +226,15 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         ("forward", SLOPES, near, 128, 64, 48, "runs"),
         ("forward", None, near, 64, 0, 48, "lists"),
         ("backward", None, None, 128, 128, 64, "runs"),
-        ("backward", None, near, 64, 192, 64, "lists"),
-        ("backward", mods.softcap(12.5), near, 128, 128, 64, "runs"),
+        ("backward", None, near, 64, 256, 64, "lists"),
+        ("backward", mods.softcap(12.5), near, 128, 192, 64, "runs"),
     ],
 )
 def test_compiles(
     way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int, form: Any
 ) -> None:
-    """`spills` in bytes; a thread has 168 registers of 4 bytes to begin with."""
+    """`spills` in bytes, as Triton 3.9 has them, which spills more than 3.6; a thread has 168 registers of 4 bytes
+    to begin with."""
     report = compiled(way, score_mod, mask_mod, dim, form)
     assert report.fits
     assert report.warnings == ()
