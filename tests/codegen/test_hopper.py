@@ -233,8 +233,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_compiles(
     way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int, form: Any
 ) -> None:
-    """`spills` in bytes, as Triton 3.9 has them, which spills more than 3.6. A thread begins with 168 registers
-    of 4 bytes."""
+    """`spills` in bytes, as Triton 3.9 has them, which spills more than 3.6 does."""
     report = compiled(way, score_mod, mask_mod, dim, form)
     assert report.fits
     assert report.warnings == ()
