@@ -46,12 +46,15 @@ relative, pairs = (torch.zeros(4, 127, requires_grad=True), torch.zeros(64, 64, 
 
 
 def test_golden_learned(golden: Callable[[str, str], None]) -> None:
-    """The dQ kernel with a term, and the kernel that walks the diagonals."""
+    """The dQ kernel with a term, and the kernel that walks the diagonals.
+
+    A mask of its own: equal graphs quote the first one's lines.
+    """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * rate + relative[h, q_idx - kv_idx + 63]
 
-    golden(explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).source, "learned.txt")
+    golden(explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx - h).source, "learned.txt")
 
 
 @pytest.mark.parametrize("block", [None, 128])
