@@ -83,7 +83,7 @@ def forward(
     """
     batch, heads, length, _ = q.shape
     spec = kernels.spec
-    out = triton._allocate(q, v.shape[3])
+    out = triton.allocate(q, v.shape[3])
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     max_scores = torch.empty_like(lse) if want_max else None
     shared = {
@@ -91,9 +91,11 @@ def forward(
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        **triton._tiles(mask, "kv"),
+        **triton.mask_arguments(mask, "kv"),
         **kernels.portable.mod_arguments("forward", score_captured, mask_captured),
-        **_sizes(q, k, scale),
+        **triton.sizes(q, k, scale),
+        "B": batch,
+        "KV_B": k.shape[0],
     }
 
     def arguments(shape: Shape) -> Arguments:
@@ -137,7 +139,7 @@ def backward(
     pitch = _pitch(length)
     if not addressable(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    grad_k, grad_v = triton._allocate(k, k.shape[3]), triton._allocate(v, v.shape[3])
+    grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = q.new_empty((2, batch * heads * pitch), dtype=torch.float32)
     sum_grad_q = q.new_empty((batch, heads, length, spec.head_tile), dtype=torch.float32)
     columns, by_column = triton.sum_buffers(kernels.portable.captures.column, "_BY_COLUMN", lse, keys)
@@ -145,9 +147,11 @@ def backward(
         **columns,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
-        **triton._tiles(mask, "q"),
+        **triton.mask_arguments(mask, "q"),
         **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
-        **_sizes(q, k, scale),
+        **triton.sizes(q, k, scale),
+        "B": batch,
+        "KV_B": k.shape[0],
         "PITCH": pitch,
     }
 
@@ -166,40 +170,30 @@ def backward(
 
     shape = shape or settle(kernels, "backward", q.device, arguments)
     sum_grad_q.zero_()
-    rows = min(TALLEST, 8192 // spec.value_tile)
-    statistics = {
-        **triton._strided("OUT", "o", "m", out),
-        **triton._strided("GRAD_OUT", "g", "m", grad_out),
-        "LSE": lse,
-        **triton._grad_lse(grad_lse),
-        "LSE2": lse2,
-        "DELTA": delta,
-        "HQ": heads,
-        "M": length,
-        "PITCH": pitch,
-        "BLOCK_M": rows,
-    }
-    start(kernels, "statistics_kernel", q.device, grid(batch, heads, pitch, rows), statistics)
+    programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
+    start(kernels, "statistics_kernel", q.device, programs, statistics)
     start(
         kernels, "backward_kernel", q.device, grid(kv_batch, kv_heads, keys, shape.block_n), arguments(shape)
     )
     grad_q = None
     if needs[0]:
-        grad_q = triton._allocate(q, q.shape[3])
+        grad_q = triton.allocate(q, q.shape[3])
         rounding = {
             "SUM_GRAD_Q": sum_grad_q,
-            **triton._strided("GRAD_Q", "dq", "m", grad_q),
+            **triton.strided("GRAD_Q", "dq", "m", grad_q),
             "scale": scale,
             "HQ": heads,
             "M": length,
             "BLOCK_M": ROUNDED_ROWS,
         }
         start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
-    lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
-    sums = triton.sums_beside(
-        kernels.portable, q, k, v, grad_out, lse2, delta,
-        scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
-    )  # fmt: skip
+    sums = {}
+    if kernels.portable.captures.besides_columns:
+        lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
+        sums = triton.sums_beside(
+            kernels.portable, q, k, v, grad_out, lse2, delta,
+            scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
+        )  # fmt: skip
     sums["column"] = by_column
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
@@ -285,15 +279,3 @@ _layout = lru_cache(layout_of)
 
 def _pitch(length: int) -> int:
     return -(-length // TALLEST) * TALLEST
-
-
-def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
-    return {
-        "scale": scale,
-        "B": q.shape[0],
-        "KV_B": k.shape[0],
-        "HQ": q.shape[1],
-        "HKV": k.shape[1],
-        "M": q.shape[2],
-        "N": k.shape[2],
-    }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmod.backends.captured import Sums
 from flexmod.backends.interface import Forward
-from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
+from flexmod.backends.triton_captured import mask_strides, sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.runs import Runs
@@ -88,22 +88,22 @@ def forward(
         BlockSizeError, OptionValueError: see `ladder`.
     """
     batch, heads, length, _ = q.shape
-    out = _allocate(q, v.shape[3])
+    out = allocate(q, v.shape[3])
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     max_scores = torch.empty_like(lse) if want_max else None
     if keep is not None and kernels.spec.exact:
         keep += [torch.empty_like(lse), torch.empty_like(lse)]
     arguments = {
-        **_strided("Q", "q", "m", q),
-        **_strided("K", "k", "n", k),
-        **_strided("V", "v", "n", v),
-        **_strided("OUT", "o", "m", out),
+        **strided("Q", "q", "m", q),
+        **strided("K", "k", "n", k),
+        **strided("V", "v", "n", v),
+        **strided("OUT", "o", "m", out),
         "LSE": lse,
         "MAX_SCORES": max_scores,
         **(dict(zip(("PEAK", "TOTAL"), keep or (None, None), strict=True)) if kernels.spec.exact else {}),
-        **_tiles(mask, "kv"),
+        **mask_arguments(mask, "kv"),
         **kernels.mod_arguments("forward", score_captured, mask_captured),
-        **_sizes(q, k, scale),
+        **sizes(q, k, scale),
     }
     launch(kernels, "forward", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
     return Forward(out, lse, max_scores)
@@ -148,21 +148,24 @@ def backward(
         return grid(batch, heads, length, tile.block_m)
 
     if kernels.spec.exact:
-        launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **_grad_lse(grad_lse)})
+        launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **grad_lse_arguments(grad_lse)})
     else:
-        _statistics(kernels, out, lse, grad_out, grad_lse, weights["LSE2"], delta)
+        programs, given = statistics_arguments(
+            kernels.spec, out, lse, grad_out, grad_lse, weights["LSE2"], delta, pitch=length
+        )
+        start(kernels, "statistics_kernel", q.device, programs, given)
     if needs[0] or captures.row:
-        grad_q = _allocate(q, q.shape[3]) if needs[0] else None
+        grad_q = allocate(q, q.shape[3]) if needs[0] else None
         sums["row"] = _by_query(kernels, lse, grad_q, arguments)
     if needs[1] or needs[2] or captures.column:
         # without terms of its own the kernel makes both
-        grad_k = _allocate(k, k.shape[3]) if needs[1] or not captures.column else None
-        grad_v = _allocate(v, v.shape[3]) if needs[2] or not captures.column else None
+        grad_k = allocate(k, k.shape[3]) if needs[1] or not captures.column else None
+        grad_v = allocate(v, v.shape[3]) if needs[2] or not captures.column else None
         columns, sums["column"] = sum_buffers(captures.column, "_BY_COLUMN", lse, keys)
         own = {
             **arguments("dkdv"),
-            **_strided("GRAD_K", "dk", "n", grad_k),
-            **_strided("GRAD_V", "dv", "n", grad_v),
+            **strided("GRAD_K", "dk", "n", grad_k),
+            **strided("GRAD_V", "dv", "n", grad_v),
             **columns,
             **({"BATCHES": batch // k.shape[0]} if kernels.spec.shared_kv else {}),
         }
@@ -214,16 +217,16 @@ def _of_backward(
 ) -> Callable[[KernelName], Arguments]:
     """What a kernel of the backward is given, but for its results."""
     shared = {
-        **_strided("Q", "q", "m", q),
-        **_strided("K", "k", "n", k),
-        **_strided("V", "v", "n", v),
-        **_strided("GRAD_OUT", "g", "m", grad_out),
+        **strided("Q", "q", "m", q),
+        **strided("K", "k", "n", k),
+        **strided("V", "v", "n", v),
+        **strided("GRAD_OUT", "g", "m", grad_out),
         **statistics,
-        **_sizes(q, k, scale),
+        **sizes(q, k, scale),
     }
 
     def arguments(kernel: KernelName) -> Arguments:
-        lists = {} if kernel == "diagonal" else _tiles(mask, "q" if kernel == "dkdv" else "kv")
+        lists = {} if kernel == "diagonal" else mask_arguments(mask, "q" if kernel == "dkdv" else "kv")
         return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
 
     return arguments
@@ -234,7 +237,7 @@ def _by_query(
 ) -> list[Tensor]:
     """dq_kernel: fills `grad_q`, where it is given, and makes the sums by row."""
     rows, sums = sum_buffers(kernels.captures.row, "_BY_ROW", lse, lse.shape[2])
-    own = {**arguments("dq"), **_strided("GRAD_Q", "dq", "m", grad_q), **rows}
+    own = {**arguments("dq"), **strided("GRAD_Q", "dq", "m", grad_q), **rows}
     batch, heads, length = lse.shape
     launch(kernels, "dq", lse.device, lambda tile: grid(batch, heads, length, tile.block_m), own)
     return sums
@@ -270,38 +273,40 @@ def sum_buffers(
     return {term.into.upper() + suffix: x for term, x in zip(terms, buffers, strict=True)}, buffers
 
 
-def _statistics(
-    kernels: Kernels,
+def statistics_arguments(
+    spec: KernelSpec,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     lse2: Tensor,
     delta: Tensor,
-) -> None:
-    """Fill lse2 and delta, [B, Hq, M] float32 each."""
+    pitch: int,
+) -> tuple[tuple[int], Arguments]:
+    """The grid and the arguments of the kernel that fills lse2 and delta, [B, Hq, pitch] float32 each."""
     batch, heads, length = lse.shape
-    rows = statistics_rows(kernels.spec)
+    rows = statistics_rows(spec)
     arguments = {
-        **_strided("OUT", "o", "m", out),
-        **_strided("GRAD_OUT", "g", "m", grad_out),
+        **strided("OUT", "o", "m", out),
+        **strided("GRAD_OUT", "g", "m", grad_out),
         "LSE": lse,
-        **_grad_lse(grad_lse),
+        **grad_lse_arguments(grad_lse),
         "LSE2": lse2,
         "DELTA": delta,
         "HQ": heads,
         "M": length,
+        "PITCH": pitch,
         "BLOCK_M": rows,
     }
-    start(kernels, "statistics_kernel", out.device, grid(batch, heads, length, rows), arguments)
+    return grid(batch, heads, pitch, rows), arguments
 
 
-def _grad_lse(grad_lse: Tensor | None) -> Arguments:
+def grad_lse_arguments(grad_lse: Tensor | None) -> Arguments:
     strides = grad_lse.stride() if grad_lse is not None else (0, 0, 0)
     return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
 
 
-def _allocate(like: Tensor, dim: int) -> Tensor:
+def allocate(like: Tensor, dim: int) -> Tensor:
     """An uninitialized tensor of like's dtype and shape, but for a last dimension of `dim`.
 
     Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
@@ -312,7 +317,7 @@ def _allocate(like: Tensor, dim: int) -> Tensor:
     return memory.permute([order.index(0), order.index(1), order.index(2), 3])
 
 
-def _strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:
+def strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:
     """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
     b, h, m, d = tensor.stride() if tensor is not None else (0, 0, 0, 0)
     return {
@@ -324,11 +329,11 @@ def _strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Argume
     }
 
 
-def _sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
+def sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
     return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
 
 
-def _tiles(mask: BlockMask | None, axis: Axis) -> Arguments:
+def mask_arguments(mask: BlockMask | None, axis: Axis) -> Arguments:
     """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
     if mask is None:
         return {}
@@ -342,12 +347,10 @@ def _tiles(mask: BlockMask | None, axis: Axis) -> Arguments:
 
 
 def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
-    batch, heads, rows = runs.rows.shape[:3]
     return {
         f"{axis.upper()}_ROWS": runs.rows,
         f"{axis.upper()}_RUNS": runs.spans,
-        "stride_mask_b": heads * rows if batch > 1 else 0,
-        "stride_mask_h": rows if heads > 1 else 0,
+        **mask_strides(runs.rows.shape[:3]),
     }
 
 
@@ -385,7 +388,6 @@ def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> 
             present = [t.narrow(dim, 0, 1) for t in present]
     counts, indices, *full = [t.contiguous() for t in present]
     full_counts, full_indices = full if full else (None, None)
-    mask_batch, mask_heads, rows = counts.shape
     return {
         names[0].upper(): counts,
         names[1].upper(): indices,
@@ -393,6 +395,5 @@ def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> 
         names[2].upper(): full_counts,
         names[3].upper(): full_indices,
         f"full_{axis}_slots": full_indices.shape[3] if full_indices is not None else 0,
-        "stride_mask_b": mask_heads * rows if mask_batch > 1 else 0,
-        "stride_mask_h": rows if mask_heads > 1 else 0,
+        **mask_strides(counts.shape),
     }

@@ -102,15 +102,22 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
     full_counts, full_indices = (
         ordered(table == FULL) if mask.held.separate else (None, None)
     )
-    batch, heads, per_mask = counts.shape
     return {
         "DIAGONAL_COUNTS": counts,
         "DIAGONAL_TILES": indices,
         "FULL_DIAGONAL_COUNTS": full_counts,
         "FULL_DIAGONAL_TILES": full_indices,
         "tile_slots": rows,
-        "stride_mask_b": heads * per_mask if batch > 1 else 0,
-        "stride_mask_h": per_mask if heads > 1 else 0,
+        **mask_strides(counts.shape),
+    }
+
+
+def mask_strides(shape: Sequence[int]) -> Arguments:
+    """From one batch, and one head, of [batches, heads, lines] to the next, in lines; 0 for a single one."""
+    batch, heads, lines = shape
+    return {
+        "stride_mask_b": heads * lines if batch > 1 else 0,
+        "stride_mask_h": lines if heads > 1 else 0,
     }
 
 

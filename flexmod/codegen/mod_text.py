@@ -86,6 +86,10 @@ class CaptureTexts:
     diagonal: ModText | None = None
     element: ModText | None = None
 
+    @property
+    def besides_columns(self) -> bool:
+        return any((self.row, self.diagonal, self.element))
+
     def by_kernel(self, grad: ModText | None) -> dict[str, ModText | None]:
         """The derivative that each kernel calls, `grad` where it has no terms."""
         return {

@@ -41,6 +41,14 @@ def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], s
     )  # fmt: skip
 
 
+def check_counts(function: str, name: str, value: Any, shape: str) -> None:
+    """One number of positions, or a tensor of them."""
+    if isinstance(value, Tensor):
+        check_tensor(function, name, value, ranks=(1,), shapes=shape)
+    else:
+        check_number(function, name, value, least=0)
+
+
 def check_extents(function: str, name: str, value: Any, axes: int) -> None:
     """One positive integer for each axis."""
     if not isinstance(value, tuple) or len(value) != axes or not all(is_int(n) and n > 0 for n in value):

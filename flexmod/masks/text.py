@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
-from flexmod.masks.checks import MaskMod, check_number, check_tensor
+from flexmod.masks.checks import MaskMod, check_counts, check_number, check_tensor
 
 
 def causal() -> MaskMod:
@@ -39,10 +39,7 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> MaskMod:
         block_mask = create_block_mask(mask_mod, None, None, 8192, 8192)
         out = flex_attention(query, key, value, block_mask=block_mask)
     """
-    if isinstance(window, Tensor):
-        check_tensor("sliding_window", "window", window, ranks=(1,), shapes="[H]")
-    else:
-        check_number("sliding_window", "window", window, least=0)
+    check_counts("sliding_window", "window", window, shape="[H]")
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         reach = window[h] if isinstance(window, Tensor) else window
@@ -89,10 +86,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
         block_mask = create_block_mask(mask_mod, 2, None, 4096, 4096)
         out = flex_attention(query, key, value, block_mask=block_mask)
     """
-    if isinstance(prefix, Tensor):
-        check_tensor("prefix_lm", "prefix", prefix, ranks=(1,), shapes="[B]")
-    else:
-        check_number("prefix_lm", "prefix", prefix, least=0)
+    check_counts("prefix_lm", "prefix", prefix, shape="[B]")
 
     def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         length = prefix[b] if isinstance(prefix, Tensor) else prefix
