@@ -24,6 +24,7 @@ ROOMS = (
     ("ir.bounds",),
     ("ir.ops",),
     ("ir.source", "ir.proxy", "ir.names", "ir.trace"),
+    ("ir.fingerprint", "ir.traces"),
     ("ir.positions",),
     ("ir.passes",),
     ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),

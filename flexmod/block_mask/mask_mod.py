@@ -9,7 +9,8 @@ import torch
 
 from flexmod import transforms
 from flexmod.errors import MaskCaptureGradientError
-from flexmod.ir.trace import Traced, trace
+from flexmod.ir.trace import Traced
+from flexmod.ir.traces import remembered
 
 MaskMod = Callable[..., Any]
 
@@ -24,7 +25,7 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
 
     Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
     """
-    traced = trace(mask_mod, "mask", device)
+    traced = remembered(mask_mod, "mask", device)
     captured = []
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if transforms.is_wrapped(tensor) and tensor.requires_grad:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
+
 from flexmod.ir.proxy import BINARY
 
+CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
+}  # fmt: skip
+FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
 REDUCTIONS = {
     "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
     "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",
@@ -15,6 +22,11 @@ RANDOM = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
     "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
     "exponential", "random", "gumbel_softmax",
+}  # fmt: skip
+# what torch calls to say of a tensor no more than what it is, whatever it holds
+METADATA = {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
-from flexmod.ir.names import REDUCTIONS, draws, writes
+from flexmod.ir.names import CASTS, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import (
@@ -34,11 +34,6 @@ VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-CASTS = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
-    "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
-}  # fmt: skip
-FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
 CONCRETE = {"item", "tolist", "numpy"}
 ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
 OPERANDS = ("condition", "input", "self", "other", "exponent")
@@ -46,10 +41,15 @@ OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A mod's graph and the tensors that its captures stand for, in their order."""
+    """A mod's graph and the tensors that its captures stand for, in their order.
+
+    `eager`: the mod had torch work on something else than traced values, so that the graph may depend on what
+    a tensor holds.
+    """
 
     graph: Graph
     tensors: tuple[torch.Tensor, ...] = ()
+    eager: bool = False
 
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
@@ -65,7 +65,7 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     with _Watch(tracer):
         result = mod(*arguments)
     node = tracer.result(result, kind)
-    return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors))
+    return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors), tracer.eager)
 
 
 class Tracer:
@@ -77,6 +77,7 @@ class Tracer:
         self.builder = Builder()
         self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
         self.tensors: list[torch.Tensor] = []
+        self.eager = False
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
 
@@ -392,4 +393,5 @@ class _Watch(TorchFunctionMode):
         if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
             return self.tracer.call(func, args, kwargs)
         self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
+        self.tracer.eager |= func not in METADATA
         return func(*args, **kwargs)

@@ -1,0 +1,226 @@
+"""What a mod can see, as a key: two mods with equal fingerprints make the same graph.
+
+A mod is followed through all that its code can reach: defaults, closures, the globals that it names, the
+functions among these. Numbers, strings and dtypes count by value, tensors by what they are and not by what
+they hold, functions by their code. Whatever else a mod reaches, or does, has no fingerprint: attributes of
+objects, lists and dicts, methods, imports, writes to globals. Such a mod is traced at each call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod import transforms
+from flexmod.ir.names import CASTS, FILLS
+from flexmod.ir.ops import BY_TORCH_NAME, COMPOSED
+from flexmod.ir.trace import VALUE_DTYPES
+
+TENSORS = (Tensor, torch.nn.Parameter)
+PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
+CALLABLES = (BuiltinFunctionType, FunctionType, type, type(Tensor))
+MODULES = (math, torch, torch.nn, torch.nn.functional, torch.special)
+BUILTINS = (
+    "abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "isinstance", "len", "max", "min",
+    "pow", "range", "reversed", "round", "sum", "tuple", "zip",
+)  # fmt: skip
+# What a mod may name of torch, of a tensor, of a traced value. Nothing here tells what a tensor holds, or
+# what torch is set to: where it is torch's work on tensors alone, the trace notices (`Traced.eager`).
+ATTRIBUTES = frozenset(
+    (
+        *BY_TORCH_NAME, *COMPOSED, *CASTS, *FILLS, *(name for name in vars(math) if name[0] != "_"),
+        *(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES), "Tensor",
+        "shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "numel", "is_floating_point",
+        "to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor",
+        "nn", "functional", "special", "finfo", "iinfo", "max", "min", "eps", "tiny", "bits",
+    )
+)  # fmt: skip
+# Bytecode that changes what others see, or reaches for what is not looked at here.
+REFUSED = (
+    "STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_", "IMPORT_",
+    "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_LOCALS", "LOAD_CLASSDEREF", "LOAD_FROM_DICT", "LOAD_SUPER",
+)  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """A fingerprint, and the tensors within reach in the order in which they are met."""
+
+    key: tuple[object, ...]
+    tensors: tuple[Tensor, ...]
+
+
+class _Unknown(Exception):
+    """Something that has no fingerprint."""
+
+
+def fingerprint(mod: Any) -> Seen | None:
+    """The fingerprint of a mod; None where it cannot be told what the graph depends on.
+
+    Nothing of the mod runs, and nothing of it is kept in the key but its code.
+    """
+    sight = _Sight()
+    try:
+        sight.add(mod)
+    except _Unknown:
+        return None
+    return Seen(tuple(sight.key), tuple(sight.tensors))
+
+
+def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """What a kernel may depend on of a tensor, but for its values and where they are.
+
+    None for a tensor of another kind: a subclass, one that is not strided, a wrapper of torch.func.
+    """
+    if type(tensor) not in TENSORS or tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
+        return None
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+        tensor.data_ptr() % 16,
+    )  # fmt: skip
+
+
+class _Sight:
+    def __init__(self) -> None:
+        self.key: list[object] = []
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}  # of functions and tensors that were met, by id
+
+    def add(self, value: Any, names: tuple[str, ...] = ()) -> None:
+        """`names` are the attributes that the code that reaches the value may ask of a module."""
+        kind = type(value)
+        if kind in PLAIN:
+            self.key += (kind, value)
+        elif kind is float:
+            self.key += (kind, value or repr(value))  # -0.0 is equal to 0.0
+        elif kind in CALLABLES and value in PURE:
+            self.key.append(value)
+        elif kind is FunctionType:
+            if self._is_new(value):
+                self._add_function(value)
+        elif kind in TENSORS:
+            if self._is_new(value):
+                self.tensors.append(value)
+                self.key.append(tensor_key(value) or _refuse())
+        elif kind is tuple:
+            self.key += (kind, len(value))
+            for item in value:
+                self.add(item, names)
+        elif kind is ModuleType and value in MODULES:
+            self.key.append(value)
+            held = vars(value)
+            for name in names:
+                if name in held:
+                    self.add(held[name], names)
+        elif kind is partial and not value.__dict__:
+            self.key += (kind, len(value.args), *value.keywords)
+            for item in (value.func, *value.args, *value.keywords.values()):
+                self.add(item, names)
+        else:
+            _refuse()
+
+    def _is_new(self, value: object) -> bool:
+        """Is it met for the first time? What was met before is the same as then."""
+        place = self._places.get(id(value))
+        if place is None:
+            self._places[id(value)] = len(self._places)
+            return True
+        self.key += ("again", place)
+        return False
+
+    def _add_function(self, function: FunctionType) -> None:
+        code = _read(function.__code__)
+        if code is None or function.__dict__:
+            _refuse()
+        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        self.key += (code, len(defaults), *keywords)
+        for value in (*defaults, *keywords.values()):
+            self.add(value, code.attributes)
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                _refuse()
+            self.add(value, code.attributes)
+        scope = function.__globals__
+        for name in code.globals:
+            if name in scope:
+                self.add(scope[name], code.attributes)
+            else:
+                self.add(_builtins_of(scope).get(name, self), ())
+
+
+def _refuse() -> Any:
+    raise _Unknown
+
+
+def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
+    held = scope.get("__builtins__", builtins)
+    return held if isinstance(held, dict) else vars(held)
+
+
+@dataclass(frozen=True, eq=False)
+class _Code:
+    """What the code of a function, and of those defined in it, names. It stands for the code in a key."""
+
+    code: CodeType
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
+# By the id of a code, which the entry keeps alive; equal codes are compared by all of their constants.
+_codes: dict[int, tuple[CodeType, _Code | None]] = {}
+
+
+def _read(code: CodeType) -> _Code | None:
+    """None for code that does more than a fingerprint tells of."""
+    known = _codes.get(id(code))
+    if known is None:
+        if len(_codes) >= 4096:  # a key holds the _Code that it was made with: none becomes wrong
+            _codes.clear()
+        known = _codes[id(code)] = (code, _study(code))
+    return known[1]
+
+
+def _study(code: CodeType) -> _Code | None:
+    named: dict[str, None] = {}
+    asked: dict[str, None] = {}
+    for part in _nested(code):
+        for step in dis.get_instructions(part):
+            if step.opname.startswith(REFUSED):
+                return None
+            if step.opname.startswith("STORE_DEREF") and step.argval in part.co_freevars:
+                return None
+            if step.opname == "LOAD_GLOBAL":
+                named[step.argval] = None
+        asked |= dict.fromkeys(part.co_names)
+    attributes = tuple(name for name in asked if name in ATTRIBUTES)
+    if any(name not in ATTRIBUTES and name not in named for name in asked):
+        return None
+    return _Code(code, tuple(named), attributes)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _nested(value)
+
+
+def _pure() -> frozenset[object]:
+    """The functions and types that may be met: what they give depends on their arguments alone."""
+    found = [getattr(builtins, name) for name in BUILTINS]
+    for module in MODULES:
+        found += [held for name, held in vars(module).items() if name in ATTRIBUTES]
+    return frozenset(held for held in found if type(held) in CALLABLES)
+
+
+PURE = _pure()

@@ -1,0 +1,64 @@
+"""Traces that are remembered: a mod whose fingerprint is known does not run again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from flexmod.ir.fingerprint import Seen, fingerprint
+from flexmod.ir.graph import Graph
+from flexmod.ir.trace import Traced, trace
+
+REMEMBERED = 4096
+
+
+class Known(NamedTuple):
+    """A graph that holds for a fingerprint, and which of the tensors seen there it captures, in its order."""
+
+    graph: Graph
+    places: tuple[int, ...]
+
+    def bound(self, seen: Seen) -> Traced:
+        return Traced(self.graph, tuple([seen.tensors[place] for place in self.places]))
+
+
+_known: dict[object, Known] = {}
+_lock = threading.Lock()
+
+
+def find(
+    mod: Callable[..., Any], kind: str, device: torch.device, seen: Seen | None
+) -> tuple[Traced, Known | None]:
+    """As `trace`; with it what is known for all mods of this fingerprint, if anything is.
+
+    `seen` is the mod's fingerprint.
+    """
+    key = None if seen is None else (seen.key, kind, device, torch.get_default_dtype())
+    known = _known.get(key)
+    if known is not None and seen is not None:
+        return known.bound(seen), known
+    traced = trace(mod, kind, device)
+    if seen is None or traced.eager:
+        return traced, None
+    places = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
+    if any(id(tensor) not in places for tensor in traced.tensors):
+        return traced, None
+    known = Known(traced.graph, tuple(places[id(tensor)] for tensor in traced.tensors))
+    remember(_known, key, known)
+    return traced, known
+
+
+def remembered(mod: Callable[..., Any], kind: str, device: torch.device) -> Traced:
+    """As `trace`."""
+    return find(mod, kind, device, fingerprint(mod))[0]
+
+
+def remember(memory: dict[Any, Any], key: object, value: object, limit: int = REMEMBERED) -> None:
+    """Puts an entry into a dict that forgets the oldest one beyond the limit."""
+    with _lock:
+        if len(memory) >= limit:
+            del memory[next(iter(memory))]
+        memory[key] = value
