@@ -1,25 +1,18 @@
-"""flex_attention: checks and dispatch."""
+"""flex_attention, the public call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmod import autograd, checks, errors, transforms
-from flexmod.backends.interface import Forward, Problem
-from flexmod.block_mask.build import create_block_mask
-from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.compiler import lower
-from flexmod.ir.evaluate import replay
-from flexmod.ir.graph import Graph, used_captures
-from flexmod.ir.trace import Traced, trace
-from flexmod.kernel_options import KernelOptions
+from flexmod import calls, errors
+from flexmod.backends.interface import Forward
+from flexmod.block_mask.format import BlockMask
+from flexmod.ir.fingerprint import fingerprint
+from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
 
 ScoreMod = Callable[..., Any]
@@ -84,7 +77,8 @@ def flex_attention(
     # Inside torch.compile attention runs as it does outside: the graph breaks around it.
     attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
     want_max = return_aux is not None and return_aux.max_scores
-    result = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, want_max)
+    asked = (scale, enable_gqa, kernel_options, want_max)
+    result = attend(query, key, value, score_mod, block_mask, *asked)
     if return_lse:
         return result.out, result.lse
     if return_aux is not None:
@@ -103,101 +97,11 @@ def _attend(
     kernel_options: Mapping[str, Any] | None,
     want_max: bool,
 ) -> Forward:
-    """The call as `flex_attention` gets it: checks, then runs."""
+    """The call as `flex_attention` gets it."""
     options = parse_options(kernel_options)
-    reference = options.backend == "REFERENCE"
-    if not reference:
-        transforms.check({"query": query, "key": key, "value": value})
-    checks.check_tensors(query, key, value, enable_gqa)
-    backend = _backend(options, query)
-    query, key, value = (_autocast(t) for t in (query, key, value))
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    with autograd.no_autocast(query.device.type):
-        source = None if score_mod is None else trace(score_mod, "score", query.device)
-        if source is not None and not reference:
-            names = (f"{capture.name}, captured by score_mod" for capture in source.graph.captures)
-            transforms.check(dict(zip(names, source.tensors, strict=True)))
-        tensors = (query, key, value, *(source.tensors if source else ()))
-        track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
-        checks.check_dtypes(query, key, value, backend, track)
-        problem = _problem(query, key, source, block_mask, scale, backend, track)
-        problem = replace(problem, options=options.tiles, precision=_precision())
-        return autograd.run(problem, backend, query, key, value, want_max=want_max, track=track)
-
-
-def _precision() -> Literal["ieee", "tf32"]:
-    """float32 products follow torch's own switches, old and new; `allow_tf32` raises after a new one."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """autocast casts query, key and value, as it does for torch's own attention."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
-
-
-def _backend(options: KernelOptions, query: Tensor) -> str:
-    """Which backend runs: "triton", "cpu", "interpret" or "reference". Nothing falls back by itself."""
-    kind = query.device.type
-    if kind not in ("cuda", "cpu"):
-        raise errors.UnsupportedDevice(device=query.device)
-    if options.backend == "REFERENCE":
-        return "reference"
-    if options.backend == "INTERPRET":
-        if kind != "cpu":
-            raise errors.BackendDeviceError(backend="INTERPRET", wanted="cpu", device=query.device)
-        return "interpret"
-    if options.backend == "TRITON" and kind != "cuda":
-        raise errors.BackendDeviceError(backend="TRITON", wanted="cuda", device=query.device)
-    return "triton" if kind == "cuda" else "cpu"
-
-
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    source: Traced | None,
-    block_mask: Any,
-    scale: float,
-    backend: str,
-    wants_grad: bool,
-) -> Problem:
-    """The mods checked against the tensors, and a mask for the -inf branches of the score_mod."""
-    mask = _block_mask(block_mask)
-    if mask is not None:
-        checks.check_mask(mask, query, key)
-    if source is None:
-        return Problem(None, None, mask, scale)
-    checks.check_captures(source, "score", query)
-    split = mask is None
-    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    lowered = lower(source.graph, extents, split=split)
-    if split and lowered.split is not None:
-        decides = tuple(tensor.detach() for tensor in source.tensors)
-        mask = _mask_of(Traced(lowered.split, decides), extents, query.device)
-    score = None if lowered.score is None else Traced(lowered.score, source.tensors)
-    return Problem(score, lowered.grad if wants_grad else None, mask, scale)
-
-
-def _block_mask(block_mask: Any) -> BlockMask | None:
-    if block_mask is None or isinstance(block_mask, BlockMask):
-        return block_mask
-    if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
-        return from_torch(block_mask)
-    raise errors.NotABlockMask(type=type(block_mask).__name__)
-
-
-def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> BlockMask:
-    """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
-    batch, heads, length, keys = extents
-    sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
-    if used_captures(split.graph.nodes):
-        return create_block_mask(replay(split), *sizes, device=device)
-    return _remembered_mask(split.graph, sizes, device)
-
-
-@lru_cache(64)
-def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> BlockMask:
-    return create_block_mask(replay(Traced(graph)), *sizes, device=device)
+    score = calls.NO_SCORE
+    if score_mod is not None:
+        seen = fingerprint(score_mod)
+        score = calls.Score(lambda device: find(score_mod, "score", device, seen), seen)
+    asked = calls.Asked(score, scale, enable_gqa, options, want_max)
+    return calls.attend(query, key, value, block_mask, asked)

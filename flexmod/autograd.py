@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -18,11 +19,16 @@ from torch import Tensor
 
 from flexmod import transforms
 from flexmod.backends import cpu, generated, reference
-from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import captured_tensors, launched_tensors
 from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
+from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.graph import used_captures
 from flexmod.ir.trace import Traced
+from flexmod.ir.traces import remember
+from flexmod.runtime.tape import Repeated, Tensors
 
 BACKENDS: Mapping[str, Any] = {
     "triton": generated.ON_GPU,
@@ -30,88 +36,149 @@ BACKENDS: Mapping[str, Any] = {
     "cpu": cpu,
     "reference": reference,
 }
-NAMES = ("query", "key", "value")
+GENERATED = ("triton", "interpret")
+BACKWARDS = 64  # that a call remembers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A call apart from its tensors: the score mod of `problem` holds none, `whole` gives them back."""
+    """A checked call apart from its tensors and its mask, which `whole` gives back to the problem.
+
+    It serves all calls that differ from it in the values of their tensors alone. `track`: autograd shall know
+    where the results come from.
+    """
 
     problem: Problem
     backend: str
     want_max: bool
+    track: bool
+    _forward: Repeated = field(default_factory=Repeated)
+    _backward: dict[object, Repeated] = field(default_factory=dict)
 
-    def whole(self, captured: Sequence[Tensor], wanted: Sequence[bool] = ()) -> Problem:
-        """The problem with the tensors of its score mod, and the derivatives by those `wanted`."""
+    @cached_property
+    def used(self) -> tuple[bool, ...]:
+        """Of each captured tensor: does the score depend on it?"""
+        if self.problem.score is None:
+            return ()
+        graph = self.problem.score.graph
+        numbers = used_captures(graph.nodes)
+        return tuple(number in numbers for number in range(len(graph.captures)))
+
+    def whole(
+        self, mask: BlockMask | None, captured: Sequence[Tensor], wanted: Sequence[bool] = ()
+    ) -> Problem:
+        """The problem with its mask, the tensors of its score mod, and the derivatives by those `wanted`."""
         score = self.problem.score
         if score is None:
-            return self.problem
+            return replace(self.problem, mask=mask)
         numbers = tuple(number for number, want in enumerate(wanted) if want)
         return replace(
             self.problem,
             score=Traced(score.graph, tuple(captured)),
+            mask=mask,
             capture_grad=capture_grad(score.graph, numbers) if numbers else None,
         )
 
+    def forward(self, mask: BlockMask | None, tensors: tuple[Tensor, ...]) -> Tensors:
+        """out, lse, the row maximum or None, and what the backend keeps for its backward.
+
+        `tensors` are query, key, value and those that the score mod captures.
+        """
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Tensors:
+            keep: list[Tensor] = []
+            kept = {"keep": keep} if self.track and self.backend != "reference" else {}
+            result: Forward = BACKENDS[self.backend].forward(
+                self.whole(mask, captured), query, key, value, want_max=self.want_max, **kept
+            )
+            return (*result, *keep)
+
+        if self.backend not in GENERATED:
+            return attend(*tensors)
+        return self._forward(attend, tensors, launched_tensors(mask))
+
+    def backward(
+        self, mask: BlockMask | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
+    ) -> Tensors:
+        """Gradients of query, key, value and each captured tensor; None where `needs` does not ask.
+
+        `tensors` are grad_out, grad_lse, query, key, value, out, lse, the `kept` ones, the captured ones.
+        """
+
+        def differentiate(*tensors: Any) -> Tensors:
+            grad_out, grad_lse, query, key, value, out, lse, *rest = tensors
+            found: Gradients = BACKENDS[self.backend].backward(
+                self.whole(mask, rest[kept:], needs[3:]), query, key, value, out, lse, grad_out, grad_lse,
+                needs[:3], tuple(rest[:kept]),
+            )  # fmt: skip
+            asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
+            return (*found[:3], *(gradient if need else None for gradient, need in asked))
+
+        if self.backend not in GENERATED:
+            return differentiate(*tensors)
+        facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
+        case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
+        repeated = self._backward.get(case)
+        if repeated is None:
+            repeated = Repeated()
+            remember(self._backward, case, repeated, BACKWARDS)
+        return repeated(differentiate, tensors, launched_tensors(mask))
+
 
 def run(
-    problem: Problem, backend: str, query: Tensor, key: Tensor, value: Tensor, *, want_max: bool, track: bool
+    call: Call,
+    mask: BlockMask | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: Sequence[Tensor],
+    plain: bool,
 ) -> Forward:
-    """The results of a backend; `track`: autograd shall know where they come from."""
-    if backend == "reference" or not track:
-        return BACKENDS[backend].forward(problem, query, key, value, want_max=want_max)
-    captured: tuple[Tensor, ...] = ()
-    if problem.score is not None:
-        graph, tensors = problem.score.graph, problem.score.tensors
-        used = used_captures(graph.nodes)
-        captured = tuple(t if n in used else t.detach() for n, t in enumerate(tensors))
-        problem = replace(problem, score=Traced(graph))
-    return Forward(*Attention.apply(Call(problem, backend, want_max), query, key, value, *captured)[:3])
+    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
+    if call.backend == "reference" or not call.track:
+        return Forward(*call.forward(mask, (query, key, value, *captured))[:3])  # type: ignore[arg-type]
+    captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
+    # what Function.apply does besides is for torch.func
+    apply = super(torch.autograd.Function, Attention).apply if plain else Attention.apply
+    return Forward(*apply(call, mask, query, key, value, *captured)[:3])
 
 
 class Attention(torch.autograd.Function):
-    """apply(call, query, key, value, *captured)"""
+    """apply(call, mask, query, key, value, *captured)"""
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        """out, lse, the row maximum or None, and what the backend keeps for its backward."""
-        call, query, key, value, *captured = arguments
-        keep: list[Tensor] = []
-        result: Forward = BACKENDS[call.backend].forward(
-            call.whole(captured), query, key, value, want_max=call.want_max, keep=keep
-        )
-        return (*result, *keep)
+    def forward(*arguments: Any) -> Tensors:
+        call, mask, *tensors = arguments
+        result: Tensors = call.forward(mask, tuple(tensors))
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call, query, key, value, *captured = inputs
+        call, mask, query, key, value, *captured = inputs
         out, lse, max_scores, *kept = output
-        ctx.call, ctx.kept = call, len(kept)
+        ctx.call, ctx.mask, ctx.kept = call, mask, len(kept)
         # A tensor made in inference mode can be read, but autograd cannot save it.
         ctx.captured = [t if t.is_inference() else None for t in captured]
         saved = [t for t in captured if not t.is_inference()]
         # Saved, those of the mask too: autograd then refuses a backward after one was changed in place.
-        of_mask = call.problem.mask.traced.tensors if call.problem.mask is not None else ()
-        watched = [t for t in of_mask if not t.is_inference()]
+        watched = [t for t in captured_tensors(mask) if not t.is_inference()]
         ctx.save_for_backward(query, key, value, out, lse, *kept, *saved, *watched)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (max_scores, *kept) if t is not None))
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Tensors:
         query, key, value, out, lse, *rest = ctx.saved_tensors
         if grad_out is None:  # only the lse was used
             grad_out = out.new_zeros(()).expand_as(out)
         kept, saved = rest[: ctx.kept], iter(rest[ctx.kept :])
         captured = [next(saved) if t is None else t for t in ctx.captured]
         arguments = (
-            ctx.call, ctx.needs_input_grad[1:], ctx.kept,
+            ctx.call, ctx.mask, ctx.needs_input_grad[2:], ctx.kept,
             grad_out, grad_lse, query, key, value, out, lse, *kept, *captured,
         )  # fmt: skip
         again = torch.is_grad_enabled() or transforms.active() or transforms.is_batched(grad_out)
-        return (None, *(Gradient.apply(*arguments) if again else Gradient.forward(*arguments)))
+        return (None, None, *(Gradient.apply(*arguments) if again else Gradient.forward(*arguments)))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -125,22 +192,17 @@ class Attention(torch.autograd.Function):
 class Gradient(torch.autograd.Function):
     """The backward of Attention, itself a node: who differentiates it again hears that there is no more.
 
-    apply(call, needs, how many are kept, grad_out, grad_lse, query, key, value, out, lse, *kept, *captured)
+    apply(call, mask, needs, how many are kept, then as `Call.backward` takes them)
     """
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key, value and each captured tensor; None where `needs` does not ask."""
-        call, needs, kept, grad_out, grad_lse, query, key, value, out, lse, *rest = arguments
+    def forward(*arguments: Any) -> Tensors:
+        call, mask, needs, kept, grad_out, *others = arguments
         if transforms.is_batched(grad_out):
             raise VmapError(name="the gradient of the output")
-        problem = call.whole(rest[kept:], needs[3:])
-        with no_autocast(query.device.type):
-            found = BACKENDS[call.backend].backward(
-                problem, query, key, value, out, lse, grad_out, grad_lse, needs[:3], tuple(rest[:kept])
-            )
-        asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
-        return (*found[:3], *(gradient if need else None for gradient, need in asked))
+        with no_autocast(grad_out.device.type):
+            result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -7,7 +7,7 @@ the words of `errors`, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,8 +28,7 @@ def paused() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch()
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 
 def is_batched(tensor: Tensor) -> bool:

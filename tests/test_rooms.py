@@ -49,6 +49,7 @@ ROOMS = (
         "block_mask.images",
         "block_mask.drawn",
         "block_mask.format",
+        "block_mask.launched",
     ),
     (
         "codegen.mod_text",
@@ -71,6 +72,7 @@ ROOMS = (
     ("block_mask.generated", "block_mask.build"),
     ("checks",),
     ("autograd",),
+    ("calls",),
     ("attention",),
     ("masks", "mods"),
     ("compare",),

@@ -101,10 +101,10 @@ class Generated:
         score_captured = mask_captured = Captured()
         if problem.score is not None:
             score = compile_mod(problem.score.graph, extents)
-            score_captured = _captured(score, problem.score.tensors)
+            score_captured = Captured(problem.score.tensors, score.numbers)
         if problem.mask is not None:
             mask = compile_mod(problem.mask.traced.graph, extents)
-            mask_captured = _captured(mask, problem.mask.traced.tensors)
+            mask_captured = Captured(problem.mask.traced.tensors, mask.numbers)
         spec = triton.kernel_spec(
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
@@ -168,10 +168,6 @@ def _portable(way: Way, kernels: Kernels, why: str) -> None:
         raise HopperTemplateError(way=way, why=why)
     if config.debug_level() >= 1:
         print(f"flexmod: {way} on the portable template: {why}", file=sys.stderr)
-
-
-def _captured(mod: Mod, tensors: tuple[Tensor, ...]) -> Captured:
-    return Captured(tuple(t.detach() for t in tensors), mod.numbers)
 
 
 ON_GPU = Generated(interpreted=False)

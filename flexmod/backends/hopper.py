@@ -23,6 +23,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.hopper import HopperKernels, Shape, Way
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
+from flexmod.runtime import tape
 from flexmod.runtime.gluon import layout_of
 
 Arguments = Mapping[str, Any]
@@ -140,7 +141,7 @@ def backward(
     if not addressable(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
-    lse2, delta = q.new_empty((2, batch * heads * pitch), dtype=torch.float32)
+    lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
     sum_grad_q = q.new_empty((batch, heads, length, spec.head_tile), dtype=torch.float32)
     columns, by_column = triton.sum_buffers(kernels.portable.captures.column, "_BY_COLUMN", lse, keys)
     shared = {
@@ -255,8 +256,7 @@ def start(
     kernels: HopperKernels, name: str, device: torch.device, programs: tuple[int], arguments: Arguments
 ) -> None:
     """One launch."""
-    with torch.cuda.device(device):
-        getattr(kernels.module, name)[programs](**arguments, enable_fp_fusion=True)
+    tape.start(getattr(kernels.module, name), programs, device, arguments)
 
 
 def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:

@@ -311,10 +311,11 @@ def allocate(like: Tensor, dim: int) -> Tensor:
 
     Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
     """
-    strides = like.stride()
-    order = sorted(range(3), key=lambda i: -strides[i])
-    memory = like.new_empty([*(like.shape[i] for i in order), dim])
-    return memory.permute([order.index(0), order.index(1), order.index(2), 3])
+    strides, step = [0, 0, 0, 1], dim
+    for i in sorted((2, 1, 0), key=like.stride):
+        strides[i] = step
+        step *= like.shape[i]
+    return like.new_empty_strided((*like.shape[:3], dim), strides)
 
 
 def strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:

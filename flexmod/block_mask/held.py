@@ -41,6 +41,8 @@ class Held:
         self.grid = grid
         self._separate = separate
         self._runs = by_axis
+        runs = [r for r in (by_axis or {}).values() if r is not None]
+        self._of_runs = tuple(tensor for r in runs for tensor in (r.rows, r.spans))
         self._lists = lists  # of runs: those that were asked for
         self._versions: dict[str, float] = {}
 
@@ -82,6 +84,12 @@ class Held:
         if runs is not None:
             return [runs.rows, runs.spans]
         return [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is launched from, of whichever form."""
+        if self.form == "runs":
+            return self._of_runs
+        return tuple(part for name in LISTS if (part := self._lists[name]) is not None)
 
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""

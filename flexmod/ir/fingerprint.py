@@ -109,7 +109,10 @@ class _Sight:
         elif kind in TENSORS:
             if self._is_new(value):
                 self.tensors.append(value)
-                self.key.append(tensor_key(value) or _refuse())
+                key = tensor_key(value)
+                if key is None:
+                    raise _Unknown
+                self.key.append(key)
         elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:
@@ -125,7 +128,7 @@ class _Sight:
             for item in (value.func, *value.args, *value.keywords.values()):
                 self.add(item, names)
         else:
-            _refuse()
+            raise _Unknown
 
     def _is_new(self, value: object) -> bool:
         """Is it met for the first time? What was met before is the same as then."""
@@ -139,7 +142,7 @@ class _Sight:
     def _add_function(self, function: FunctionType) -> None:
         code = _read(function.__code__)
         if code is None or function.__dict__:
-            _refuse()
+            raise _Unknown
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         self.key += (code, len(defaults), *keywords)
         for value in (*defaults, *keywords.values()):
@@ -147,8 +150,8 @@ class _Sight:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:
-                _refuse()
+            except ValueError:  # nothing is in it yet
+                raise _Unknown from None
             self.add(value, code.attributes)
         scope = function.__globals__
         for name in code.globals:
@@ -156,10 +159,6 @@ class _Sight:
                 self.add(scope[name], code.attributes)
             else:
                 self.add(_builtins_of(scope).get(name, self), ())
-
-
-def _refuse() -> Any:
-    raise _Unknown
 
 
 def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:

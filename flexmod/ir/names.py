@@ -23,9 +23,9 @@ RANDOM = {
     "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
     "exponential", "random", "gumbel_softmax",
 }  # fmt: skip
-# what torch calls to say of a tensor no more than what it is, whatever it holds
+# functions that do not look at what a tensor holds
 METADATA = {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+    torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import NoTileFits
+from flexmod.runtime import tape
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -88,12 +89,9 @@ def start(
     Returns how many registers of a thread it spills.
     """
     if kernels.interpreted:
-        getattr(interpreted(kernels.module), name)[grid](**arguments)
+        tape.start(getattr(interpreted(kernels.module), name), grid, None, arguments)
         return 0
-    with torch.cuda.device(device):
-        kernel = getattr(kernels.module, name)[grid]
-        # products fused with sums, said outright: Triton's default for it is about to change
-        return kernel(**arguments, enable_fp_fusion=True).n_spills
+    return tape.start(getattr(kernels.module, name), grid, device, arguments).n_spills
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""What a launch reads of a block mask, and a key of all else that the launch depends on."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexmod.block_mask.format import BlockMask
+from flexmod.ir.fingerprint import tensor_key
+
+
+def captured_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
+    """What the mask_mod captures."""
+    return () if mask is None else mask._traced.tensors
+
+
+def launched_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
+    """All of a mask that kernels read: its tiles, and what its mask_mod captures."""
+    if mask is None:
+        return ()
+    return (*mask.held.tensors(), *mask._traced.tensors)
+
+
+def launch_key(mask: BlockMask) -> tuple[object, ...] | None:
+    """Equal where a launch differs at most in what tensors hold; None where that cannot be told.
+
+    It does not keep the mask itself alive. Whatever of it is assigned anew makes another key.
+    """
+    held = mask.held
+    tensors = mask._traced.tensors
+    if held.form == "lists":  # a list may be assigned anew; runs are not
+        tensors = (*held.tensors(), *tensors)
+    keys = [tensor_key(tensor) for tensor in tensors]
+    if any(key is None for key in keys):
+        return None
+    parts = (held.form, held.separate, held.by_column)
+    rows, columns = mask.BLOCK_SIZE
+    return held, *parts, mask._traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys

@@ -1,0 +1,233 @@
+"""Calls: checked and made ready once, and then known for all calls like them.
+
+A call is like another where all agrees that checks, traces and kernels depend on: the kinds of the tensors
+(shapes, strides, dtypes, devices, alignment), what the score mod can see, what the mask is made of, options,
+and the state of torch. What they may differ in are the values that tensors hold. Where any of this cannot be
+told (tensors of other classes, transforms, a mod without a fingerprint) the call is checked and traced anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flexmod import autograd, checks, config, errors, transforms
+from flexmod.backends.interface import Forward, Problem
+from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.format import BlockMask, from_torch
+from flexmod.block_mask.launched import launch_key
+from flexmod.compiler import lower
+from flexmod.ir.evaluate import replay
+from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.graph import Graph, used_captures
+from flexmod.ir.trace import Traced
+from flexmod.ir.traces import Known, remember
+from flexmod.kernel_options import KernelOptions
+
+
+class Score(NamedTuple):
+    """A score mod: `trace` makes its graph, `seen` is its fingerprint.
+
+    `trace` gives what holds for all mods of the fingerprint besides, if anything does.
+    """
+
+    trace: Callable[[torch.device], tuple[Traced, Known | None]] | None
+    seen: Seen | None
+
+
+NO_SCORE = Score(None, Seen((), ()))
+
+
+class Asked(NamedTuple):
+    """What a call asks for, apart from its tensors and its mask. See `flex_attention`."""
+
+    score: Score
+    scale: float | None
+    enable_gqa: bool
+    options: KernelOptions
+    want_max: bool
+
+
+class Ready(NamedTuple):
+    """A call that is known.
+
+    `mask`: of the score mod's -inf branches. `places`: of captured tensors, among those of the fingerprint.
+    """
+
+    call: autograd.Call
+    mask: BlockMask | None
+    places: tuple[int, ...]
+
+
+_without_mask: dict[object, Ready] = {}
+_by_mask: WeakKeyDictionary[BlockMask, dict[object, Ready]] = WeakKeyDictionary()
+NO_CALLS: dict[object, Ready] = {}
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Forward:
+    """Attention, as it is asked for: a call that is known, or a new one."""
+    facts, memory = _facts(query, key, value, block_mask, asked), NO_CALLS
+    if facts is not None:
+        memory = _without_mask if block_mask is None else _by_mask.setdefault(block_mask, {})
+    ready = memory.get(facts)
+    if ready is None:
+        return _attend_anew(query, key, value, block_mask, asked, facts, memory)
+    seen = asked.score.seen
+    assert seen is not None
+    captured = [seen.tensors[place] for place in ready.places]
+    mask = block_mask if ready.mask is None else ready.mask
+    query, key, value = _autocast(query, key, value)
+    with autograd.no_autocast(query.device.type):
+        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
+
+
+def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> tuple[object, ...] | None:
+    """All that a call depends on, but for what tensors hold; None where that cannot be told."""
+    score, scale, enable_gqa, options, want_max = asked
+    if score.seen is None or type(scale) not in (float, int, type(None)):
+        return None
+    if transforms.active() or forward_ad._current_level >= 0 or config.debug_level():
+        return None
+    of_query, of_key, of_value = tensor_key(query), tensor_key(key), tensor_key(value)
+    if of_query is None or of_key is None or of_value is None:
+        return None
+    of_mask: tuple[object, ...] | None = ()
+    if block_mask is not None:
+        of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
+        if of_mask is None:
+            return None
+    kind = query.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    precision = _precision() if query.dtype is torch.float32 else None
+    return (
+        of_query, of_key, of_value, of_mask, score.seen.key, scale, bool(enable_gqa), options, want_max,
+        torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
+    )  # fmt: skip
+
+
+def _attend_anew(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    asked: Asked,
+    facts: object,
+    memory: dict[object, Ready],
+) -> Forward:
+    """Checks a call, and runs it. It is known from then on, where it has `facts`."""
+    options = asked.options
+    reference = options.backend == "REFERENCE"
+    if not reference:
+        transforms.check({"query": query, "key": key, "value": value})
+    checks.check_tensors(query, key, value, asked.enable_gqa)
+    backend = _backend(options, query)
+    query, key, value = _autocast(query, key, value)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
+    with autograd.no_autocast(query.device.type):
+        source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
+        if source is not None and not reference:
+            names = (f"{capture.name}, captured by score_mod" for capture in source.graph.captures)
+            transforms.check(dict(zip(names, source.tensors, strict=True)))
+        tensors = (query, key, value, *(source.tensors if source else ()))
+        track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
+        checks.check_dtypes(query, key, value, backend, track)
+        mask = _block_mask(block_mask)
+        problem, own = _problem(query, key, source, mask, scale, track)
+        mask = mask if own is None else own
+        problem = replace(problem, options=options.tiles, precision=_precision())
+        call = autograd.Call(problem, backend, asked.want_max, track)
+        captured = source.tensors if source is not None and problem.score is not None else ()
+        # a mask that depends on what captured tensors hold is built each time
+        lasting = own is None or not own.traced.tensors
+        if facts is not None and lasting and (source is None or known is not None):
+            places = known.places if known is not None and captured else ()
+            remember(memory, facts, Ready(call, own, places))
+        return autograd.run(call, mask, query, key, value, captured, plain=False)
+
+
+def _precision() -> Literal["ieee", "tf32"]:
+    """float32 products follow torch's own switches, old and new; `allow_tf32` raises after a new one."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """autocast casts query, key and value, as it does for torch's own attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _backend(options: KernelOptions, query: Tensor) -> str:
+    """Which backend runs: "triton", "cpu", "interpret" or "reference". Nothing falls back by itself."""
+    kind = query.device.type
+    if kind not in ("cuda", "cpu"):
+        raise errors.UnsupportedDevice(device=query.device)
+    if options.backend == "REFERENCE":
+        return "reference"
+    if options.backend == "INTERPRET":
+        if kind != "cpu":
+            raise errors.BackendDeviceError(backend="INTERPRET", wanted="cpu", device=query.device)
+        return "interpret"
+    if options.backend == "TRITON" and kind != "cuda":
+        raise errors.BackendDeviceError(backend="TRITON", wanted="cuda", device=query.device)
+    return "triton" if kind == "cuda" else "cpu"
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    source: Traced | None,
+    mask: BlockMask | None,
+    scale: float,
+    wants_grad: bool,
+) -> tuple[Problem, BlockMask | None]:
+    """The mods checked against the tensors, and a mask for the -inf branches of the score_mod.
+
+    The problem holds neither a mask nor captured tensors.
+    """
+    if mask is not None:
+        checks.check_mask(mask, query, key)
+    if source is None:
+        return Problem(None, None, None, scale), None
+    checks.check_captures(source, "score", query)
+    split, own = mask is None, None
+    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    lowered = lower(source.graph, extents, split=split)
+    if split and lowered.split is not None:
+        decides = tuple(tensor.detach() for tensor in source.tensors)
+        own = _mask_of(Traced(lowered.split, decides), extents, query.device)
+    score = None if lowered.score is None else Traced(lowered.score)
+    return Problem(score, lowered.grad if wants_grad else None, None, scale), own
+
+
+def _block_mask(block_mask: Any) -> BlockMask | None:
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
+        return from_torch(block_mask)
+    raise errors.NotABlockMask(type=type(block_mask).__name__)
+
+
+def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> BlockMask:
+    """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
+    batch, heads, length, keys = extents
+    sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
+    if used_captures(split.graph.nodes):
+        return create_block_mask(replay(split), *sizes, device=device)
+    return _remembered_mask(split.graph, sizes, device)
+
+
+@lru_cache(64)
+def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> BlockMask:
+    return create_block_mask(replay(Traced(graph)), *sizes, device=device)

@@ -1,0 +1,151 @@
+"""A compiled kernel, launched again on other tensors without Triton's launcher in Python.
+
+That launcher looks at each argument of each launch, to find the kernel that was compiled for such arguments,
+and makes the TMA unit's descriptors anew. A launch that differs from an earlier one in its pointers alone,
+none of them aligned otherwise, needs nothing of that.
+
+This is the one place that knows how Triton 3.6 and 3.9 call their launchers in C.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Descriptors that a launch keeps, by pointer: the allocator hands out the same places again and again.
+KEPT = 64
+STREAM = 3  # where the stream stands in a launcher's arguments
+
+
+def hooked() -> bool:
+    """Does somebody watch the launches, a profiler for instance? Triton's launcher serves him."""
+    runtime = knobs.runtime
+    return bool(_calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
+
+
+def _calls(hook: Any) -> Any:
+    return getattr(hook, "calls", hook)
+
+
+class Direct:
+    """A launch of `compiled` in a grid of one dimension.
+
+    `arguments` are all of the kernel's, in order. `slots` says for the places of tensors and descriptors
+    which of the tensors that a later call is given goes there.
+
+    Raises:
+        LookupError: this launcher is not known, or asks for memory of its own.
+    """
+
+    def __init__(
+        self,
+        compiled: object,
+        device: torch.device,
+        grid: tuple[int],
+        arguments: Sequence[Any],
+        slots: Mapping[int, int],
+    ) -> None:
+        if not isinstance(compiled, CompiledKernel) or type(compiled.run).__name__ != "CudaLauncher":
+            raise LookupError
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise LookupError
+        assert device.index is not None
+        self._device = device.index
+        self._launch = _in_c(launcher.launch)
+        self._pointers: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[int, int, dict[int, Any], Callable[[int], Any]]] = []
+        values = self._values = list[Any]()
+        metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        for place, value in enumerate(arguments):
+            if isinstance(value, TensorDescriptor):
+                make = _descriptor_maker(launcher, value, next(metas, None))
+                self._descriptors.append((len(values), slots[place], {}, make))
+                values += [None, *value.shape, *value.strides]
+            elif place in slots:
+                self._pointers.append((len(values), slots[place]))
+                values.append(None)
+            else:
+                values.append(value)
+        start = [*grid, 1, 1, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
+        nothing = (None, None, None)  # what the launch tells of itself, and whom before and after
+        self._tuple = hasattr(launcher, "arg_annotations")
+        if self._tuple:  # Triton 3.9
+            if getattr(launcher, "gsan_enabled", False):
+                raise LookupError
+            signature = (launcher.arg_annotations, launcher.kernel_signature)
+            self._head = [*start, compiled.packed_metadata, *nothing, None, None, *signature]
+        else:
+            self._head = [*start, None, None, compiled.packed_metadata, *nothing]
+
+    def __call__(self, tensors: Sequence[Any]) -> None:
+        """Launches on the current stream."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self._start(tensors)
+        else:
+            self._start(tensors)
+
+    def _start(self, tensors: Sequence[Any]) -> None:
+        values = self._values.copy()
+        for place, slot in self._pointers:
+            values[place] = tensors[slot].data_ptr()
+        for place, slot, known, make in self._descriptors:
+            pointer = tensors[slot].data_ptr()
+            found = known.get(pointer)
+            if found is None:
+                if len(known) >= KEPT:
+                    known.clear()
+                found = known[pointer] = make(pointer)
+            values[place] = found
+        head = self._head.copy()
+        head[STREAM] = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._tuple:
+            self._launch(*head, values)
+        else:
+            self._launch(*head, *values)
+
+
+def _in_c(launch: Any) -> Callable[..., None]:
+    """The launcher itself, out of the function that Triton wraps around it where there are descriptors."""
+    if isinstance(launch, FunctionType):
+        launch = getclosurevars(launch).nonlocals["launcher"]
+    if isinstance(launch, FunctionType):
+        raise LookupError
+    return launch
+
+
+class _At:
+    """Stands for a tensor of which a descriptor needs the place alone."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+
+def _descriptor_maker(launcher: Any, descriptor: TensorDescriptor, meta: Any) -> Callable[[int], Any]:
+    """Triton's own way from a descriptor to what the TMA unit reads, for other places."""
+    make = getattr(sys.modules[type(launcher).__module__], "make_tensordesc_arg", None)
+    if make is None or meta is None:
+        raise LookupError
+    pattern = copy.copy(descriptor)
+    pattern.base = None
+    others = (None,) if hasattr(launcher, "arg_annotations") else ()
+
+    def made(pointer: int) -> Any:
+        at = copy.copy(pattern)
+        at.base = _At(pointer)
+        return make(at, meta, *others)[0]
+
+    return made
