@@ -9,6 +9,7 @@ from flexmod.attention import AuxOutput, AuxRequest, flex_attention
 from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexmod.block_mask.format import BlockMask
 from flexmod.compare import compare
+from flexmod.compiled import CompiledAttention, compile
 from flexmod.explain import explain
 
 __version__ = "0.1.0"
@@ -17,8 +18,10 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "CompiledAttention",
     "and_masks",
     "compare",
+    "compile",
     "create_block_mask",
     "create_mask",
     "errors",

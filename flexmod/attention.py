@@ -72,13 +72,20 @@ def flex_attention(
     flexmod.errors, before anything is launched, for what it cannot do. Source: FlexAttention,
     https://arxiv.org/abs/2412.05496.
     """
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    return results_of(_attend, given, return_lse, return_aux)
+
+
+def results_of(
+    attend: Callable[..., Forward], given: tuple[Any, ...], return_lse: bool, return_aux: AuxRequest | None
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """What a caller gets of attend(*given, whether it shall find the largest scores)."""
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
-    # Inside torch.compile attention runs as it does outside: the graph breaks around it.
-    attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
-    want_max = return_aux is not None and return_aux.max_scores
-    asked = (scale, enable_gqa, kernel_options, want_max)
-    result = attend(query, key, value, score_mod, block_mask, *asked)
+    if torch.compiler.is_compiling():
+        # attention runs as it does outside: the graph breaks around it
+        attend = torch.compiler.disable(attend)
+    result = attend(*given, return_aux is not None and return_aux.max_scores)
     if return_lse:
         return result.out, result.lse
     if return_aux is not None:

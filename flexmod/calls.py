@@ -32,6 +32,8 @@ from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
 
+KNOWN = 1024  # calls that are kept without a mask, and for each mask
+
 
 class Score(NamedTuple):
     """A score mod: `trace` makes its graph, `seen` is its fingerprint.
@@ -60,11 +62,13 @@ class Ready(NamedTuple):
     """A call that is known.
 
     `mask`: of the score mod's -inf branches. `places`: of captured tensors, among those of the fingerprint.
+    `autocast`: it is enabled.
     """
 
     call: autograd.Call
     mask: BlockMask | None
     places: tuple[int, ...]
+    autocast: bool
 
 
 _without_mask: dict[object, Ready] = {}
@@ -84,6 +88,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
     mask = block_mask if ready.mask is None else ready.mask
+    if not ready.autocast:
+        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
     query, key, value = _autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
@@ -129,6 +135,7 @@ def _attend_anew(
         transforms.check({"query": query, "key": key, "value": value})
     checks.check_tensors(query, key, value, asked.enable_gqa)
     backend = _backend(options, query)
+    autocast = torch.is_autocast_enabled(query.device.type)
     query, key, value = _autocast(query, key, value)
     scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
     with autograd.no_autocast(query.device.type):
@@ -150,7 +157,7 @@ def _attend_anew(
         lasting = own is None or not own.traced.tensors
         if facts is not None and lasting and (source is None or known is not None):
             places = known.places if known is not None and captured else ()
-            remember(memory, facts, Ready(call, own, places))
+            remember(memory, facts, Ready(call, own, places, autocast), KNOWN)
         return autograd.run(call, mask, query, key, value, captured, plain=False)
 
 

@@ -74,6 +74,7 @@ ROOMS = (
     ("autograd",),
     ("calls",),
     ("attention",),
+    ("compiled",),
     ("masks", "mods"),
     ("compare",),
     ("cli",),

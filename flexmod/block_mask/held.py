@@ -55,7 +55,8 @@ class Held:
     @property
     def form(self) -> Form:
         """What to launch from. Lists that were made of runs and then written to count more than these."""
-        if self._runs is not None and any(_version(self._lists[n]) != v for n, v in self._versions.items()):
+        made = self._versions
+        if made and self._runs is not None and any(version(self._lists[n]) != v for n, v in made.items()):
             self.settle()
         return "lists" if self._runs is None else "runs"
 
@@ -97,7 +98,7 @@ class Held:
             made = self._made(name)
             self._lists[name] = made
             if made is not None:
-                self._versions[name] = _version(made)
+                self._versions[name] = version(made)
         return self._lists[name]
 
     def assign(self, name: str, part: Tensor | None) -> None:
@@ -171,6 +172,6 @@ class ListPart:
         mask.held.assign(self._name, part)
 
 
-def _version(part: Tensor) -> float:
+def version(part: Tensor) -> float:
     """How often a tensor was written to. One of inference mode does not know, which is unequal to itself."""
     return math.nan if part.is_inference() else part._version

@@ -25,13 +25,12 @@ def launch_key(mask: BlockMask) -> tuple[object, ...] | None:
 
     It does not keep the mask itself alive. Whatever of it is assigned anew makes another key.
     """
-    held = mask.held
-    tensors = mask._traced.tensors
-    if held.form == "lists":  # a list may be assigned anew; runs are not
-        tensors = (*held.tensors(), *tensors)
-    keys = [tensor_key(tensor) for tensor in tensors]
-    if any(key is None for key in keys):
+    held, traced = mask.held, mask._traced
+    # a list may be assigned anew, runs are not
+    lists = held.tensors() if held.form == "lists" else ()
+    keys = [tensor_key(tensor) for tensor in (*lists, *traced.tensors)]
+    if None in keys:
         return None
-    parts = (held.form, held.separate, held.by_column)
+    parts = (len(lists), held.separate, held.by_column)
     rows, columns = mask.BLOCK_SIZE
-    return held, *parts, mask._traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys
+    return held, *parts, traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import transforms
 from flexmod.ir.names import CASTS, FILLS
 from flexmod.ir.ops import BY_TORCH_NAME, COMPOSED
 from flexmod.ir.trace import VALUE_DTYPES
+from flexmod.transforms import is_wrapped
 
 TENSORS = (Tensor, torch.nn.Parameter)
+STRIDED = torch.strided
 PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
 CALLABLES = (BuiltinFunctionType, FunctionType, type, type(Tensor))
 MODULES = (math, torch, torch.nn, torch.nn.functional, torch.special)
@@ -80,7 +81,7 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
 
     None for a tensor of another kind: a subclass, one that is not strided, a wrapper of torch.func.
     """
-    if type(tensor) not in TENSORS or tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
+    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or is_wrapped(tensor):
         return None
     return (
         tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,

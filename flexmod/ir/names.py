@@ -25,7 +25,8 @@ RANDOM = {
 }  # fmt: skip
 # functions that do not look at what a tensor holds
 METADATA = {
-    torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+    torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def find(
     if any(id(tensor) not in places for tensor in traced.tensors):
         return traced, None
     known = Known(traced.graph, tuple(places[id(tensor)] for tensor in traced.tensors))
-    remember(_known, key, known)
+    remember(_known, key, known, REMEMBERED)
     return traced, known
 
 
@@ -56,7 +56,7 @@ def remembered(mod: Callable[..., Any], kind: str, device: torch.device) -> Trac
     return find(mod, kind, device, fingerprint(mod))[0]
 
 
-def remember(memory: dict[Any, Any], key: object, value: object, limit: int = REMEMBERED) -> None:
+def remember(memory: dict[Any, Any], key: object, value: object, limit: int) -> None:
     """Puts an entry into a dict that forgets the oldest one beyond the limit."""
     with _lock:
         if len(memory) >= limit:

@@ -1,0 +1,130 @@
+"""flexmod.compile: one attention variant as a callable, whose mods are traced beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import calls
+from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
+from flexmod.backends.interface import Forward
+from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import version
+from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.ir.evaluate import replay
+from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.trace import Traced, trace
+from flexmod.ir.traces import Known, remember
+from flexmod.kernel_options import parse
+
+MASKS = 64  # that a handle remembers, by lengths
+
+
+def compile(
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+) -> CompiledAttention:
+    """A callable that attends as flex_attention does with these arguments, at less cost a call.
+
+    The mods are traced here, and not again on the same device: a number that one captures stays what it is
+    now, a captured tensor stays this very tensor, of whatever values it holds when it is called. From
+    `mask_mod` a block mask is built for each pair of lengths, and again after a captured tensor was written
+    to. Nothing is rendered or compiled before the first call.
+
+        attend = flexmod.compile(mods.softcap(50.0), masks.causal())
+        out = attend(query, key, value)
+
+    Raises what tracing raises, and what is wrong with `kernel_options`.
+    """
+    return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options)
+
+
+class CompiledAttention:
+    """See `compile`."""
+
+    def __init__(
+        self,
+        score_mod: ScoreMod | None,
+        mask_mod: MaskMod | None,
+        scale: float | None,
+        enable_gqa: bool,
+        kernel_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._score_mod, self._mask_mod = score_mod, mask_mod
+        self._asked = (scale, enable_gqa, parse(kernel_options))
+        self._on: dict[torch.device, _Variant] = {}
+        device = torch.empty(0, device=torch.accelerator.current_accelerator(check_available=True)).device
+        self._variant(device)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_mask: BlockMask | None = None,
+        return_lse: bool = False,
+        *,
+        return_aux: AuxRequest | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+        """As flex_attention. A `block_mask` takes the place of the one that the mask_mod makes."""
+        return results_of(self._attend, (query, key, value, block_mask), return_lse, return_aux)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
+        score = calls.NO_SCORE
+        if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
+            variant = self._variant(query.device)
+            score = variant.score()
+            if block_mask is None and variant.mask is not None and query.dim() == key.dim() == 4:
+                block_mask = variant.block_mask(query, key)
+        return calls.attend(query, key, value, block_mask, calls.Asked(score, *self._asked, want_max))
+
+    def _variant(self, device: torch.device) -> _Variant:
+        found = self._on.get(device)
+        if found is None:
+            found = self._on[device] = _Variant(self._score_mod, self._mask_mod, device)
+        return found
+
+
+class _Variant:
+    """The mods of a handle, traced for a device."""
+
+    def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, device: torch.device) -> None:
+        self._device = device
+        self._traced = None if score_mod is None else trace(score_mod, "score", device)
+        self.mask = None if mask_mod is None else trace_mask(mask_mod, device)
+        self._name = object()  # stands for the score_mod where calls are known by what they see
+        self._masks: dict[object, tuple[BlockMask, list[float]]] = {}
+
+    def score(self) -> calls.Score:
+        if self._traced is None:
+            return calls.NO_SCORE
+        tensors = self._traced.tensors
+        keys = [tensor_key(tensor) for tensor in tensors]
+        return calls.Score(self._known, None if None in keys else Seen((self._name, *keys), tensors))
+
+    def _known(self, device: torch.device) -> tuple[Traced, Known]:
+        assert self._traced is not None
+        return self._traced, Known(self._traced.graph, tuple(range(len(self._traced.tensors))))
+
+    def block_mask(self, query: Tensor, key: Tensor) -> BlockMask:
+        """Of the mask_mod, for the lengths of a call; as captured tensors are at the moment."""
+        traced = self.mask
+        assert traced is not None
+        batch, heads, length, _ = query.shape
+        reads = traced.graph.reads
+        sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
+        versions = [version(tensor) for tensor in traced.tensors]
+        mask, built = self._masks.get(sizes, (None, ()))
+        # the version of a tensor of inference mode is not equal to itself
+        if mask is None or any(now != then for now, then in zip(versions, built, strict=True)):
+            mask = create_block_mask(replay(traced), *sizes, device=self._device)
+            remember(self._masks, sizes, (mask, versions), MASKS)
+        return mask
