@@ -57,13 +57,13 @@ class Repeated:
 def record(
     run: Callable[..., Tensors], given: Tensors, beside: Sequence[Tensor]
 ) -> tuple[Tensors, Tape | None]:
-    """The result of run(*given), and the tape of it if it can be repeated."""
+    """The result of run(*given), without its graph, and the tape of it if it can be repeated."""
     # Each slot is a tensor of its own, though the caller may have given one twice.
     apart = tuple(None if tensor is None else tensor.detach() for tensor in given)
     recorder = _Recorder((*apart, *beside))
     _current.recorder = recorder
     try:
-        with recorder:
+        with torch.no_grad(), recorder:
             result = run(*apart)
     finally:
         _current.recorder = None
@@ -141,6 +141,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._kept = list(given)  # what a slot is known by is the tensor's id
         self._slots = {id(tensor): slot for slot, tensor in enumerate(given) if tensor is not None}
+        self._aliases: list[Tensor] = []  # kept for their ids as well
         self._given = len(given)
         self._steps: list[_Step] = []
         self._hears = True
@@ -178,6 +179,8 @@ class _Recorder(TorchDispatchMode):
             return None
         results = [None if tensor is None else self._slots[id(tensor)] for tensor in result]
         needed = {slot for slot in results if slot is not None}
+        if any(slot < self._given for slot in needed):
+            return None
         kept = []
         for step in reversed(self._steps):
             if step.allocates is None or step.allocates in needed:
@@ -217,6 +220,10 @@ class _Recorder(TorchDispatchMode):
             slot = self._new_slot(result)
             return _Step(_allocation(slot, result, name in ZEROS), frozenset(), slot)
         places = tree_map_only(Tensor, self._slot, (args, kwargs))
+        if name == "detach":  # the same tensor to a tape, which knows no gradients
+            self._slots[id(result)] = self._slot(args[0]).number
+            self._aliases.append(result)
+            return None
         leaves = tree_leaves(result)
         reads = frozenset(x.number for x in tree_flatten(places, is_leaf=_is_slot)[0] if _is_slot(x))
         if not all(isinstance(leaf, Tensor) for leaf in leaves):

@@ -1,0 +1,181 @@
+"""Calls that are played again on a GPU: launched directly, on the current stream, within CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference_case import make_case
+from torch import Tensor
+
+import flexmod
+from flexmod import create_block_mask, flex_attention, masks
+from flexmod.runtime.direct import Direct
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+DEVICE = torch.device("cuda", 0)
+LENGTH = 320
+REFERENCE = {"BACKEND": "REFERENCE"}
+TEMPLATES = ["portable", "auto"]
+
+
+def inputs(length: int = LENGTH, grad: bool = False, seed: int = 0) -> list[Tensor]:
+    case = make_case(q_len=length, heads=4, head_dim=64, dtype=torch.bfloat16, device=DEVICE, seed=seed)
+    return [x.requires_grad_(grad) for x in case.inputs]
+
+
+def slope(slopes: Tensor) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm())
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The launches that do not go through Triton's launcher."""
+    launches: list[Any] = []
+    call = Direct.__call__
+
+    def watch(self: Direct, tensors: Any) -> None:
+        launches.append(self)
+        call(self, tensors)
+
+    monkeypatch.setattr(Direct, "__call__", watch)
+    yield launches
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_played_calls_agree_with_the_reference(template: str, direct: list[Any]) -> None:
+    """Lengths, alignment, strides and captures take turns, each with other values."""
+    lengths = (LENGTH, 190)
+    causal = {n: create_block_mask(masks.causal(), None, None, n, n, device=DEVICE) for n in lengths}
+    for seed in range(4):
+        for length in lengths:
+            slopes = torch.rand(4, device=DEVICE, requires_grad=True)
+            odd = torch.empty(5, device=DEVICE)[1:].copy_(slopes.detach()).requires_grad_()
+            q, k, v = inputs(length, True, seed)
+            shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape)
+            shifted = shifted.copy_(q.detach()).requires_grad_()
+            apart = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+            for query, table in ((q, slopes), (q, odd), (shifted, slopes), (apart, slopes)):
+                found = []
+                for options in ({"TEMPLATE": template}, REFERENCE):
+                    out = flex_attention(query, k, v, slope(table), causal[length], kernel_options=options)
+                    torch.manual_seed(seed)
+                    grads = torch.autograd.grad(out, (query, k, v, table), torch.randn_like(out))
+                    found.append((out, *grads))
+                assert all(map(near, *found))
+    assert direct
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@torch.no_grad()
+def test_a_graph_of_a_forward(template: str, handle: bool, direct: list[Any]) -> None:
+    options = {"TEMPLATE": template}
+    slopes = torch.rand(4, device=DEVICE)
+    mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device=DEVICE)
+    tensors = inputs()
+    compiled = flexmod.compile(slope(slopes), kernel_options=options)
+
+    def attend() -> Any:
+        if handle:
+            return compiled(*tensors, mask)
+        return flex_attention(*tensors, slope(slopes), mask, kernel_options=options)
+
+    out = recorded(attend)
+    assert direct
+    for seed in range(1, 4):
+        for tensor, other in zip(
+            (*tensors, slopes), (*inputs(seed=seed), torch.rand_like(slopes)), strict=True
+        ):
+            tensor.copy_(other)
+        out.graph.replay()
+        assert near(out.result, flex_attention(*tensors, slope(slopes), mask, kernel_options=REFERENCE))
+
+
+class Recorded:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Any) -> None:
+        self.graph, self.result = graph, result
+
+
+def recorded(run: Callable[[], Any]) -> Recorded:
+    """A graph of run(), after it has run on a stream of its own as torch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return Recorded(graph, result)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_graph_of_a_training_step(template: str) -> None:
+    mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device=DEVICE)
+    tensors = inputs(grad=True)
+    grad_out = torch.randn_like(tensors[0])
+
+    def step(options: Any) -> Any:
+        out = flex_attention(*tensors, block_mask=mask, kernel_options=options)
+        return (out, *torch.autograd.grad(out, tensors, grad_out))
+
+    out = recorded(lambda: step({"TEMPLATE": template}))
+    for seed in range(1, 3):
+        with torch.no_grad():
+            for tensor, other in zip(tensors, inputs(seed=seed), strict=True):
+                tensor.copy_(other)
+        out.graph.replay()
+        assert all(map(near, out.result, step(REFERENCE)))
+
+
+@torch.no_grad()
+def test_a_call_that_is_new_to_a_graph() -> None:
+    """Its kernels are loaded already; what is known of it comes about while the graph is recorded."""
+    tensors = inputs()
+
+    def twice(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * 1.75
+
+    flex_attention(*tensors, twice)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # anew, recorded on a tape, and played
+            out = flex_attention(*tensors, twice, scale=0.25)
+    graph.replay()
+    assert near(out, flex_attention(*tensors, twice, scale=0.25, kernel_options=REFERENCE))
+
+
+@torch.no_grad()
+def test_the_current_stream_is_taken() -> None:
+    tensors = inputs()
+    for _ in range(4):
+        flex_attention(*tensors)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        tensors[2].neg_()
+        out = flex_attention(*tensors)
+    stream.synchronize()
+    assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@torch.no_grad()
+def test_a_device_that_is_not_current() -> None:
+    tensors = [x.to("cuda:1") for x in inputs()]
+    for _ in range(4):
+        out = flex_attention(*tensors)
+    assert torch.cuda.current_device() == 0 and out.device.index == 1
+    assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
