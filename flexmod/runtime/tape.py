@@ -31,6 +31,7 @@ Room = list[Any]
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
+RECORDED = 2  # the run that is recorded: the first one settles on tiles, and may be the only one
 UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -48,7 +49,7 @@ class Repeated:
         if self._tape is not None:
             return self._tape.play((*given, *beside))
         self._runs += 1
-        if self._runs != 2:
+        if self._runs != RECORDED:
             return run(*given)
         result, self._tape = record(run, given, beside)
         return result
