@@ -36,7 +36,7 @@ class BuilderKernels:
         Texts are numbered: the bounds, the mask, then the terms.
         """
         owners = [self.bounds.text, self.mask, *(term.text for term in self.terms)]
-        wanted = {"terms_kernel": owners[2:], "squares_kernel": owners[:1], "elements_kernel": owners[1:2]}
+        wanted = {"terms_kernel": owners[2:], "squares_kernel": owners[:2], "elements_kernel": owners[1:2]}
         return {
             kernel: [
                 (p, next(i for i, text in enumerate(owners) if p in text.parameters))
