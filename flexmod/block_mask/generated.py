@@ -1,7 +1,7 @@
 """Runs of tiles from a traced mask by generated kernels: on a GPU, or in Triton's interpreter on CPU tensors.
 
     terms_kernel       what the mask reads of rows or columns alone, bounded over each of their tiles
-    squares_kernel     squares of tiles by their bounds, then the tiles of those that stay open
+    squares_kernel     squares of tiles by their bounds, then their tiles by bounds and by corners
     elements_kernel    what is still open, element by element
     runs_kernel        what the tiles are, as runs by row and by column
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,6 @@ from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.compiler import builder, runs_module
-from flexmod.ir.graph import POSITIONS
 from flexmod.ir.trace import Traced
 from flexmod.runtime.interpreter import interpreted as interpret
 from flexmod.runtime.target import target_of
@@ -54,29 +54,24 @@ def build(
     `traced` is fitted to the sizes. A batch dimension is 1 where the graph does not read it. `separate` False
     makes full tiles partial.
     """
-    found = builder(traced.graph, (sizes[0], sizes[1], sizes[2], sizes[3]))
-    batch, heads = (
-        size if name in traced.graph.reads else 1 for name, size in zip(POSITIONS, sizes[:2], strict=False)
-    )
-    grid = tiles.tile_count(sizes[2], block[0]), tiles.tile_count(sizes[3], block[1])
+    batch, heads, queries, keys = sizes
+    reads = traced.graph.reads
+    found = builder(traced.graph, (batch, heads, queries, keys))
+    batch, heads = batch if "b" in reads else 1, heads if "h" in reads else 1
+    grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
     step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
-    job = _Job(found, traced.tensors, heads, (sizes[2], sizes[3]), block, grid, device, interpreted)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        parts = [
-            job.runs(first, min(step, batch * heads - first), separate)
-            for first in range(0, batch * heads, step)
-        ]
-    joined: dict[Axis, Runs | None] = {}
-    for axis, of_axis in zip(("kv", "q"), zip(*parts, strict=True), strict=True):
-        whole = runs_of_parts(of_axis)
-        joined[axis] = Runs(whole.rows.view(batch, heads, -1, 2, 3), whole.spans)  # type: ignore[index]
-    return joined
+        parts = []
+        for first in range(0, batch * heads, step):
+            groups = min(step, batch * heads - first)
+            part = _part(found, (queries, keys), block, grid, heads, first, groups, device, interpreted)
+            parts.append(part.runs(traced.tensors, separate))
+    kv, q = parts[0] if len(parts) == 1 else map(runs_of_parts, zip(*parts, strict=True))
+    return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
 
 
 def runs_of_parts(parts: Sequence[Runs]) -> Runs:
     """Runs one after another, [groups, R, 2, 3] each."""
-    if len(parts) == 1:
-        return parts[0]
     offset, rows = 0, []
     for part in parts:
         rows.append(part.rows + part.rows.new_tensor([0, 0, offset]))
@@ -84,105 +79,102 @@ def runs_of_parts(parts: Sequence[Runs]) -> Runs:
     return Runs(torch.cat(rows), torch.cat([part.spans for part in parts]))
 
 
-class _Job:
-    """One mask to build."""
+def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
+    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans)
+
+
+class _Part:
+    """Some batches and heads of masks that differ in what they capture, nothing else."""
 
     def __init__(
         self,
         found: Builder,
-        tensors: Sequence[Tensor],
-        heads: int,
         lengths: tuple[int, int],
         block: tuple[int, int],
         grid: tuple[int, int],
+        heads: int,
+        first_group: int,
+        groups: int,
         device: torch.device,
         interpreted: bool,
     ) -> None:
         self.found = found
-        self.tensors = tensors
-        self.grid = grid
+        self.grid = down, across = grid
         self.lengths = lengths
+        self.groups = groups
         self.device = device
         self.interpreted = interpreted
-        self.sizes: Arguments = {
-            "H": heads, "M": lengths[0], "N": lengths[1], "Qb": grid[0], "KVb": grid[1],
+        self.squares = groups * -(-down // SIDE) * -(-across // SIDE)
+        # few squares have work, those along an edge of the mask: the others cost a program that ends at once
+        self.parts = max(1, min(SIDE, self._programs() // self.squares))
+        sizes: Arguments = {
+            "first_group": first_group, "H": heads, "M": lengths[0], "N": lengths[1],
+            "Qb": down, "KVb": across,
             "Q_BLOCK": min(block[0], lengths[0] + 1), "KV_BLOCK": min(block[1], lengths[1] + 1),
         }  # fmt: skip
+        self.for_terms = {**sizes, "groups": groups, "CHUNK": CHUNK}
+        self.for_squares = {**sizes, "groups": groups, "SIDE": SIDE}
+        self.for_elements = {**sizes, "parts": self.parts, "SIDE": SIDE, "ROWS": ROWS, "COLUMNS": COLUMNS}
+        self.for_runs: Arguments = {
+            "groups": groups, "Qb": down, "KVb": across, "LINES": LINES, "TILES": TILES
+        }  # fmt: skip
+        self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
-    def runs(self, first_group: int, groups: int, separate: bool) -> tuple[Runs, Runs]:
-        """The runs of some batches and heads, [groups, R, 2, 3]."""
-        kinds = self._kinds(first_group, groups)
+    def runs(self, tensors: Sequence[Tensor], separate: bool) -> tuple[Runs, Runs]:
+        """The runs of the mask that captures `tensors`, [groups, R, 2, 3]."""
+        kinds = self._kinds(tensors)
         if not separate:
             kinds.clamp_(max=tiles.PARTIAL)
-        down, across = self.grid
+        groups, (down, across) = self.groups, self.grid
         by_row, by_column = (self._new((groups, lines, 2, 3), torch.int32) for lines in self.grid)
-        programs = groups * (-(-down // LINES) + -(-across // LINES))
-        arguments = {
-            "KINDS": kinds, "KV_ROWS": by_row, "Q_ROWS": by_column,
-            "groups": groups, "Qb": down, "KVb": across, "LINES": LINES, "TILES": TILES,
-        }  # fmt: skip
+        arguments = {**self.for_runs, "KINDS": kinds, "KV_ROWS": by_row, "Q_ROWS": by_column}
         slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
         room = [2 * groups * down * slots["kv_slots"], 2 * groups * across * slots["q_slots"]]
         placed = sum(room) * 8 > UNCOUNTED and not self._capturing()
         if placed:
             none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
-            self._start(runs_module(), "runs_kernel", programs, {**arguments, **none})
+            self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **none})
             room = torch.stack([_place(by_row), _place(by_column)]).tolist()
         spans = [self._new((max(1, count), 2), torch.int32) for count in room]
         given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **slots}
-        self._start(runs_module(), "runs_kernel", programs, {**arguments, **given})
+        self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **given})
         return Runs(by_row, spans[0]), Runs(by_column, spans[1])
 
-    def _kinds(self, first_group: int, groups: int) -> Tensor:
+    def _kinds(self, tensors: Sequence[Tensor]) -> Tensor:
         """What each tile is, uint8 [groups, Qb, KVb]."""
-        module, (down, across) = self.found.kernels.module, self.grid
-        squares = groups * -(-down // SIDE) * -(-across // SIDE)
-        kinds, states = self._new((groups, down, across), torch.uint8), self._new((squares,), torch.uint8)
-        shared = {**self.sizes, "first_group": first_group}
-        terms = self._terms(module, groups, shared)
-        arguments = {
-            "KINDS": kinds, "STATES": states, **terms, **self._captured("squares_kernel"), **shared,
-            "groups": groups, "SIDE": SIDE,
-        }  # fmt: skip
-        self._start(module, "squares_kernel", squares, arguments)
-        # few squares have work, those along an edge of the mask: the others cost a program that ends at once
-        parts = max(1, min(SIDE, self._programs() // squares))
-        arguments = {
-            "KINDS": kinds, "STATES": states, **self._captured("elements_kernel"), **shared,
-            "parts": parts, "SIDE": SIDE, "ROWS": ROWS, "COLUMNS": COLUMNS,
-        }  # fmt: skip
-        self._start(module, "elements_kernel", squares * parts, arguments)
+        found, module = self.found, self.found.kernels.module
+        kinds = self._new((self.groups, *self.grid), torch.uint8)
+        states = self._new((self.squares,), torch.uint8)
+        terms = self._terms(module, tensors) if found.kernels.terms else {}
+        known = {"KINDS": kinds, "STATES": states}
+        arguments = {**self.for_squares, **known, **terms, **found.captured("squares_kernel", tensors)}
+        self._start(module, "squares_kernel", self.squares, arguments)
+        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", tensors)}
+        self._start(module, "elements_kernel", self.squares * self.parts, arguments)
         return kinds
 
-    def _terms(self, module: ModuleType, groups: int, shared: Arguments) -> dict[str, Tensor]:
+    def _terms(self, module: ModuleType, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
         terms = self.found.kernels.terms
-        if not terms:
-            return {}
-        made = {term.name.upper(): self._bounds(term, groups) for term in terms}
+        made = {term.name.upper(): self._bounds(term) for term in terms}
         axes = {term.axis for term in terms}
         programs = (
             ("row" in axes) * self.grid[0]
             + ("column" in axes) * self.grid[1]
             + ("diagonal" in axes) * -(-sum(self.lengths) // CHUNK)
         )
-        arguments = {
-            **made, **self._captured("terms_kernel"), **shared, "groups": groups, "CHUNK": CHUNK
-        }  # fmt: skip
-        self._start(module, "terms_kernel", groups * programs, arguments)
+        arguments = {**self.for_terms, **made, **self.found.captured("terms_kernel", tensors)}
+        self._start(module, "terms_kernel", self.groups * programs, arguments)
         for term in terms:
             if term.axis == "diagonal":
                 counts = made[term.name.upper()]
                 torch.cumsum(counts, -1, dtype=torch.int32, out=counts)
         return made
 
-    def _bounds(self, term: BuilderTerm, groups: int) -> Tensor:
+    def _bounds(self, term: BuilderTerm) -> Tensor:
         if term.axis == "diagonal":
-            return self._new((groups, sum(self.lengths)), torch.int32)
-        return self._new((2, groups, self.grid[term.axis == "column"]), term.stored)
-
-    def _captured(self, kernel: str) -> Arguments:
-        return self.found.captured(kernel, self.tensors)
+            return self._new((self.groups, sum(self.lengths)), torch.int32)
+        return self._new((2, self.groups, self.grid[term.axis == "column"]), term.stored)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -201,6 +193,9 @@ class _Job:
             return
         # bounds of floating-point numbers hold where each operation rounds as it does in torch
         getattr(module, name)[(programs,)](**arguments, enable_fp_fusion=False)
+
+
+_part = lru_cache(1024)(_Part)
 
 
 def _place(rows: Tensor) -> Tensor:

@@ -123,6 +123,23 @@ def test_new_numbers_and_new_tensors_compile_nothing(monkeypatch):
     check(masks.sliding_window(0), (1, 1, 1, 1), (32, 32))
 
 
+@pytest.mark.parametrize("name", ["causal", "document_causal", "window", "prefix"])
+def test_corners_leave_nothing_open(name, monkeypatch):
+    """Of the tiles of ordinary masks none is left to elements_kernel: that one took most of the time."""
+    left = []
+    start = generated._Part._start
+
+    def watched(part, module, kernel, programs, arguments):
+        start(part, module, kernel, programs, arguments)
+        if kernel == "squares_kernel":
+            left.append(int(arguments["STATES"].sum()))
+
+    monkeypatch.setattr(generated._Part, "_start", watched)
+    mask_mod, *sizes = ZOO[name]
+    check(mask_mod, sizes, (64, 64))
+    assert left == [0]
+
+
 def test_golden(golden):
     mask = traced(masks.document(torch.arange(200) // 50, causal=True), (1, 1, 200, 200))
     kernels = builder(mask.graph, (1, 1, 200, 200)).kernels
@@ -135,9 +152,9 @@ def test_compiles_for(target, monkeypatch):
     """As launches would specialize them, where nothing is 1 or a multiple of 16."""
     launched = []
     monkeypatch.setattr(
-        generated._Job,
+        generated._Part,
         "_start",
-        lambda job, module, name, programs, values: launched.append((module, name, values)),
+        lambda part, module, name, programs, values: launched.append((module, name, values)),
     )
     sizes = (3, 2, 519, 519)
     generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True, interpreted=True)
