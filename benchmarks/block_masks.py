@@ -3,12 +3,15 @@
     python -m benchmarks.block_masks                        8192 to 2^20 tokens, on a GPU
     python -m benchmarks.block_masks --cpu                  32768 and 131072 tokens, on the CPU
     python -m benchmarks.block_masks --masks causal tree --lengths 8192
+    python -m benchmarks.block_masks --every-compiled --lengths 8192 32768 --total-seconds 580
 
 Milliseconds are medians of calls that wait for the device, after a first one, which is given in seconds: it
 compiles. Memory is the peak above what was there before a call: of the device's allocator, or of the process.
 "open" is the share of tiles that bounds leave to be looked at, and behind it the share that needed all of its
-elements to be found empty or full. Each builder has a process of its own; a case that dies takes no other
-along. All results go to OUT/block_masks.json (--out), after every case.
+elements to be found empty or full. Each builder has a process of its own; a case that dies, or that outlasts
+--case-seconds, takes no other along. Where there is no number the table says why. torch's compiled builder
+takes 2 to 40 s to compile, for each mask and length: three masks are measured unless --every-compiled is
+given. All results go to OUT/block_masks.json (--out), after every case.
 """
 
 from __future__ import annotations
@@ -39,11 +42,22 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 
 BUILDERS = ("flexmod", "torch", "torch, compiled")
-# torch compiles anew for each mask and length, for seconds: some are enough to see it
+# Those that torch's compiled builder is measured for by default.
 COMPILED = ("causal", "documents, causal", "NATTEN 7x7")
 # On the CPU torch takes many seconds and gigabytes a mask, and does not end at the larger length.
 EAGER_ON_CPU = ("causal", "documents, causal")
 CPU_BYTES = 16 << 30
+# A call that takes longer is not repeated.
+LONG_S = 5
+
+# Why there is no number: what the error says of it, and the word in the table, for which it stands.
+REASONS = {
+    "no answer within": ("late", "no answer within the limit for one case"),
+    "not run": ("not run", "the limit for the whole run was over, or the process died too often"),
+    "memory": ("memory", "what it holds does not fit"),
+    "": ("fails", "it raises; see below"),
+}
+NOT_ASKED = "left out", "this run did not ask for it, see `wanted`"
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ def main() -> None:
         for builder in options.builders
         for length in lengths
         for mask in options.masks
-        if wanted(builder, mask, length, device)
+        if wanted(builder, mask, length, device, options.every_compiled)
     ]
     groups = [[case for case in cases if case.builder == builder] for builder in options.builders]
     results: list[dict[str, Any]] = []
@@ -98,6 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--masks", nargs="+", choices=list(MASKS), default=list(MASKS), metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--builders", nargs="+", choices=BUILDERS, default=list(BUILDERS))
+    parser.add_argument("--every-compiled", action="store_true", help="compile torch's for every mask")
     parser.add_argument("--calls", type=int, default=10, help="calls that a median is taken of")
     parser.add_argument("--case-seconds", type=float, default=60, help="limit for one case")
     parser.add_argument("--total-seconds", type=float, default=230, help="limit for the whole run")
@@ -107,12 +122,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(builder: str, mask: str, length: int, device: str) -> bool:
+def wanted(builder: str, mask: str, length: int, device: str, every_compiled: bool) -> bool:
     if builder == "flexmod":
         return True
     if device == "cpu":
         return builder == "torch" and mask in EAGER_ON_CPU and length <= 1 << 15
-    return builder == "torch" or mask in COMPILED
+    return builder == "torch" or every_compiled or mask in COMPILED
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -137,9 +152,10 @@ def measure(case: Case) -> dict[str, Any]:
         return time.perf_counter() - start
 
     first, memory = peak_bytes(build, device)
-    if first < 5:
-        memory = peak_bytes(build, device)[1]
-    times = [build() for _ in range(case.calls)] if first < 5 else [first]
+    again = first
+    if first < LONG_S or case.builder == "torch, compiled":
+        again, memory = peak_bytes(build, device)
+    times = [build() for _ in range(case.calls)] if again < LONG_S else [again]
     found = {"first_s": first, "ms": statistics.median(times) * 1e3, "bytes": memory}
     return found | (open_tiles(mask_mod, heads, case, device) if case.builder == "flexmod" else {})
 
@@ -188,17 +204,30 @@ def table(results: list[dict[str, Any]]) -> str:
             shares = [f"{value[name]:.2%}" if name in value else "-" for name in ("open", "in vain")]
             cells = [*_cells(ours, first=True), *shares, *_cells(eager), *_cells(compiled, first=True)]
             lines.append([mask, length, *cells])
-    return tabulate(lines, header, tablefmt="github", disable_numparse=True)
+    words = {cell for line in lines for cell in line}
+    legend = [f"{word}: {meaning}" for word, meaning in (*REASONS.values(), NOT_ASKED) if word in words]
+    faults = [
+        f"{mask}, {length}, {builder}: {result['error'].strip().splitlines()[-1][:200]}"
+        for (mask, length, builder), result in by_case.items()
+        if result["error"] and _reason(result) == "fails"
+    ]
+    found = tabulate(lines, header, tablefmt="github", disable_numparse=True)
+    return "\n".join([found, "", *legend, *faults])
 
 
 def _cells(result: dict[str, Any] | None, first: bool = False) -> list[str]:
     """Milliseconds, MiB, and where asked for the seconds of the first call; or why there are none."""
     if result is None or not result["value"]:
-        why = "-" if result is None else "memory" if "memory" in result["error"].lower() else "fails"
-        return [why, *["-"] * (1 + first)]
+        return [_reason(result), *["-"] * (1 + first)]
     value = result["value"]
     cells = [_short(value["ms"]), _short(value["bytes"] / 2**20)]
     return [*cells, f"{value['first_s']:.2f}"] if first else cells
+
+
+def _reason(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return NOT_ASKED[0]
+    return next(word for said, (word, _) in REASONS.items() if said in result["error"].lower())
 
 
 def _short(x: float) -> str:
