@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.dense import Mods, attention, with_learned
+from benchmarks.gpu_time import milliseconds, wait_for
 from benchmarks.rows import Row, find
 
 PEERS = ("flexmod", "flex", "cuDNN", "flash")
@@ -52,6 +54,8 @@ def measure_row(case: RowCase) -> dict[str, Any]:
     result: dict[str, Any] = {kind: {} for kind in kinds}
     result["density"] = density(mods, row.length, device)
     truth = slice_of_truth(row, query, key, value, grad_out, mods)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the truth of a long row took most of the card
     inputs = (query, key, value, *mods.learned)
     runs: dict[str, Runs] = {}
     for name, build in builders(row, mods, device, case.tiny).items():
@@ -70,6 +74,20 @@ def measure_row(case: RowCase) -> dict[str, Any]:
         flops["backward"] = work * (1.5 * row.head_dim + row.value_dim)
         result["tflops"][name] = {way: flops[way] / ms for way, ms in times.items()}
     return result
+
+
+def prepare(case: RowCase) -> dict[str, dict[str, float]]:
+    """The first calls of each peer, which compile and leave what they made on disk: seconds, by peer."""
+    row = shrunk(find(case.row)) if case.tiny else find(case.row)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    query, key, value, grad_out = tensors(row, device)
+    mods = row.mods(row, device)
+    seconds: dict[str, dict[str, float]] = {}
+    for name, build in builders(row, mods, device, case.tiny).items():
+        with noted({}, name):
+            inputs = (query, key, value, *mods.learned)
+            first_calls(build(), inputs, grad_out, {}, seconds.setdefault(name, {}), [])
+    return seconds
 
 
 def measure_memory(case: RowCase) -> dict[str, Any]:
@@ -313,29 +331,29 @@ def take_turns(runs: dict[str, Runs], rounds: int, result: dict[str, Any]) -> No
     while forwards and torch.cuda.is_available() and time.perf_counter() < until:
         forwards[0]()
         _wait()
-    for _ in range(rounds):
-        for way in ("forward", "backward"):
-            for name in [name for name in runs if way in runs[name]]:
-                failed: dict[str, str] = {}
-                with noted(failed, name):
-                    times = result["rounds_ms"].setdefault(name, {}).setdefault(way, [])
-                    times.append(milliseconds(runs[name][way]))
-                if failed:
-                    del runs[name][way]
-                    result["faults"] |= failed
+    for way in rounds * ("forward", "backward"):
+        waits = of_each(runs, way, wait_for, result["faults"])
+        wait = max(waits.values(), default=0.0)  # the same for all
+        times = of_each(runs, way, partial(milliseconds, wait_ms=wait), result["faults"])
+        for name, ms in times.items():
+            result["rounds_ms"].setdefault(name, {}).setdefault(way, []).append(ms)
     for name, ways in result["rounds_ms"].items():
         result["ms"][name] = {way: statistics.median(times) for way, times in ways.items() if times}
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Median time of a call, the L2 cleared before each."""
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) * 1e3
-    from triton.testing import do_bench
-
-    return float(do_bench(call, warmup=25, rep=80, return_mode="median"))
+def of_each(
+    runs: dict[str, Runs], way: str, measure: Callable[[Callable[[], Any]], float], faults: dict[str, str]
+) -> dict[str, float]:
+    """What `measure` says of each peer's call. One that fails is dropped from `runs`."""
+    found = {}
+    for name in [name for name, ways in runs.items() if way in ways]:
+        failed: dict[str, str] = {}
+        with noted(failed, name):
+            found[name] = measure(runs[name][way])
+        if failed:
+            del runs[name][way]
+            faults |= failed
+    return found
 
 
 def speed_of_a_matmul() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -110,45 +110,40 @@ def causal_score(row: Row, device: torch.device) -> Mods:
     return Mods(mods.causal_score())
 
 
-def _d64(name: str, mods: Callable[[Row, torch.device], Mods], sdpa: str = "") -> Row:
-    return Row(f"D64 {name}", mods, sdpa, batch=8, head_dim=64, value_dim=64, dtype=torch.float16)
-
-
 ALIBI = Row("ALiBi + causal", alibi)
 LEARNED_ALIBI = partial(alibi, learn=True)
 CAUSAL_TABLE = partial(table, mask_mod=masks.causal())
 LEARNED_TABLE = partial(table, learn=True)
 LEARNED_CAUSAL_TABLE = partial(table, learn=True, mask_mod=masks.causal())
 
+D128 = [
+    Row("no-op", noop, "full"),
+    Row("causal", causal, "causal"),
+    Row("window 1024 + causal", window),
+    Row("prefix 2048", prefix),
+    Row("8 documents + causal", documents),
+    ALIBI,
+    Row("soft-cap + causal", softcap),
+    Row("NATTEN 7x7", natten, length=90 * 90),
+    Row("image window 8", image),
+    Row("relative position", relative),
+    Row("causal as score mod", causal_score),
+]
+NARROW = {"batch": 8, "head_dim": 64, "value_dim": 64, "dtype": torch.float16}
+
 SETS: dict[str, list[Row]] = {
-    "D128": [
-        Row("no-op", noop, "full"),
-        Row("causal", causal, "causal"),
-        Row("window 1024 + causal", window),
-        Row("prefix 2048", prefix),
-        Row("8 documents + causal", documents),
-        ALIBI,
-        Row("soft-cap + causal", softcap),
-        Row("NATTEN 7x7", natten, length=90 * 90),
-        Row("relative position", relative),
-    ],
-    "D64": [
-        _d64("no-op", noop, "full"),
-        _d64("causal", causal, "causal"),
-        _d64("window 1024 + causal", window),
-        _d64("8 documents + causal", documents),
-        _d64("ALiBi + causal", alibi),
-        _d64("soft-cap + causal", softcap),
-        _d64("image window 8", image),
-        _d64("causal as score mod", causal_score),
-    ],
+    "D128": D128,
+    "D64": [replace(row, name=f"D64 {row.name}", **NARROW) for row in D128],  # type: ignore[arg-type]
     "shapes": [
         Row("GQA 32/8", causal, "causal", batch=2, heads=32, kv_heads=8),
         Row("D256", causal, "causal", heads=8, kv_heads=8, head_dim=256, value_dim=256),
         Row("D192/Dv128", causal, "causal", batch=2, head_dim=192),
         Row("D80", causal, "causal", batch=2, head_dim=80, value_dim=80),
         Row("S512 D64", causal, "causal", batch=64, length=512, head_dim=64, value_dim=64),
-        Row("S1024", causal, "causal", batch=32, length=1024),
+    ],
+    "lengths": [
+        Row(f"S{length} causal", causal, "causal", batch=32768 // length, length=length)
+        for length in (1024, 2048, 4096, 16384, 32768)
     ],
     "learned": [
         ALIBI,

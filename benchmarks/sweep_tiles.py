@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flexmod
 from benchmarks import workers
-from benchmarks.measure_row import milliseconds
+from benchmarks.gpu_time import milliseconds
 from benchmarks.rows import Row, find
 
 MASKS = {

@@ -1,0 +1,84 @@
+"""What benchmarks make of their numbers."""
+
+from __future__ import annotations
+
+from benchmarks import block_masks, gpu_time, targets
+from benchmarks.measure_row import PEERS, take_turns
+from benchmarks.rows import SETS, find
+
+
+def test_targets_are_those_of_rows():
+    for name, target in targets.TARGETS.items():
+        assert find(name).name == name
+        assert target.peer in PEERS
+        assert target.floor is None or all(goal < floor for goal, floor in zip(*target[1:], strict=True))
+
+
+def test_rows_have_names_of_their_own():
+    names = [row.name for rows in SETS.values() for row in rows]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == {"ALiBi + causal"}  # the learned one is compared with it, in its own set too
+
+
+def test_table_of_targets():
+    flex = {"forward": 10.0, "backward": 10.0}
+    measured = {"ms": {"flexmod": {"forward": 7.0, "backward": 7.9}, "flex": flex}}
+    short = {"ms": {"flexmod": {"forward": 6.3}, "flex": flex}}
+    rows = [("window 1024 + causal", measured), ("D64 window 1024 + causal", short), ("D80", measured)]
+    _, _, *lines = targets.table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[:2] for line in cells] == [[name, "flex"] for name, _ in rows[:2]]
+    assert [line[2:6] for line in cells] == [
+        ["0.70", "0.70", "0.63", "floor"],
+        ["0.63", "0.70", "0.63", "goal"],
+    ]
+    assert [line[6:] for line in cells] == [
+        ["0.79", "0.78", "0.68", "missed"],
+        ["-", "0.78", "0.68", "not measured"],
+    ]
+
+
+def test_a_peer_that_fails_is_dropped():
+    calls = []
+
+    def fails():
+        calls.append("fails")
+        raise RuntimeError("no more")
+
+    runs = {"flexmod": {"forward": lambda: None, "backward": lambda: None}, "flex": {"forward": fails}}
+    result = {"faults": {}, "rounds_ms": {}, "ms": {}}
+    take_turns(runs, 2, result)
+    assert set(result["ms"]) == {"flexmod"} and set(result["ms"]["flexmod"]) == {"forward", "backward"}
+    assert result["faults"] == {"flex": "RuntimeError: no more"} and calls == ["fails"]
+
+
+def test_why_there_is_no_number():
+    case = {"mask": "causal", "length": 8192}
+
+    def result(builder, error):
+        return {"case": {**case, "builder": builder}, "value": None, "error": error}
+
+    text = block_masks.table(
+        [
+            result("flexmod", "Traceback\nValueError: so it is"),
+            result("torch", "Traceback\ntorch.OutOfMemoryError: CUDA out of memory"),
+            result("torch, compiled", "no answer within 60 s"),
+        ]
+    )
+    line, *rest = text.splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["causal", "8192", "fails", "-", "-", "-", "-", "memory", "-", "late", "-", "-"]
+    assert rest == [
+        "",
+        "late: no answer within the limit for one case",
+        "memory: what it holds does not fit",
+        "fails: it raises; see below",
+        "causal, 8192, flexmod: ValueError: so it is",
+    ]
+
+
+def test_time_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_time.torch.cuda, "is_available", lambda: False)
+    calls = []
+    assert gpu_time.milliseconds(lambda: calls.append(1)) >= 0 and calls == [1]
+    assert gpu_time.wait_for(lambda: calls.append(2)) == 0 and calls == [1]
