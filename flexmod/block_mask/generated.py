@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +25,11 @@ from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.compiler import builder, runs_module
+from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
+from flexmod.runtime import tape
 from flexmod.runtime.interpreter import interpreted as interpret
+from flexmod.runtime.tape import Repeated
 from flexmod.runtime.target import target_of
 
 # Tiles in a square, on a side. Elements that a program looks at together. Positions, and tiles of some lines.
@@ -118,27 +121,45 @@ class _Part:
         self.for_runs: Arguments = {
             "groups": groups, "Qb": down, "KVb": across, "LINES": LINES, "TILES": TILES
         }  # fmt: skip
+        self.slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
+        self.room = [2 * groups * down * self.slots["kv_slots"], 2 * groups * across * self.slots["q_slots"]]
+        self.repeated: dict[tuple[object, ...], Repeated] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
     def runs(self, tensors: Sequence[Tensor], separate: bool) -> tuple[Runs, Runs]:
-        """The runs of the mask that captures `tensors`, [groups, R, 2, 3]."""
+        """The runs of the mask that captures `tensors`, [groups, R, 2, 3].
+
+        What is done for a mask that captures such tensors is recorded where the host waits for nothing.
+        """
+        run = partial(self._run, separate)
+        key = (separate, *map(tensor_key, tensors))
+        if self._counts() or None in key:
+            made: tuple[Any, ...] = run(*tensors)
+        else:
+            made = self.repeated.setdefault(key, Repeated())(run, tuple(tensors))
+        by_row, of_rows, by_column, of_columns = made
+        return Runs(by_row, of_rows), Runs(by_column, of_columns)
+
+    def _run(self, separate: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows and spans in both directions."""
         kinds = self._kinds(tensors)
         if not separate:
             kinds.clamp_(max=tiles.PARTIAL)
-        groups, (down, across) = self.groups, self.grid
-        by_row, by_column = (self._new((groups, lines, 2, 3), torch.int32) for lines in self.grid)
+        by_row, by_column = (self._new((self.groups, lines, 2, 3), torch.int32) for lines in self.grid)
         arguments = {**self.for_runs, "KINDS": kinds, "KV_ROWS": by_row, "Q_ROWS": by_column}
-        slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
-        room = [2 * groups * down * slots["kv_slots"], 2 * groups * across * slots["q_slots"]]
-        placed = sum(room) * 8 > UNCOUNTED and not self._capturing()
+        room, placed = self.room, self._counts()
         if placed:
             none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
             self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **none})
             room = torch.stack([_place(by_row), _place(by_column)]).tolist()
         spans = [self._new((max(1, count), 2), torch.int32) for count in room]
-        given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **slots}
+        given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
         self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **given})
-        return Runs(by_row, spans[0]), Runs(by_column, spans[1])
+        return by_row, spans[0], by_column, spans[1]
+
+    def _counts(self) -> bool:
+        """Are runs counted before room for them is made? A CUDA graph cannot wait for a count."""
+        return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
 
     def _kinds(self, tensors: Sequence[Tensor]) -> Tensor:
         """What each tile is, uint8 [groups, Qb, KVb]."""
@@ -189,10 +210,11 @@ class _Part:
 
     def _start(self, module: ModuleType, name: str, programs: int, arguments: Any) -> None:
         if self.interpreted:
-            getattr(interpret(module), name)[(programs,)](**arguments)
+            tape.start(getattr(interpret(module), name), (programs,), None, arguments)
             return
         # bounds of floating-point numbers hold where each operation rounds as it does in torch
-        getattr(module, name)[(programs,)](**arguments, enable_fp_fusion=False)
+        exact = {**arguments, "enable_fp_fusion": False}
+        tape.start(getattr(module, name), (programs,), self.device, exact)
 
 
 _part = lru_cache(1024)(_Part)

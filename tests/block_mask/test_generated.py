@@ -24,6 +24,9 @@ def small_squares(monkeypatch):
     """So that there are several of them, and tiles that they leave open."""
     monkeypatch.setattr(generated, "SIDE", 4)
     monkeypatch.setattr(generated, "TILES", 8)
+    generated._part.cache_clear()  # what it remembers was of other squares, or of launches that were watched
+    yield
+    generated._part.cache_clear()
 
 
 def check(mask_mod, sizes, block, separate=True):
@@ -121,6 +124,17 @@ def test_new_numbers_and_new_tensors_compile_nothing(monkeypatch):
     for length in (300, 1):
         check(masks.document(torch.arange(length) // 70), (1, 1, length, length), (32, 32))
     check(masks.sliding_window(0), (1, 1, 1, 1), (32, 32))
+
+
+def test_other_tensors_of_one_kind(monkeypatch):
+    """The third mask of a kind is played from a record, and no two masks share what they hold."""
+    made = [masks.document(torch.arange(200) // size, causal=True) for size in (50, 30, 7, 90)]
+    ran = []
+    run = generated._Part._run
+    monkeypatch.setattr(generated._Part, "_run", lambda *given: ran.append(given) or run(*given))
+    found = [check(mask_mod, (1, 1, 200, 200), (32, 32)) for mask_mod in made]
+    assert len(ran) == 2
+    assert len({runs["kv"].spans.data_ptr() for runs in found}) == len(made)
 
 
 @pytest.mark.parametrize("name", ["causal", "document_causal", "window", "prefix"])
