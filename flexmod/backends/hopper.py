@@ -25,6 +25,7 @@ from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.runtime import tape
 from flexmod.runtime.gluon import layout_of
+from flexmod.runtime.target import target_of
 
 Arguments = Mapping[str, Any]
 
@@ -92,6 +93,7 @@ def forward(
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
         "MAX_SCORES": max_scores,
+        "COUNTER": q.new_zeros(1, dtype=torch.int32),
         **triton.mask_arguments(mask, "kv"),
         **kernels.portable.mod_arguments("forward", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
@@ -108,7 +110,8 @@ def forward(
         }
 
     shape = shape or settle(kernels, "forward", q.device, arguments)
-    start(kernels, "forward_kernel", q.device, grid(batch, heads, length, shape.block_m), arguments(shape))
+    programs = (min(processors(q.device), *grid(batch, heads, length, shape.block_m)),)
+    start(kernels, "forward_kernel", q.device, programs, arguments(shape))
     return Forward(out, lse, max_scores)
 
 
@@ -257,6 +260,11 @@ def start(
 ) -> None:
     """One launch."""
     tape.start(getattr(kernels.module, name), programs, device, arguments)
+
+
+def processors(device: torch.device) -> int:
+    """How many programs of the forward run at a time: one on each of the chip's processors."""
+    return target_of(device).processors or 1
 
 
 def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:

@@ -202,7 +202,7 @@ def test_a_derivative_of_one_is_no_step() -> None:
 SLOPES = mods.alibi(torch.ones(4))
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
-LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES")
+LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES", "COUNTER")
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -222,7 +222,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
-        ("forward", None, None, 64, 0, 48, "runs"),
+        ("forward", None, None, 64, 320, 48, "runs"),
         ("forward", SLOPES, near, 128, 64, 48, "runs"),
         ("forward", None, near, 64, 0, 48, "lists"),
         ("backward", None, None, 128, 128, 64, "runs"),
