@@ -36,7 +36,7 @@ from flexmod.runtime.target import target_of
 SIDE = 32
 ROWS, COLUMNS = 16, 128
 CHUNK = 128
-LINES, TILES = 4, 256
+LINES, TILES = 4, 128
 # Bytes of runs for which room is made without counting them, and of what is told of the tiles at once.
 UNCOUNTED = 32 << 20
 TILES_AT_ONCE = 256 << 20

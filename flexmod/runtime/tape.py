@@ -144,7 +144,6 @@ class _Recorder(TorchDispatchMode):
         self._slots = {id(tensor): slot for slot, tensor in enumerate(given) if tensor is not None}
         self._aliases: list[Tensor] = []  # kept for their ids as well
         self._given = len(given)
-        self._aliases: list[Tensor] = []
         self._steps: list[_Step] = []
         self._hears = True
         self._repeatable = len(self._slots) == sum(tensor is not None for tensor in given)
@@ -218,11 +217,6 @@ class _Recorder(TorchDispatchMode):
         if name == "lift_fresh":  # a number that the host has made a tensor
             number, slot = result.clone(), self._new_slot(result)
             return _Step(lambda room: room.__setitem__(slot, number.clone()), frozenset(), slot)
-        if name == "detach" and self._slot(args[0]).number >= self._given:
-            # torch does so with what it allocates while a mode looks on
-            self._aliases.append(result)
-            self._slots[id(result)] = self._slot(args[0]).number
-            return None
         if name in ALLOCATIONS | ZEROS:
             slot = self._new_slot(result)
             return _Step(_allocation(slot, result, name in ZEROS), frozenset(), slot)
