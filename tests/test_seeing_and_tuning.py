@@ -59,7 +59,7 @@ def test_explain_of_nothing() -> None:
     assert str(explanation) == (
         "no mod: plain attention\n"
         "\n"
-        "forward template: Hopper's on sm_90, 192x128 (3 consumers, 2 unrolled) first; portable elsewhere\n"
+        "forward template: Hopper's on sm_90, 192x128 (3 consumers) first; portable elsewhere\n"
         "backward template: Hopper's on sm_90, 128x128 (in step, own operand) first; portable elsewhere"
     )
     assert "forward_kernel" in kernels(explanation.source)
@@ -78,7 +78,7 @@ def test_explain_says_on_which_template_the_kernels_stand() -> None:
     }  # fmt: skip
     wide = explain(soft_cap, causal, head_dim=256)
     assert str(wide).splitlines()[-2:] == [
-        "forward template: Hopper's on sm_90, 128x64 (2 consumers, 2 unrolled) first; portable elsewhere",
+        "forward template: Hopper's on sm_90, 128x64 (2 consumers) first; portable elsewhere",
         "backward template: portable everywhere: a head dimension of 256, above 128",
     ]
     assert list(wide.hopper) == ["forward"]

@@ -36,12 +36,11 @@ TILE_OPTIONS: Mapping[Way, tuple[str, ...]] = {
 class ForwardShape:
     """The forward's: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
-    `stages` tiles are in flight, `unroll` steps make a round of the inner loop.
+    `stages` tiles are in flight.
     """
 
     consumers: int
     block_n: int
-    unroll: int = 1
     stages: int = 2
 
     @property
@@ -53,12 +52,11 @@ class ForwardShape:
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
-            "UNROLL": self.unroll,
             **_warps(TWO if self.consumers == 2 else THREE),
         }
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers, {self.unroll} unrolled)"
+        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers)"
 
 
 @dataclass(frozen=True)
@@ -179,15 +177,12 @@ def _forward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[ForwardShape, ...]:
     widest = max(spec.head_tile, spec.value_tile)
-    narrow = ForwardShape(2, 64, unroll=2)
+    narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
     shapes = [narrow]
     if widest <= 128:
-        wide = ForwardShape(2, 128)
         shapes = [wide, narrow]
-        if widest <= 64:
-            shapes.insert(0, ForwardShape(2, 128, unroll=2))
-            if spec.mask_block is None:
-                shapes.insert(0, ForwardShape(3, 128, unroll=2))
+        if widest <= 64 and spec.mask_block is None:
+            shapes.insert(0, ForwardShape(3, 128))
         # numbers by column: each takes as many registers of a thread as a row of its scores
         if sum(mod.held_by_column for mod in (score, mask) if mod) > 1:
             shapes.sort(key=lambda shape: shape.block_n)

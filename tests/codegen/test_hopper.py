@@ -145,11 +145,11 @@ def test_the_first_shape_follows_the_mods() -> None:
         return str(ladder(spec(dim=dim, mask_block=(128, 128) if mask else None), way, score, mask)[0])
 
     two_numbers = replace(DOCUMENT, held_by_column=2)
-    assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers, 1 unrolled)"
-    assert first("forward", 128, mask=two_numbers) == "128x64 (2 consumers, 2 unrolled)"
-    assert first("forward", 64) == "192x128 (3 consumers, 2 unrolled)"
-    assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers, 2 unrolled)"
-    assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers, 2 unrolled)"
+    assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers)"
+    assert first("forward", 128, mask=two_numbers) == "128x64 (2 consumers)"
+    assert first("forward", 64) == "192x128 (3 consumers)"
+    assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
+    assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand, late)"
     assert first("backward", 128, SOFTCAP) == "64x128 (ahead, shared operand, late)"
