@@ -21,6 +21,7 @@ NUMBERS = (0, 1, 2, 3, 5, 7, -1, -4, 16, 100, 40000, 2**31 - 1, -(2**31), 0.5, 1
 # what a mask is likely to be made of is drawn more often
 LIKELY = ("add", "sub", "mul", "floor_divide", "remainder", "abs", "minimum", "maximum", "where", "eq", "lt",
           "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not")  # fmt: skip
+NAMED = sorted(name for name, row in OPS.items() if row.torch_names)
 SIZE = 12
 
 
@@ -71,7 +72,7 @@ def _step(draw: Any, tracer: Tracer, pool: list[Any]) -> Any:
         return tracer.index(table, index if index else ())
     if kind == "cast":
         return tracer.cast(_recent(draw, pool), draw(st.sampled_from(CAST_TO)))
-    row = OPS[draw(st.one_of(st.sampled_from(LIKELY), st.sampled_from(sorted(OPS))))]
+    row = OPS[draw(st.one_of(st.sampled_from(LIKELY), st.sampled_from(NAMED)))]
     count = 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
     operands = [_recent(draw, pool)]
     operands += [_operand(draw, pool) for _ in range(count - 1)]

@@ -238,6 +238,16 @@ def square_root(a: Bounds) -> Bounds:
     return choose_bounds(a[0] >= 0, (low * 0.99, high * 1.01), UNKNOWN)
 
 
+def within_one(a: Bounds) -> Bounds:
+    """Of a tanh or a sine; what is no number stays none."""
+    return -1.0, 1.0
+
+
+def share(a: Bounds) -> Bounds:
+    """Of a sigmoid."""
+    return 0.0, 1.0
+
+
 def minimum(a: Bounds, b: Bounds) -> Bounds:
     return least(a[0], b[0]), least(a[1], b[1])
 

@@ -33,6 +33,8 @@ UNIFORM: Home = frozenset({"b", "h"})
 ROW: Home = UNIFORM | {"q_idx"}
 COLUMN: Home = UNIFORM | {"kv_idx"}
 ELEMENT: Home = frozenset(POSITIONS)
+# of inputs that go with no position, see `exponents.py`: one number a launch, one a column of a tile
+_HOMES: dict[str, Home] = {"scale": frozenset(), "offset": frozenset({"kv_idx"})}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +105,7 @@ class Builder:
 
 @cache
 def _input(name: str, dtype: torch.dtype) -> Node:
-    home = frozenset({name}) if name in POSITIONS else ELEMENT | {name}
+    home = frozenset({name}) if name in POSITIONS else _HOMES.get(name, ELEMENT | {name})
     return Node("input", (), dtype, name, None, home)
 
 

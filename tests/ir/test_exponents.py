@@ -1,0 +1,195 @@
+"""Scores as exponents: the same numbers, in fewer steps for an element; and their bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import mods
+from flexmod.compiler import lower
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.exponents import Exponent, exponent, score_bounds
+from flexmod.ir.graph import Graph
+from flexmod.ir.ops import LOG2_E
+from flexmod.ir.trace import trace
+
+B, H, M, N = 2, 3, 24, 40
+START = 16
+generator = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+slopes, of_batch, of_row, of_column = random(H), random(B).exp(), random(64), random(64)
+table = random(H, 128)
+
+# name: (score_mod, how many steps an element takes, is it in base 2)
+MODS: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    "alibi": (mods.alibi(slopes), 2, True),
+    "alibi of a number": (mods.alibi(H), 2, True),
+    "softcap": (mods.softcap(16.0), 3, True),
+    "relative": (mods.relative_position(), 2, True),
+    "the other way": (lambda s, b, h, q, k: s + (k - q + 3) * 0.5, 2, True),
+    "negated": (lambda s, b, h, q, k: -(s - slopes[h] * -(q - k)) / 2, 2, True),
+    "temperature": (lambda s, b, h, q, k: s * slopes[h] / of_batch[b] * 3, 1, True),
+    "row": (lambda s, b, h, q, k: s + of_row[q], 1, True),
+    "row and column": (lambda s, b, h, q, k: 0.5 * (s + of_row[q] - of_column[k]), 2, True),
+    "a difference": (lambda s, b, h, q, k: s + (of_row[q] - of_column[k]), 3, False),
+    "table": (lambda s, b, h, q, k: s + table[h, q - k + 64], 5, False),
+    "scaled table": (lambda s, b, h, q, k: 2 * (s + table[h, q - k + 64]), 6, True),
+    "distance": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), 5, True),
+    "capped sum": (lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + q, 6, True),
+    "cap of captured": (lambda s, b, h, q, k: 9 * torch.tanh(s + of_column[k]), 4, True),
+    "gate": (lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]), 3, True),
+    "square": (lambda s, b, h, q, k: s * s, 2, False),
+    "-inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3, False),
+    "no score": (lambda s, b, h, q, k: q * 1.5, 0, True),
+    "a number": (lambda s, b, h, q, k: 0.5, 0, True),
+}
+
+
+def lowered(score_mod: Callable[..., Any], length: int = 64) -> tuple[Graph, tuple[torch.Tensor, ...]]:
+    traced = trace(score_mod, "score")
+    graph = lower(traced.graph, (B, H, length, length), split=False).score
+    assert graph is not None
+    return graph, traced.tensors
+
+
+def element_steps(found: Exponent) -> int:
+    """Operations of the element's result that read rows and columns, or the product."""
+    element = Graph("score", found.graph.results[:1])
+    axes = {"q_idx", "kv_idx"}
+    return sum(bool(n.args) and ("score" in n.home or axes <= n.home) for n in element.nodes)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_an_exponent_is_the_score_in_base_2(name: str) -> None:
+    score_mod, steps, in_base_2 = MODS[name]
+    graph, tensors = lowered(score_mod)
+    found = exponent(graph)
+    assert (element_steps(found), found.in_base_2) == (steps, in_base_2)
+
+    product, scale = random(B, H, M, N).double() * 40, 0.3
+    q_idx, offset = torch.arange(M)[:, None] + 8, torch.arange(N)
+    given = {
+        "b": torch.arange(B)[:, None, None, None],
+        "h": torch.arange(H)[:, None, None],
+        "q_idx": q_idx,
+        "kv_idx": START + offset,
+        "real": torch.float64,
+    }
+    (expected,) = evaluate(graph, tensors, score=product * scale, **given)
+    others = {
+        "scale": torch.tensor(scale, dtype=torch.float64),
+        "offset": offset,
+        "start": torch.tensor(START),
+    }
+    parts = evaluate(found.graph, tensors, score=product, others=others, **given)
+    for row in parts[1:]:
+        assert row.shape[-1:] in ((), (1,))
+    expected = expected * (LOG2_E if in_base_2 else 1.0)
+    expected = expected.expand(B, H, M, N)
+    total = sum(parts).expand(B, H, M, N)  # type: ignore[union-attr]
+    torch.testing.assert_close(total.double(), expected.double(), rtol=1e-12, atol=1e-10)
+
+
+def test_the_texts_of_graphs() -> None:
+    graph, _ = lowered(mods.softcap(16.0))
+    assert without_lines(exponent(graph).graph) == (
+        "score():\n"
+        "  %0: float32 = mul(scale, 0.18033688011112042)\n"
+        "  %1: float32 = mul(score, %0)\n"
+        "  %2: float32 = logistic(%1)\n"
+        "  %3: float32 = mul(%2, -46.16624130844683)\n"
+        "  return %3, 23.083120654223414"
+    )
+    graph, _ = lowered(mods.relative_position())
+    assert without_lines(exponent(graph).graph) == (
+        "score():\n"
+        "  %0: float32 = mul(scale, 1.4426950408889634)\n"
+        "  %1: float32 = mul(score, %0)\n"
+        "  %2: float32 = cast(offset)\n"
+        "  %3: float32 = mul(%2, -1.4426950408889634)\n"
+        "  %4: float32 = add(%1, %3)\n"
+        "  %5: float32 = cast(q_idx)\n"
+        "  %6: float32 = cast(start)\n"
+        "  %7: float32 = sub(%5, %6)\n"
+        "  %8: float32 = mul(%7, 1.4426950408889634)\n"
+        "  return %4, %8"
+    )
+
+
+def without_lines(graph: Graph) -> str:
+    return "\n".join(line.split("#")[0].rstrip() for line in str(graph).splitlines())
+
+
+def test_what_cancels_stays_as_it_was_written() -> None:
+    """Sums of large numbers that nearly cancel: in float32 the exponent is as near as the score is."""
+    large = torch.linspace(0, 1e6, 64)
+    graph, tensors = lowered(lambda s, b, h, q, k: s + (large[q] - large[k]))
+    found = exponent(graph)
+    q_idx, offset = torch.arange(64)[:, None], torch.arange(32)
+    given = {"b": torch.tensor(0), "h": torch.tensor(0), "q_idx": q_idx, "kv_idx": 32 + offset}
+    product = torch.randn(64, 32, generator=generator)
+    others = {"scale": torch.tensor(1.0), "offset": offset, "start": torch.tensor(32)}
+    (element,) = evaluate(found.graph, tensors, score=product, others=others, **given)
+    (score,) = evaluate(graph, tensors, score=product, **given)
+    assert torch.equal(element, score)
+
+
+def test_an_index_is_exact_far_from_the_start() -> None:
+    """Both parts of q_idx - kv_idx are whole numbers: in float32 their sum is the difference itself."""
+    graph, tensors = lowered(mods.relative_position(), 1 << 23)
+    found = exponent(graph)
+    q_idx, start, offset = torch.tensor([[8_388_607], [3]]), torch.tensor(8_388_480), torch.arange(128)
+    given = {"b": torch.tensor(0), "h": torch.tensor(0), "q_idx": q_idx, "kv_idx": start + offset}
+    others = {"scale": torch.tensor(1.0), "offset": offset, "start": start}
+    zero = torch.zeros(2, 128)
+    element, row = evaluate(found.graph, tensors, score=zero, others=others, **given)
+    distance = (q_idx - (start + offset)).double()
+    error = (element.double() + row.double()) / LOG2_E - distance
+    assert error[0].abs().max() < 1e-5
+    assert (error[1] / distance[1]).abs().max() < 2**-23
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "expected"),
+    [
+        (mods.softcap(16.0), (-16.0, 16.0)),
+        (lambda s, b, h, q, k: torch.sigmoid(s) * 3 - 1, (-1.0, 2.0)),
+        (lambda s, b, h, q, k: torch.maximum(torch.minimum(s, s * 0 + 8.0), s * 0 - 4.0), (-4.0, 8.0)),
+        (lambda s, b, h, q, k: torch.where(q >= k, torch.sin(s), 5.0), (-1.0, 5.0)),
+        (lambda s, b, h, q, k: torch.where(q >= k, torch.tanh(s), -math.inf), (-math.inf, 1.0)),
+        (lambda s, b, h, q, k: torch.tanh(s) + slopes[h], (-math.inf, math.inf)),
+        (lambda s, b, h, q, k: torch.tanh(s) * (q - k), (-math.inf, math.inf)),
+        (lambda s, b, h, q, k: torch.tanh(s).bfloat16(), (-math.inf, math.inf)),
+        (mods.relative_position(), (-math.inf, math.inf)),
+    ],
+)
+def test_bounds_of_a_score(score_mod: Callable[..., Any], expected: tuple[float, float]) -> None:
+    assert score_bounds(lowered(score_mod)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "taken"),
+    [
+        (lambda s, b, h, q, k: torch.tanh(s * slopes[h] + of_row[q] * (q - k)), True),
+        (lambda s, b, h, q, k: torch.tanh(s * slopes[h] + of_row[q] - 0.25 * (q - k)), True),
+        (lambda s, b, h, q, k: torch.sigmoid(torch.sin(s) * of_row[q]), True),
+        (lambda s, b, h, q, k: torch.tanh(s + of_column[k]), False),
+        (lambda s, b, h, q, k: torch.tanh(s + torch.sqrt(9.0 - k)), False),
+        (lambda s, b, h, q, k: s + torch.tanh(of_row[q]), False),
+    ],
+)
+def test_neighbours_meet_where_no_column_spoils_them(score_mod: Callable[..., Any], taken: bool) -> None:
+    found = exponent(lowered(score_mod)[0]).graph
+    assert any(n.op == "logistic" for n in found.nodes) == taken
