@@ -32,6 +32,7 @@ from flexmod import config
 from flexmod.codegen import cache as modules
 from flexmod.codegen.builder_kernels import Builder, BuilderKernels
 from flexmod.codegen.builder_text import write_bounds, write_term
+from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.render import render, render_builder, render_runs
@@ -66,6 +67,10 @@ class Lowered:
     @cached_property
     def text(self) -> ModText | None:
         return _staged("write", write, self.score)
+
+    @cached_property
+    def exponent_text(self) -> ModText | None:
+        return _staged("write", write_exponent, self.score)
 
     @cached_property
     def grad_text(self) -> ModText | None:
@@ -186,12 +191,13 @@ def kernels_for(
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
+    exponent = score.exponent_text if score and not spec.backward else None
     captures = NO_CAPTURES
     if wanted and score and score.score:
         captures = capture_texts(score.score, wanted, uniform)
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, captures),
-        score_text, mask_text, grad_text, dict(options), interpreted, captures,
+        score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,
     )  # fmt: skip
 
 

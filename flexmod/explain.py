@@ -70,15 +70,16 @@ def explain(
         by_column = capture_texts(score.score, learned, "column")
         graphs[-1] = capture_grad(score.score, learned).graph
     score_text, mask_text = score.text if score else None, mask.text if mask else None
-    grad_text = score.grad_text if score else None
+    grad_text, exponent = (score.grad_text, score.exponent_text) if score else (None, None)
     source = render(spec, score_text, mask_text, grad_text, captures)
     sources, templates = {}, []
     for way in get_args(Way):
         own = replace(spec, backward=way == "backward")
         why = hopper.why_portable(own, way, hopper.TARGET, {})
         if why is None:
-            sources[way] = hopper.text(own, score_text, mask_text, grad_text, by_column)
-            first = hopper.ladder(own, way, score_text, mask_text)[0]
+            mod = score_text if own.backward else exponent
+            sources[way] = hopper.text(own, mod, mask_text, grad_text, by_column)
+            first = hopper.ladder(own, way, mod, mask_text)[0]
             why = f"Hopper's on {hopper.TARGET}, {first} first; portable elsewhere"
         else:
             why = f"portable everywhere: {why}"

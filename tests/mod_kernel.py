@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexmod.codegen import cache, prelude
+from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.triton_text import write
 from flexmod.ir.graph import Graph
@@ -42,10 +43,20 @@ def run(OUT, SCORE, GRAD, {names}H, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 """
 
 
-def source(mod: ModText) -> str:
+# As `score` a product of `SCALE` and, with keys from `start_n` on, the exponent of it.
+EXPONENT_KERNEL = (
+    KERNEL.replace("{names}H", "scale, start_n, {names}H")
+    .replace("columns = ", "offset = tl.arange(0, BLOCK_N)[None, :]\n    columns = ")
+    .replace("kv_idx = columns[None, :]", "kv_idx = start_n + offset")
+    .replace("* N + kv_idx", "* N + offset")
+    .replace("(kv_idx < N)", "(offset < N)")
+)
+
+
+def source(mod: ModText, kernel: str = KERNEL) -> str:
     """The module with one kernel, `run`, that stores what the mod says."""
     names = [p.name for p in mod.parameters]
-    return KERNEL.format(
+    return kernel.format(
         mod=mod,
         prelude=prelude.used_by(mod.text),
         names="".join(f"{n}, " for n in names),
@@ -83,3 +94,28 @@ def run(
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def run_exponent(
+    graph: Graph,
+    tensors: Sequence[torch.Tensor],
+    extents: tuple[int, int, int, int],
+    product: torch.Tensor,
+    scale: float,
+    start: int,
+) -> torch.Tensor:
+    """The exponent of a score graph, with what its rows share, for keys from `start` on: [B, H, M, N]."""
+    batch, heads, length, keys = extents
+    mod = write_exponent(graph)
+    kernel = (
+        EXPONENT_KERNEL.replace("value = {mod.call}", "value, shift = {mod.call}\n    value += shift")
+        if mod.shift
+        else EXPONENT_KERNEL
+    )
+    out = torch.empty(extents)
+    values = {p.name: p.value([t.detach() for t in tensors], ()) for p in mod.parameters}
+    interpreted(cache.load(source(mod, kernel), "mod_kernel")).run[(batch * heads,)](
+        out, product, product, scale=scale, start_n=start, **values, H=heads, M=length, N=keys,
+        BLOCK_M=_power_of_two(length), BLOCK_N=_power_of_two(keys),
+    )  # fmt: skip
+    return out

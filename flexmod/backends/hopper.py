@@ -95,7 +95,7 @@ def forward(
         "MAX_SCORES": max_scores,
         "COUNTER": q.new_zeros(1, dtype=torch.int32),
         **triton.mask_arguments(mask, "kv"),
-        **kernels.portable.mod_arguments("forward", score_captured, mask_captured),
+        **kernels.portable.mod_arguments("hopper_forward", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
         "B": batch,
         "KV_B": k.shape[0],

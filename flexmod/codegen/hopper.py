@@ -181,10 +181,11 @@ def _forward_ladder(
     shapes = [narrow]
     if widest <= 128:
         shapes = [wide, narrow]
-        if widest <= 64 and spec.mask_block is None:
-            shapes.insert(0, ForwardShape(3, 128))
         # numbers by column: each takes as many registers of a thread as a row of its scores
-        if sum(mod.held_by_column for mod in (score, mask) if mod) > 1:
+        held = sum(mod.held_by_column for mod in (score, mask) if mod)
+        if widest <= 64 and spec.mask_block is None and not held:
+            shapes.insert(0, ForwardShape(3, 128))
+        if held > 1:
             shapes.sort(key=lambda shape: shape.block_n)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
@@ -225,14 +226,19 @@ class HopperKernels:
     def spec(self) -> KernelSpec:
         return self.portable.spec
 
+    @property
+    def score(self) -> ModText | None:
+        """The score_mod as a backward has it, or its exponent."""
+        return self.portable.score if self.spec.backward else self.portable.exponent
+
     def ladder(self, way: Way) -> tuple[Shape, ...]:
-        return ladder(self.spec, way, self.portable.score, self.portable.mask)
+        return ladder(self.spec, way, self.score, self.portable.mask)
 
     @cached_property
     def module(self) -> ModuleType:
         p = self.portable
         names = ["hopper_attention", *(["score"] if p.score else []), *(["mask"] if p.mask else [])]
-        return cache.load(text(p.spec, p.score, p.mask, p.grad, p.captures), "_".join(names))
+        return cache.load(text(p.spec, self.score, p.mask, p.grad, p.captures), "_".join(names))
 
 
 @lru_cache(4096)
@@ -250,7 +256,9 @@ def text(
 ) -> str:
     """The module of a spec and its mods: `forward_kernel`, or for a backward its three kernels.
 
+    A forward takes the exponent of a score_mod in place of the score_mod.
+
     Of the captures, those summed by column are made here.
     """
     own = CaptureTexts(column=captures.column)
-    return render.render(spec, score, mask, grad, own, template="hopper_module.jinja")
+    return render.render(spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET)

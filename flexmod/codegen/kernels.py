@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -30,7 +30,8 @@ class Kernels:
     """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
 
     `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward;
-    `captures` are those that make gradients of captured tensors as well.
+    `captures` are those that make gradients of captured tensors as well. `exponent` is `score` as Hopper's
+    forward has it.
     `options` are checked kernel_options. `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
     """
 
@@ -42,6 +43,7 @@ class Kernels:
     options: Mapping[str, Any] = field(default_factory=dict)
     interpreted: bool = False
     captures: CaptureTexts = NO_CAPTURES
+    exponent: ModText | None = None
 
     @cached_property
     def module(self) -> ModuleType:
@@ -60,11 +62,14 @@ class Kernels:
             self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column, waits)
         return self._ladders[kernel]
 
-    def mod_arguments(self, kernel: KernelName, score: Captured, mask: Captured) -> dict[str, object]:
+    def mod_arguments(
+        self, kernel: KernelName | Literal["hopper_forward"], score: Captured, mask: Captured
+    ) -> dict[str, object]:
         """The launch arguments that the mods of a kernel need, by name."""
         if kernel not in self._parameters:
             grad = self.captures.by_kernel(self.grad).get(kernel)
-            self._parameters[kernel] = parameters(self.score, grad)
+            own = (self.exponent,) if kernel == "hopper_forward" else (self.score, grad)
+            self._parameters[kernel] = parameters(*own)
         values = {p.name: p.value(score.tensors, score.numbers) for p in self._parameters[kernel]}
         for p in self.mask.parameters if self.mask else ():
             values[p.name] = p.value(mask.tensors, mask.numbers)
@@ -75,6 +80,6 @@ class Kernels:
         return {}
 
     @cached_property
-    def _parameters(self) -> dict[KernelName, tuple[Parameter, ...]]:
+    def _parameters(self) -> dict[str, tuple[Parameter, ...]]:
         """By kernel, those of the score_mod and of its derivative there."""
         return {}

@@ -11,10 +11,16 @@ A statement that nothing needs is "". `arguments` are those of the call that com
 load's place depends on the score; `keeps_zeros`: a derivative with terms does not read the score, and is 0
 wherever the incoming gradient is. The call of a mask gives an int1 tile, that of a score or of its derivative
 a float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term_text`.
+
+An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
+`offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
+all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives is the exponent, and not the score.
+`bounds` are those of the score.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -71,6 +77,9 @@ class ModText:
     keeps_zeros: bool = False
     arguments: tuple[str, ...] = ()
     terms: tuple[TermText, ...] = ()
+    shift: Literal["", "row", "tile"] = ""
+    in_base_2: bool = False
+    bounds: tuple[float, float] = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,12 @@ def sign(x):
     """-1, 0 or 1; nan gives 0, as in torch."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 ''',
+    "logistic": '''
+@triton.jit
+def logistic(x):
+    """1 / (1 + 2^x)."""
+    return 1.0 / (1.0 + tl.exp2(x))
+''',
     "tanh": '''
 @triton.jit
 def tanh(x):
@@ -155,18 +161,66 @@ def tanh(x):
 }
 
 
-def used_by(*texts: str, single: bool = False) -> str:
+# What a chip has better instructions for, in kernels made for it.
+OF_TARGETS: dict[str, dict[str, str]] = {
+    "sm_90": {
+        "tanh": '''
+@triton.jit
+def tanh(x):
+    """1 - 2 / (1 + e^2x), with the chip's reciprocal: an absolute error near 2e-7."""
+    grown = 1.0 + tl.exp2(x * 2.8853900817779268)
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], tl.float32, is_pure=True, pack=1
+    )
+    return 1.0 - 2.0 * inverse
+''',
+        "logistic": '''
+@triton.jit
+def logistic(x):
+    """1 / (1 + 2^x), with one reciprocal for two neighbours in a row: 1 / a = b / (a * b).
+
+    Where one of them is no number both are none. 2^60 is large enough, and the product of two is finite.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b, inverse;
+        min.NaN.f32 a, $2, 0f42700000;
+        min.NaN.f32 b, $3, 0f42700000;
+        ex2.approx.ftz.f32 a, a;
+        ex2.approx.ftz.f32 b, b;
+        add.f32 a, a, 0f3F800000;
+        add.f32 b, b, 0f3F800000;
+        mul.f32 inverse, a, b;
+        rcp.approx.ftz.f32 inverse, inverse;
+        mul.f32 $0, inverse, b;
+        mul.f32 $1, inverse, a;
+        }""",
+        "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
+    )
+''',
+    },
+}
+# Of these, the functions that treat elements in pairs.
+IN_PAIRS: dict[str, frozenset[str]] = {"sm_90": frozenset({"logistic"})}
+
+
+def used_by(*texts: str, single: bool = False, target: str = "") -> str:
     """The functions that the texts call, and those that these call, complete, in the table's order.
 
-    `single`: for kernels on float32.
+    `single`: for kernels on float32. `target`: for kernels made for this chip.
     """
-    functions = FUNCTIONS | (EXACT if single else {})
+    functions = FUNCTIONS | (EXACT if single else {}) | OF_TARGETS.get(target, {})
     wanted: set[str] = set()
     found = _called("\n".join(texts))
     while found - wanted:
         wanted |= found
         found = _called("\n".join(functions[name] for name in wanted))
     return "\n\n".join(functions[name].strip("\n") + "\n" for name in functions if name in wanted)
+
+
+def in_pairs(text: str, target: str) -> bool:
+    """Does the text call, on this chip, what may spoil an element with its neighbour in a row?"""
+    return bool(_called(text) & IN_PAIRS.get(target, frozenset()))
 
 
 _CALLS = re.compile(rf"(?<![\w.])({'|'.join(FUNCTIONS)})\(")

@@ -13,7 +13,7 @@ import torch
 from flexmod.codegen import prelude, schedule
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import KernelSpec, fixed_peak
 
 
 def render(
@@ -23,13 +23,14 @@ def render(
     grad: ModText | None = None,
     captures: CaptureTexts = NO_CAPTURES,
     template: str = "module.jinja",
+    target: str = "",
 ) -> str:
     """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
 
     `grad` is the derivative of the score_mod; a backward with a score_mod needs it. `captures` are those that
     make gradients of captured tensors as well, and may ask for a `diagonal_kernel` and a `scatter_kernel`.
-    What the mods' texts call of `prelude.py` is in the module too.
+    What the mods' texts call of `prelude.py` is in the module too, `target`'s own form of it if there is one.
     """
     if not spec.backward:
         grad, captures = None, NO_CAPTURES
@@ -39,7 +40,9 @@ def render(
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
     mods = [mod for mod in (score, *dict.fromkeys(grads.values()), mask) if mod]
     return _tidy(
-        _environment().get_template(template).render(
+        _environment()
+        .get_template(template)
+        .render(
             spec=spec,
             score=score,
             mask=mask,
@@ -47,10 +50,12 @@ def render(
             grads=grads,
             terms_of=lambda kernel: terms.get(kernel, ()),
             mods=mods,
-            prelude=prelude.used_by(*(mod.text for mod in mods), single=spec.exact),
+            prelude=prelude.used_by(*(mod.text for mod in mods), single=spec.exact, target=target),
             head=_head(spec, score, mask),
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
+            in_pairs=score is not None and prelude.in_pairs(score.text, target),
+            fixed_peak=fixed_peak(spec, score.bounds) if score else None,
         )
     )
 

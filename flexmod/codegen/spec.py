@@ -5,6 +5,7 @@ Everything else (lengths, head counts, strides, the scale's size, captured sizes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,6 +69,22 @@ class Tile:
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
+
+
+# log2 of the smallest weight that a fixed peak may make, and of the largest; between them lie all weights.
+# float32 and bfloat16 keep room on both sides for values, and for sums of many.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
+
+
+def fixed_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
+    """What may stand for the running maximum of a row, in base 2, where scores lie between `bounds`.
+
+    None where weights would leave the range of the operands' dtype: float16 has too little of it, always.
+    """
+    low, high = (end * math.log2(math.e) for end in bounds)
+    if spec.q_dtype is not torch.bfloat16 or high - low > LARGEST_WEIGHT - SMALLEST_WEIGHT:
+        return None
+    return min(high, low - SMALLEST_WEIGHT)
 
 
 def padded(dim: int) -> int:

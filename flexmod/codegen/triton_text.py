@@ -51,18 +51,11 @@ PLAIN = {
     "shift_left": "{0} << {1}", "shift_right": "{0} >> {1}",
 }  # fmt: skip
 RESERVED = {
-    "b",
-    "h",
-    "q_idx",
-    "kv_idx",
-    "score",
-    "grad",
-    "tl",
-    "triton",
-    "float",
-    *prelude.FUNCTIONS,
-    *keyword.kwlist,
-}
+    "b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float",
+    *prelude.FUNCTIONS, *keyword.kwlist,
+}  # fmt: skip
+# what an exponent may read besides, and its name in a kernel
+OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 WIDTH = 96
 
 
@@ -113,8 +106,9 @@ class Writer:
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
         self.owner = self.main  # of the captures
         self.numbers = "number"
-        self.captures = _capture_names(graph, self.arguments)
-        self.taken = RESERVED | {*self.captures, *self.arguments}
+        given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
+        self.captures = _capture_names(graph, (*self.arguments, *given))
+        self.taken = RESERVED | {*self.captures, *self.arguments, *given}
         self.users = _count_users(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
@@ -160,7 +154,7 @@ class Writer:
         _return(main, *self.returned(main))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
-        call = f"{self.main}({', '.join([*main.arguments, *self._kernel_names(main)])})"
+        call = self.called(main)
         held = sum(home_of(n) == "column" and _costly(n) for n in self.hoisted)
         return ModText(
             text=text,
@@ -171,7 +165,9 @@ class Writer:
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),
             terms=self.term_names(),
-            **statements,
+            program=statements["program"],
+            row=statements["row"],
+            column=statements["column"],
         )
 
     def returned(self, main: Function) -> list[str]:
@@ -192,11 +188,13 @@ class Writer:
         function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
         _return(function, *[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
-        call = f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
-        return f"{targets} = {call}", self._source(function)
+        return f"{targets} = {self.called(function)}", self._source(function)
+
+    def called(self, function: Function) -> str:
+        return f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
 
     def _kernel_names(self, function: Function) -> list[str]:
-        return [name + self.suffix for name in function.uses]
+        return [OF_KERNELS.get(name, name + self.suffix) for name in function.uses]
 
     def _source(self, function: Function) -> str:
         body = "\n".join(f"    {line}" for line in function.lines)
@@ -229,6 +227,8 @@ class Writer:
         if node.op == "const":
             return literal(node.value, strong(node.dtype))
         if node.op == "input":
+            if node.value in OF_KERNELS:
+                function.uses.setdefault(str(node.value))
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
             return self.parameter(

@@ -14,6 +14,7 @@ import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
 from flexmod import mods
+from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.hopper import (
     TARGET,
     BackwardShape,
@@ -23,7 +24,7 @@ from flexmod.codegen.hopper import (
     text,
     why_portable,
 )
-from flexmod.codegen.mod_text import Parameter
+from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
@@ -35,6 +36,17 @@ BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
 
 def spec(dtype: torch.dtype = BF16, dim: int = 128, value_dim: int = 0, **other: Any) -> KernelSpec:
     return KernelSpec(dtype, dtype, dtype, dim, value_dim or dim, **other)
+
+
+def exponent(score_mod: Any) -> ModText:
+    """As forwards take a score_mod."""
+    lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
+    assert lowered.score is not None
+    return write_exponent(lowered.score)
+
+
+SLOPES = mods.alibi(torch.ones(4))
+ALIBI_EXPONENT, SOFTCAP_EXPONENT = exponent(SLOPES), exponent(mods.softcap(17.5))
 
 
 # What is taken
@@ -161,7 +173,7 @@ def test_the_first_shape_follows_the_mods() -> None:
 
 
 def test_golden_forward(golden: Callable[[str, str], None]) -> None:
-    golden(text(spec(mask_block=(128, 128)), ALIBI, CAUSAL), "hopper_alibi_forward.txt")
+    golden(text(spec(mask_block=(128, 128)), ALIBI_EXPONENT, CAUSAL), "hopper_alibi_forward.txt")
 
 
 def test_golden_backward(golden: Callable[[str, str], None]) -> None:
@@ -169,16 +181,27 @@ def test_golden_backward(golden: Callable[[str, str], None]) -> None:
     golden(text(shared, SOFTCAP, DOCUMENT, SOFTCAP_GRAD), "hopper_softcap_backward.txt")
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("block", [None, (128, 128)])
-@pytest.mark.parametrize(
-    "texts",
-    [(None, None, None), (None, DOCUMENT, None), (SOFTCAP, None, SOFTCAP_GRAD), (ALIBI, CAUSAL, ALIBI_GRAD)],
-    ids=["plain", "document", "softcap", "alibi"],
+FORWARDS = (
+    (None, None),
+    (None, DOCUMENT),
+    (SOFTCAP_EXPONENT, None),
+    (SOFTCAP_EXPONENT, CAUSAL),
+    (ALIBI_EXPONENT, CAUSAL),
 )
-def test_a_careful_text(texts: Any, block: Any, backward: bool) -> None:
+BACKWARDS = (
+    (None, None),
+    (None, DOCUMENT),
+    (SOFTCAP, None, SOFTCAP_GRAD),
+    (ALIBI, CAUSAL, ALIBI_GRAD),
+)
+
+
+@pytest.mark.parametrize("texts", [*FORWARDS, *BACKWARDS])
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_a_careful_text(texts: Any, block: Any) -> None:
     if texts[1] is not None and block is None:
         return
+    backward = texts in BACKWARDS
     for other in (
         {"mask_form": "lists"},
         {"shared_kv": True, "head_dim": 80},
@@ -199,7 +222,6 @@ def test_a_derivative_of_one_is_no_step() -> None:
 
 # Compiled for sm_90
 
-SLOPES = mods.alibi(torch.ones(4))
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
 LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES", "COUNTER")
@@ -223,6 +245,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
         ("forward", None, None, 64, 320, 48, "runs"),
+        ("forward", mods.softcap(12.5), near, 128, 64, 48, "runs"),
         ("forward", SLOPES, near, 128, 64, 48, "runs"),
         ("forward", None, near, 64, 0, 48, "lists"),
         ("backward", None, None, 128, 128, 64, "runs"),
@@ -291,7 +314,7 @@ def compiled(
     signature = {name: descriptor_type((1, 1, count, dim), BF16) for name, count in tiles.items()}
     signature["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, dim // 2), SINGLE)
     signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), SINGLE))
-    texts = (portable.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
+    texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
     signature |= {"LSE": "*fp32", "scale": "fp32"}
     signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
     constants: dict[str, object] = dict(shape.arguments())

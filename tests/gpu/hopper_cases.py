@@ -89,6 +89,18 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return 3.0 * torch.tanh(score / 3.0)
 
+    def wide_softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 50.0 * torch.tanh(score * 40.0 / 50.0)
+
+    def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (q_idx - kv_idx)
+
+    def capped_sum(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 4.0 * torch.tanh((score + slopes[h] * (kv_idx - q_idx)) / 4.0) + by_row[q_idx]
+
+    def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.sigmoid(score * slopes[h]) * 3.0 + by_column[kv_idx]
+
     def loads(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         near = (q_idx - kv_idx).clamp(-128, 128) + 128
         return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
@@ -121,6 +133,10 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "softcap": (softcap, None, False),
         "softcap shifted": (softcap, shifted, False),
         "softcap holes": (softcap, holes, False),
+        "wide softcap": (wide_softcap, causal, False),
+        "relative": (relative, None, False),
+        "capped sum": (capped_sum, causal, False),
+        "gate": (gate, window, False),
         "loads": (loads, causal, False),
         "risky": (risky, None, False),
         "lowest": (lowest, None, False),
@@ -144,6 +160,13 @@ CASES = [
     *(HopperCase(name, (dim, dim), rung=rung) for name in ALL for dim in (128, 64) for rung in range(3)),
     *(HopperCase(name, (64, 64), rung=rung) for name in ("plain", "alibi") for rung in (3, 4)),
     *(HopperCase(name, (256, 256)) for name in ("plain", "causal", "softcap", "loads")),
+    # scores as exponents: bounded ones, and float16, which has no room for a fixed peak
+    *(
+        HopperCase(name, (dim, dim), dtype=dtype)
+        for name in ("softcap", "wide softcap", "relative", "capped sum", "gate")
+        for dim in (128, 64)
+        for dtype in ("bfloat16", "float16")
+    ),
     # lengths
     *(
         HopperCase(name, (dim, dim), lengths)

@@ -12,7 +12,7 @@ import torch
 from reference_case import make_case
 
 from benchmarks import workers
-from flexmod import create_block_mask, errors, flex_attention
+from flexmod import AuxRequest, compiler, create_block_mask, errors, flex_attention, mods
 from gpu.hopper_cases import CASES, HopperCase, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -110,3 +110,46 @@ def test_in_a_cuda_graph() -> None:
     graph.replay()
     for replayed, plain in zip(captured, step(), strict=True):
         torch.testing.assert_close(replayed, plain, rtol=2e-3, atol=2e-3)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("cap", [3.0, 50.0, 1000.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_largest_scores_of_a_bounded_score(cap: float, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes no maximum takes one where it is asked for."""
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the cap is a constant
+    case = make_case(heads=2, q_len=300, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    mask = create_block_mask(causal, None, None, 300, 300, device=DEVICE) if masked else None
+    _, aux = flex_attention(
+        *case.inputs, mods.softcap(cap), mask, return_aux=AuxRequest(lse=True, max_scores=True),
+        kernel_options={"TEMPLATE": "hopper"},
+    )  # fmt: skip
+    scores = cap * torch.tanh(case.q.double() @ case.k.double().mT * case.scale / cap)
+    if masked:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(aux.lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@ON_HOPPER
+def test_a_masked_key_that_is_no_number_spoils_nobody() -> None:
+    """The soft-cap takes neighbours in a row together."""
+    case = make_case(heads=2, q_len=300, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    even = create_block_mask(lambda b, h, q, k: k % 2 == 0, None, None, 300, 300, device=DEVICE)
+    q, k, v = case.inputs
+    expected = flex_attention(q, k, v, mods.softcap(3.0), even, kernel_options={"TEMPLATE": "hopper"})
+    k[:, :, 1::2] = torch.nan
+    found = flex_attention(q, k, v, mods.softcap(3.0), even, kernel_options={"TEMPLATE": "hopper"})
+    assert torch.equal(found, expected)
+
+
+@ON_HOPPER
+def test_a_query_that_is_no_number_spoils_no_other() -> None:
+    case = make_case(heads=2, q_len=300, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    q, k, v = case.inputs
+    expected = flex_attention(q, k, v, mods.softcap(3.0), kernel_options={"TEMPLATE": "hopper"})
+    q[:, :, ::4] = torch.nan
+    found = flex_attention(q, k, v, mods.softcap(3.0), kernel_options={"TEMPLATE": "hopper"})
+    assert found[:, :, ::4].isnan().all()
+    expected[:, :, ::4] = torch.nan
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
