@@ -20,7 +20,7 @@ from flexmod.backends import triton
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.format import BlockMask
-from flexmod.codegen.hopper import HopperKernels, Shape, Way
+from flexmod.codegen.hopper import HopperKernels, Shape, Way, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.runtime import tape
@@ -145,7 +145,7 @@ def backward(
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
-    sum_grad_q = q.new_empty((batch, heads, length, spec.head_tile), dtype=torch.float32)
+    sum_grad_q = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     columns, by_column = triton.sum_buffers(kernels.portable.captures.column, "_BY_COLUMN", lse, keys)
     shared = {
         **columns,
@@ -167,13 +167,14 @@ def backward(
             "GRAD_OUT": tiles(grad_out, shape.block_m, spec.value_tile),
             "LSE2": numbers(lse2, shape.block_m),
             "DELTA": numbers(delta, shape.block_m),
-            "SUM_GRAD_Q": tiles(sum_grad_q, shape.block_m, spec.head_tile // 2),
+            "SUM_GRAD_Q": tiles(sum_grad_q, shape.block_m, min(spec.head_tile // 2, 64)),
             **shared,
             **shape.arguments(),
         }
 
     shape = shape or settle(kernels, "backward", q.device, arguments)
-    sum_grad_q.zero_()
+    for sums in (sum_grad_q, *(by_column if wide(spec) else ())):
+        sums.zero_()
     programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
     start(kernels, "statistics_kernel", q.device, programs, statistics)
     start(
@@ -191,15 +192,15 @@ def backward(
             "BLOCK_M": ROUNDED_ROWS,
         }
         start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
-    sums = {}
+    beside = {}
     if kernels.portable.captures.besides_columns:
         lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
-        sums = triton.sums_beside(
+        beside = triton.sums_beside(
             kernels.portable, q, k, v, grad_out, lse2, delta,
             scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
         )  # fmt: skip
-    sums["column"] = by_column
-    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
+    found = {**beside, "column": by_column}
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, found)
 
 
 def settle(

@@ -20,11 +20,9 @@ Registers = tuple[int, int, int]
 
 TARGET = "sm_90"
 # the widest head dimension: a thread has registers for no more
-WIDEST: Mapping[Way, int] = {"forward": 256, "backward": 128}
+WIDEST = 256
 # by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
 TWO, THREE = (240, 24, 168), (160, 32, 128)
-# queries and keys of a tile that the mask's blocks are multiples of
-SMALLEST: Mapping[Way, tuple[int, int]] = {"forward": (128, 64), "backward": (64, 128)}
 # kernel_options that speak of the portable template's kernels
 TILE_OPTIONS: Mapping[Way, tuple[str, ...]] = {
     "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
@@ -61,22 +59,19 @@ class ForwardShape:
 
 @dataclass(frozen=True)
 class BackwardShape:
-    """The backward's: `block_m` queries at a time over 128 keys, `stages` tiles of them in flight.
+    """The backward's: `block_m` queries at a time over `block_n` keys, `stages` tiles of them in flight.
 
-    `ahead`: the next score is issued before dQ is taken out. `shared_operand`: dK's product reads the
-    gradients of the scores from shared memory, not from registers. `late`: dp is issued after p is made, not
-    before; this takes fewer registers.
+    `ahead`: the next score is issued before dQ is taken out. `late`: dp is issued after p is made, not
+    before; this takes fewer registers. `shared_operand`: dK's product reads the gradients of the scores from
+    shared memory, not from registers; where consumers share 64 keys it always does, and this is None.
     """
 
     block_m: int
     ahead: bool
-    shared_operand: bool
+    shared_operand: bool | None
     late: bool
     stages: int = 2
-
-    @property
-    def block_n(self) -> int:
-        return 128
+    block_n: int = 128
 
     def arguments(self) -> Mapping[str, int]:
         return {
@@ -84,15 +79,18 @@ class BackwardShape:
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
             "AHEAD": self.ahead,
-            "SHARED_OPERAND": self.shared_operand,
             "LATE": self.late,
+            **({} if self.shared_operand is None else {"SHARED_OPERAND": self.shared_operand}),
             **_warps(TWO),
         }
 
     def __str__(self) -> str:
-        order = "ahead" if self.ahead else "in step"
-        operand = "shared operand" if self.shared_operand else "own operand"
-        return f"{self.block_m}x{self.block_n} ({order}, {operand}{', late' if self.late else ''})"
+        parts = ["ahead" if self.ahead else "in step"]
+        if self.shared_operand is not None:
+            parts.append("shared operand" if self.shared_operand else "own operand")
+        if self.late:
+            parts.append("late")
+        return f"{self.block_m}x{self.block_n} ({', '.join(parts)})"
 
 
 Shape = ForwardShape | BackwardShape
@@ -150,18 +148,23 @@ def spec_obstacle(spec: KernelSpec, way: Way) -> str | None:
     if not spec.q_dtype == spec.k_dtype == spec.v_dtype:
         return "keys and values of another dtype than the queries"
     for dim in (spec.head_dim, spec.value_dim):
-        if dim > WIDEST[way]:
-            return f"a head dimension of {dim}, above {WIDEST[way]}"
+        if dim > WIDEST:
+            return f"a head dimension of {dim}, above {WIDEST}"
         if dim % 8:
             return f"a head dimension of {dim}, no multiple of 8: the TMA unit addresses rows of 16 bytes"
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.mask_block is not None:
-        rows, columns = SMALLEST[way]
+        rows, columns = (128, 64) if way == "forward" else (64, 64 if wide(spec) else 128)
         if spec.mask_block[0] % rows or spec.mask_block[1] % columns:
             q_block, kv_block = spec.mask_block
             return f"blocks of {q_block} x {kv_block} in the mask, no multiples of {rows} x {columns}"
     return None
+
+
+def wide(spec: KernelSpec) -> bool:
+    """Do the backward's consumers share 64 keys? 128, half of them each, take too many registers."""
+    return max(spec.head_tile, spec.value_tile) > 128
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -194,6 +197,11 @@ def _forward_ladder(
 def _backward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[BackwardShape, ...]:
+    if wide(spec):
+        return tuple(
+            BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
+            for ahead, late in ((True, False), (True, True), (False, True))
+        )
     loads = mask is not None and any(p.kind == "pointer" for p in mask.parameters)
     late = score is not None or loads
     shapes = [

@@ -57,6 +57,15 @@ class KernelSpec:
     def value_tile(self) -> int:
         return padded(self.value_dim)
 
+    @property
+    def head_used(self) -> int:
+        """The columns of a head tile that products need not skip: 192 of 256 where they hold the head."""
+        return 192 if 128 < self.head_dim <= 192 else self.head_tile
+
+    @property
+    def value_used(self) -> int:
+        return 192 if 128 < self.value_dim <= 192 else self.value_tile
+
 
 @dataclass(frozen=True)
 class Tile:

@@ -14,6 +14,7 @@ from flexmod import create_block_mask
 from flexmod.backends import hopper, triton, triton_captured
 from flexmod.codegen.hopper import HopperKernels, Shape
 from flexmod.codegen.kernels import Captured
+from flexmod.codegen.spec import statistics_rows
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.trace import trace
 
@@ -66,9 +67,11 @@ def test_numbers_of_rows_that_are_too_many() -> None:
 # Shapes
 
 
-def made(way: str, mask: bool = True, **other: Any) -> tuple[HopperKernels, dict[str, Any]]:
+def made(
+    way: str, mask: bool = True, head_dim: int = 64, **other: Any
+) -> tuple[HopperKernels, dict[str, Any]]:
     """Kernels for a call with a score mod, and the call's arguments."""
-    case = make_case(q_len=300, kv_len=260, head_dim=64, dtype=HALF, **other)
+    case = make_case(q_len=300, kv_len=260, head_dim=head_dim, dtype=HALF, **other)
     block_mask = create_block_mask(far, None, None, 300, 260, device="cpu") if mask else None
     spec = triton.kernel_spec(
         *case.inputs, block_mask, scale=case.scale, precision="ieee", backward=way == "backward"
@@ -157,8 +160,13 @@ def _a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_argument_is_there(way: Any, mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, call = made(way, mask, batch=2, heads=4, kv_heads=2, kv_batch=1)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)])
+def test_every_argument_is_there(
+    way: Any, mask: bool, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, call = made(
+        way, mask, head_dim=dims[0], value_dim=dims[1], batch=2, heads=4, kv_heads=2, kv_batch=1
+    )
     launched: dict[str, Any] = {}
 
     def start(kernels: HopperKernels, name: str, device: Any, programs: Any, arguments: Any) -> None:
@@ -171,11 +179,11 @@ def test_every_argument_is_there(way: Any, mask: bool, monkeypatch: pytest.Monke
     found = getattr(hopper, way)(kernels, **call, shape=shape)
     if way == "forward":
         assert launched == {"forward_kernel": (20,)}
-        assert found.out.shape == call["q"].shape and found.lse.shape == (2, 4, 300)
+        assert found.out.shape == (2, 4, 300, dims[1]) and found.lse.shape == (2, 4, 300)
     else:
         assert launched == {
-            "statistics_kernel": (2 * 4 * 3,),
-            "backward_kernel": (1 * 2 * 3,),
+            "statistics_kernel": (2 * 4 * (384 // statistics_rows(kernels.spec)),),
+            "backward_kernel": (1 * 2 * (3 if dims[0] == 64 else 5),),
             "round_kernel": (2 * 4 * 5,),
         }
         assert [found.query.shape, found.key.shape] == [call["q"].shape, call["k"].shape]

@@ -52,17 +52,14 @@ ALIBI_EXPONENT, SOFTCAP_EXPONENT = exponent(SLOPES), exponent(mods.softcap(17.5)
 # What is taken
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (96, 96), (80, 40)])
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (128, 128), (64, 128), (96, 96), (80, 40), (192, 128), (192, 192), (256, 256), (64, 256)],
+)
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_taken(dims: tuple[int, int], way: Any) -> None:
     assert spec_obstacle(spec(BF16, *dims), way) is None
     assert spec_obstacle(spec(HALF, *dims, mask_block=(128, 128)), way) is None
-
-
-@pytest.mark.parametrize("dims", [(256, 256), (192, 128)])
-def test_wide_heads_have_the_forward_alone(dims: tuple[int, int]) -> None:
-    assert spec_obstacle(spec(BF16, *dims), "forward") is None
-    assert spec_obstacle(spec(BF16, *dims), "backward") == f"a head dimension of {dims[0]}, above 128"
 
 
 ADDRESSED = "the TMA unit addresses rows of 16 bytes"
@@ -140,15 +137,15 @@ def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any,
 # Shapes
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("block", [None, (128, 128), (128, 192), (64, 128), (384, 256)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("block", [None, (128, 128), (128, 192), (64, 128), (384, 256), (64, 64)])
 def test_tiles_divide_the_blocks_of_the_mask(dim: int, block: Any) -> None:
     for way in ("forward", "backward"):
         taken = spec(dim=dim, mask_block=block)
         if spec_obstacle(taken, way) is None:
             shapes = ladder(taken, way, None, CAUSAL if block else None)
             assert len(set(shapes)) == len(shapes) > 0
-            q_block, kv_block = block or (shapes[0].block_m, 128)
+            q_block, kv_block = block or (128, 128)
             assert all(q_block % s.block_m == kv_block % s.block_n == 0 for s in shapes if block)
 
 
@@ -167,6 +164,7 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 128, SOFTCAP) == "64x128 (ahead, shared operand, late)"
     assert first("backward", 64) == "128x128 (in step, own operand)"
     assert first("backward", 64, mask=CAUSAL) == "128x128 (in step, own operand, late)"
+    assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
 
 
 # The text
@@ -206,6 +204,7 @@ def test_a_careful_text(texts: Any, block: Any) -> None:
         {"mask_form": "lists"},
         {"shared_kv": True, "head_dim": 80},
         {"full_tiles_padded": True, "value_dim": 64},
+        {"head_dim": 192},
     ):
         source = text(replace(spec(mask_block=block, backward=backward), **other), *texts)
         assert max(map(len, source.splitlines())) <= 110
@@ -251,6 +250,8 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         ("backward", None, None, 128, 128, 64, "runs"),
         ("backward", None, near, 64, 256, 64, "lists"),
         ("backward", mods.softcap(12.5), near, 128, 192, 64, "runs"),
+        ("backward", None, near, 192, 64, 96, "runs"),
+        ("backward", mods.softcap(12.5), None, 256, 64, 128, "runs"),
     ],
 )
 def test_compiles(
@@ -311,8 +312,9 @@ def compiled(
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
     tiles = {"Q": rows, "GRAD_OUT": rows, **dict.fromkeys(("OUT", "GRAD_K", "GRAD_V"), 64)}
     tiles |= dict.fromkeys(("K", "V"), shape.block_n)
-    signature = {name: descriptor_type((1, 1, count, dim), BF16) for name, count in tiles.items()}
-    signature["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, dim // 2), SINGLE)
+    wide = asked.head_tile
+    signature = {name: descriptor_type((1, 1, count, wide), BF16) for name, count in tiles.items()}
+    signature["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, min(wide // 2, 64)), SINGLE)
     signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), SINGLE))
     texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
     signature |= {"LSE": "*fp32", "scale": "fp32"}

@@ -159,7 +159,18 @@ ALL = (
 CASES = [
     *(HopperCase(name, (dim, dim), rung=rung) for name in ALL for dim in (128, 64) for rung in range(3)),
     *(HopperCase(name, (64, 64), rung=rung) for name in ("plain", "alibi") for rung in (3, 4)),
-    *(HopperCase(name, (256, 256)) for name in ("plain", "causal", "softcap", "loads")),
+    # wide heads, of which the backward's consumers share the keys
+    *(HopperCase(name, (256, 256), rung=rung) for name in ALL for rung in range(3)),
+    *(HopperCase(name, (192, 128)) for name in ALL),
+    *(
+        HopperCase("softcap shifted", dims)
+        for dims in ((192, 192), (160, 224), (64, 256), (256, 128), (200, 64))
+    ),
+    *(HopperCase("risky", (192, 128), lengths) for lengths in ((1, 1), (1, 700), (129, 65), (300, 77))),
+    HopperCase("loads", (192, 128), heads=(6, 2), batch=(3, 1), lengths=(500, 500)),
+    HopperCase("by head", (256, 256), heads=(4, 2), batch=(4, 4)),
+    HopperCase("causal", (192, 192), layout="bshd", dtype="float16", grad_lse=True),
+    *(HopperCase(name, (192, 128)) for name in ("holes", "softcap holes", "nothing", "infinite")),
     # scores as exponents: bounded ones, and float16, which has no room for a fixed peak
     *(
         HopperCase(name, (dim, dim), dtype=dtype)
@@ -183,10 +194,7 @@ CASES = [
     HopperCase("by head", batch=(4, 4)),
     HopperCase("by head", (64, 64), heads=(4, 2), batch=(4, 4)),
     # head dimensions
-    *(
-        HopperCase("causal", dims)
-        for dims in ((64, 128), (128, 64), (96, 96), (40, 40), (192, 128), (80, 112))
-    ),
+    *(HopperCase("causal", dims) for dims in ((64, 128), (128, 64), (96, 96), (40, 40), (80, 112))),
     # storage, scale, lse
     *(HopperCase("causal", (dim, dim), layout="bshd", dtype="float16") for dim in (128, 64)),
     HopperCase("plain", (80, 80), layout="bshd"),
@@ -216,8 +224,7 @@ def measure(case: HopperCase) -> list[str]:
         sizes = (case.batch[0], case.heads[0]) if apart else (None, None)
         mask = create_block_mask(mask_mod, *sizes, *case.lengths, device=DEVICE, BLOCK_SIZE=case.block)
     grad_lse = torch.randn(call.q.shape[:3], device=DEVICE) if case.grad_lse else None
-    wide = max(case.dims) > 128
-    options = {"fwd_TEMPLATE": "hopper", "bwd_TEMPLATE": "auto" if wide else "hopper"}
+    options = {"TEMPLATE": "hopper"}
     leaves = [x.detach().requires_grad_() for x in call.inputs]
     statistics = torch.empty(call.q.shape[:3], device=DEVICE)
     with mock.patch.object(hopper, "settle", at_rung(case.rung)):
