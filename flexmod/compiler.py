@@ -43,7 +43,7 @@ from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
-from flexmod.ir.reductions import Term, Uniform, terms_of
+from flexmod.ir.reductions import Term, terms_of
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
@@ -107,16 +107,19 @@ def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
 
 
 @lru_cache(4096)
-def capture_terms(graph: Graph, wanted: tuple[int, ...], uniform: Uniform = "row") -> tuple[Term, ...]:
-    """What each load of the captures `wanted` adds to their gradients, and how that is summed."""
-    return terms_of(capture_grad(graph, wanted), uniform)
+def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[Term, ...]:
+    """What each load of the captures `wanted` adds to their gradients, and how that is summed.
+
+    `fused`: for Hopper's backward, which sums by column what b and h alone index.
+    """
+    return terms_of(capture_grad(graph, wanted), "column" if fused else "row")
 
 
 @lru_cache(4096)
-def capture_texts(graph: Graph, wanted: tuple[int, ...], uniform: Uniform = "row") -> CaptureTexts:
+def capture_texts(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> CaptureTexts:
     """`capture_terms` as device functions."""
-    terms = capture_terms(graph, wanted, uniform)
-    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms))
+    terms = capture_terms(graph, wanted, fused)
+    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms, fused))
 
 
 class Constants:
@@ -181,12 +184,11 @@ def kernels_for(
     options: tuple[tuple[str, Any], ...] = (),
     interpreted: bool = False,
     wanted: tuple[int, ...] = (),
-    uniform: Uniform = "row",
+    fused: bool = False,
 ) -> Kernels:
     """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
 
-    `wanted` are the captures of the score_mod that a backward makes gradients of, `uniform` how it sums those
-    that b and h alone index.
+    `wanted` are the captures of the score_mod that a backward makes gradients of; `fused`: those of Hopper.
     """
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
@@ -194,9 +196,11 @@ def kernels_for(
     exponent = score.exponent_text if score and not spec.backward else None
     captures = NO_CAPTURES
     if wanted and score and score.score:
-        captures = capture_texts(score.score, wanted, uniform)
+        captures = capture_texts(score.score, wanted, fused)
+    # its own dK/dV kernel does not run beside Hopper's
+    portable = replace(captures, column=None) if fused else captures
     return Kernels(
-        spec, lambda s: build(s, score_text, mask_text, grad_text, captures),
+        spec, lambda s: build(s, score_text, mask_text, grad_text, portable),
         score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,
     )  # fmt: skip
 

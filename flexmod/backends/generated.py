@@ -25,7 +25,6 @@ from flexmod.codegen.kernels import Captured, Kernels
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import Uniform
 from flexmod.runtime.target import target_of
 
 
@@ -72,7 +71,7 @@ class Generated:
         found = None
         if self._for_hopper("backward", compiled, q, k, v):
             try:
-                own = replace(compiled, uniform="column") if compiled.wanted else compiled
+                own = replace(compiled, fused=True) if compiled.wanted else compiled
                 found = hopper.backward(hopper_kernels(own.kernels), *tensors, **given)
                 compiled = own
             except hopper.NoShape as none:
@@ -126,11 +125,11 @@ class Generated:
 class _Compiled:
     """A call's kernels and what its mods close over.
 
-    `make(uniform)` makes the kernels; `wanted` are the captures that get gradients, and `uniform` says how
-    those that b and h alone index are summed: Hopper's backward has sums by column alone.
+    `make(fused)` makes the kernels; `wanted` are the captures that get gradients, and `fused` says that
+    Hopper's backward makes them.
     """
 
-    make: Callable[[Uniform], Kernels]
+    make: Callable[[bool], Kernels]
     score: Mod | None
     scale: float
     mask: BlockMask | None
@@ -138,11 +137,11 @@ class _Compiled:
     mask_captured: Captured
     wanted: tuple[int, ...]
     extents: Extents
-    uniform: Uniform = "row"
+    fused: bool = False
 
     @cached_property
     def kernels(self) -> Kernels:
-        return self.make(self.uniform)
+        return self.make(self.fused)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class _Compiled:
             return ()
         assert self.score is not None and self.score.lowered.score is not None
         graph = self.score.lowered.score
-        terms = capture_terms(graph, self.wanted, self.uniform)
+        terms = capture_terms(graph, self.wanted, self.fused)
         return gradients(
             graph, terms, sums, self.score_captured.tensors, self.score_captured.numbers, self.extents
         )

@@ -23,6 +23,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.hopper import HopperKernels, Shape, Way, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
+from flexmod.ir.reductions import Along
 from flexmod.runtime import tape
 from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
@@ -134,8 +135,8 @@ def backward(
 ) -> Found:
     """Gradients of q, k and v where `needs` asks for them, and the sums for captures. As in the forward.
 
-    A `grad_out` that the TMA unit cannot address is copied. Sums by column come with dK and dV; portable
-    kernels make the others.
+    A `grad_out` that the TMA unit cannot address is copied. Sums by column and along diagonals come with dK
+    and dV; portable kernels make the others.
     """
     spec = kernels.spec
     batch, heads, length, _ = q.shape
@@ -146,9 +147,9 @@ def backward(
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
     sum_grad_q = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    columns, by_column = triton.sum_buffers(kernels.portable.captures.column, "_BY_COLUMN", lse, keys)
+    buffers, sums = _sums(kernels, lse, keys)
     shared = {
-        **columns,
+        **buffers,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **triton.mask_arguments(mask, "q"),
@@ -173,8 +174,8 @@ def backward(
         }
 
     shape = shape or settle(kernels, "backward", q.device, arguments)
-    for sums in (sum_grad_q, *(by_column if wide(spec) else ())):
-        sums.zero_()
+    for grows in (sum_grad_q, *sums["diagonal"], *(sums["column"] if wide(spec) else ())):
+        grows.zero_()
     programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
     start(kernels, "statistics_kernel", q.device, programs, statistics)
     start(
@@ -192,15 +193,27 @@ def backward(
             "BLOCK_M": ROUNDED_ROWS,
         }
         start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
-    beside = {}
+    beside: dict[Along, list[Tensor]] = {}
     if kernels.portable.captures.besides_columns:
         lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
         beside = triton.sums_beside(
             kernels.portable, q, k, v, grad_out, lse2, delta,
             scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
         )  # fmt: skip
-    found = {**beside, "column": by_column}
-    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, found)
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
+
+
+def _sums(kernels: HopperKernels, lse: Tensor, keys: int) -> tuple[Arguments, dict[Along, list[Tensor]]]:
+    """What the fused kernel's sums for captures go into: arguments, and by how they are summed."""
+    text = kernels.portable.captures.column
+    arguments: dict[str, Tensor] = {}
+    sums: dict[Along, list[Tensor]] = {"column": [], "diagonal": []}
+    for term in text.terms if text else ():
+        length = keys if term.along == "column" else lse.shape[2] + keys - 1
+        buffer = lse.new_empty((*lse.shape[:2], length))
+        arguments[f"{term.into}_by_{term.along}".upper()] = buffer
+        sums[term.along].append(buffer)
+    return arguments, sums
 
 
 def settle(

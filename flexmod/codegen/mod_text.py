@@ -27,6 +27,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from flexmod.ir.reductions import Along
+
 Kind = Literal["pointer", "size", "stride", "number"]
 
 
@@ -55,11 +57,15 @@ class Parameter:
 
 
 class TermText(NamedTuple):
-    """A term of a captured tensor's gradient: its name, that of the sum it goes into, the tensor's number."""
+    """A term of a captured tensor's gradient: its name, that of the sum it goes into, the tensor's number.
+
+    `along`: how it is summed, see `ir/reductions.py`.
+    """
 
     name: str
     into: str
     capture: int
+    along: Along
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class CaptureTexts:
     """The derivatives that make gradients of captured tensors, by how their terms are summed.
 
     `row` and `column` take the place of the plain derivative in the dQ and the dK/dV kernel; `diagonal` and
-    `element` have kernels of their own. None where no term is summed that way.
+    `element` have kernels of their own. For Hopper's backward `column` has the terms of diagonals too. None
+    where no term is summed that way.
     """
 
     row: ModText | None = None

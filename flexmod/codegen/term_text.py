@@ -3,7 +3,7 @@
 What the main function returns, by how the terms are summed (see `ir/reductions.py`):
 
     row, column    (gradient of the score, a term for each load)
-    diagonal       a term for each load
+    diagonal       a term for each load; where `fused`, these are terms of `column`
     element        for each load a term, its place in a contiguous tensor of the capture's sizes (int64), and
                    whether it has one: what an index outside of the tensor loads is 0, and nobody's
 """
@@ -33,11 +33,18 @@ MAIN: dict[Along, str] = {
 }
 
 
-def write_terms(found: CaptureGrad, terms: Sequence[Term]) -> CaptureTexts:
-    """The device functions for all terms of a CaptureGrad."""
+def write_terms(found: CaptureGrad, terms: Sequence[Term], fused: bool = False) -> CaptureTexts:
+    """The device functions for all terms of a CaptureGrad.
+
+    `fused`: one kernel sums by column and along diagonals, from one text.
+    """
     texts: dict[str, ModText] = {}
     for along in MAIN:
-        chosen = [term for term in terms if term.along == along]
+        chosen = [
+            term
+            for term in terms
+            if along == ("column" if fused and term.along == "diagonal" else term.along)
+        ]
         if chosen:
             texts[along] = _TermWriter(found.graph, along, chosen).write()
     return CaptureTexts(**texts)
@@ -69,7 +76,7 @@ class _TermWriter(Writer):
         for term in self._terms:
             name = fresh(self.captures[term.capture].lower(), taken)
             into = first.setdefault(term.capture, name) if self._along == "element" else name
-            found.append(TermText(name, into, term.capture))
+            found.append(TermText(name, into, term.capture, term.along))
         return tuple(found)
 
     def keeps_zeros(self) -> bool:

@@ -190,12 +190,13 @@ def test_every_argument_is_there(
 
 
 def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slopes and a bias of keys in the fused kernel, a bias of rows and pairs in kernels beside it."""
+    """By column and along diagonals in the fused kernel, a bias of rows and pairs in kernels beside it."""
     _, call = made("backward", batch=2, heads=4, kv_heads=2, kv_batch=1)
-    slopes, keys, rows, pairs = (torch.ones(s) for s in ((4,), (260,), (300,), (300, 260)))
+    slopes, keys, rows, pairs, near = (torch.ones(s) for s in ((4,), (260,), (300,), (300, 260), (600,)))
 
     def learned(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + slopes[h] * (kv_idx - q_idx) + keys[kv_idx] + rows[q_idx] + pairs[q_idx, kv_idx]
+        score = score + slopes[h] * (kv_idx - q_idx) + near[q_idx - kv_idx + 260]
+        return score + keys[kv_idx] + rows[q_idx] + pairs[q_idx, kv_idx]
 
     traced = trace(learned, "score", CPU)
     score = lower(traced.graph, (2, 4, 300, 260), split=False)
@@ -203,7 +204,7 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = triton.kernel_spec(
         call["q"], call["k"], call["v"], call["mask"], scale=1.0, precision="ieee", backward=True
     )
-    kernels = HopperKernels(kernels_for(spec, score, mask, wanted=(0, 1, 2, 3), uniform="column"))
+    kernels = HopperKernels(kernels_for(spec, score, mask, wanted=(0, 1, 2, 3, 4), fused=True))
     launched = []
 
     def start(kernels: HopperKernels, name: str, device: Any, programs: Any, arguments: Any) -> None:
@@ -224,3 +225,5 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["statistics_kernel", "backward_kernel", "round_kernel", "dq", "scatter"]
     assert [x.shape for x in found.sums["column"]] == [(2, 4, 260)] * 2
     assert [x.shape for x in found.sums["row"]] == [(2, 4, 300)]
+    (along,) = found.sums["diagonal"]
+    assert torch.equal(along, torch.zeros(2, 4, 300 + 260 - 1))

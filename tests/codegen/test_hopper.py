@@ -265,6 +265,10 @@ def test_compiles(
     assert report.matrix_instructions["HGMMA"] >= instructions
 
 
+def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_BIAS[q_idx - kv_idx + 512]
+
+
 @pytest.mark.parametrize(
     ("score_mod", "dim", "spills"), [(mods.alibi(LEARNED), 64, 128), (bias_of_keys, 128, 768)]
 )
@@ -277,14 +281,26 @@ def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: int) 
     assert "shfl.sync.bfly" in report.asm["ptx"]
 
 
+@pytest.mark.parametrize(("dim", "spills"), [(64, 640), (128, 192), (256, 256)])
+def test_compiles_with_sums_along_diagonals(dim: int, spills: int) -> None:
+    report = compiled("backward", relative_table, near, dim)
+    assert report.fits
+    assert report.warnings == ()
+    assert report.spills <= spills
+    # 16 keys of a warp and their queries, turned in its lanes; sums to memory, from no other's
+    assert report.asm["ptx"].count("shfl.sync.idx") >= 16 * 2
+    assert "red.global" in report.asm["ptx"] or "atom.global" in report.asm["ptx"]
+
+
 @pytest.mark.parametrize(
-    ("score_mod", "waits"), [(mods.alibi(LEARNED), True), (bias_of_keys, True), (temperature, False)]
+    ("score_mod", "waits"),
+    [(mods.alibi(LEARNED), True), (bias_of_keys, True), (temperature, False), (relative_table, True)],
 )
 def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
     """A term that is no number in a masked pair must not be made of what is 0 there."""
     lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
     backward = spec(mask_block=(128, 128), shared_kv=True, backward=True)
-    kernels = kernels_for(backward, lowered, None, wanted=(0,), uniform="column")
+    kernels = kernels_for(backward, lowered, None, wanted=(0,), fused=True)
     assert kernels.captures.column and not kernels.captures.row
     source = text(backward, kernels.score, CAUSAL, kernels.grad, kernels.captures)
     compile(source, "module", "exec")
@@ -293,7 +309,10 @@ def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
     call = source.index(f"grad, grad_of_{term.name} = ")
     assert call > after if waits else call < before
     assert (f"grad_of_{term.name} = gl.where(keep" in source) != waits
-    assert f"gl.store({term.into.upper()}_BY_COLUMN + line" in source
+    if term.along == "column":
+        assert f"gl.store({term.into.upper()}_BY_COLUMN + line" in source
+    else:
+        assert f"add_diagonals(grad_of_{term.name}, start_m - own_n, " in source
 
 
 def compiled(
@@ -306,7 +325,7 @@ def compiled(
     block = (128, 128) if mask_mod else None
     backward = way == "backward"
     asked = spec(dim=dim, mask_block=block, mask_form=form, backward=backward)
-    portable = kernels_for(asked, *lowered, wanted=learned, uniform="column")
+    portable = kernels_for(asked, *lowered, wanted=learned, fused=True)
     kernels = HopperKernels(portable)
     shape = kernels.ladder(way)[rung]
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
@@ -326,7 +345,13 @@ def compiled(
         constants["MAX_SCORES"] = None
     for name in kernel.arg_names:
         if name not in constants:
-            kind = "*fp32" if name.endswith("_BY_COLUMN") else "*i32" if name.endswith(LISTS) else "i32"
+            kind = (
+                "*fp32"
+                if name.endswith(("_BY_COLUMN", "_BY_DIAGONAL"))
+                else "*i32"
+                if name.endswith(LISTS)
+                else "i32"
+            )
             signature.setdefault(name, kind)
     chosen = {name: signature[name] for name in kernel.arg_names if name in signature}
     return offline.compile(kernel, chosen, constants, "sm_90", **options)

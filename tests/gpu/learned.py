@@ -46,9 +46,9 @@ class Case:
 CANCELLED = ("with -inf", "in two places")
 
 # For Hopper's backward alone: terms that it sums itself, and terms that portable kernels sum beside it.
-BESIDE = ("relative table", "bias of pairs", "bias of rows")
-OWN = ("slopes", "alibi of the library", "bias of keys")
-OWN_BY_SCORE = ("temperature", "scalar", "one element", "in two places")
+BESIDE = ("bias of pairs", "bias of rows")
+OWN = ("slopes", "alibi of the library", "bias of keys", "relative table")
+OWN_BY_SCORE = ("temperature", "scalar", "one element", "in two places", "clamped distances", "several")
 
 HOPPER_CASES = [
     *(
@@ -57,6 +57,7 @@ HOPPER_CASES = [
         for dtype, causal in (("bfloat16", True), ("float16", False))
     ),
     *(Case(name, "bfloat16", 128, 1024, 1024, causal=True, template="hopper") for name in OWN + BESIDE),
+    *(Case(name, "bfloat16", 256, 517, 1031, causal=True, template="hopper") for name in OWN + OWN_BY_SCORE),
 ]
 CASES = [
     *(Case(name, "bfloat16", 128, 1031, 1031, causal=True) for name in NAMES),
