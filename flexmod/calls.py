@@ -105,12 +105,14 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
     of_query, of_key, of_value = tensor_key(query), tensor_key(key), tensor_key(value)
     if of_query is None or of_key is None or of_value is None:
         return None
+    kind = query.device.type
+    if kind not in ("cuda", "cpu"):
+        return None
     of_mask: tuple[object, ...] | None = ()
     if block_mask is not None:
         of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
         if of_mask is None:
             return None
-    kind = query.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     precision = _precision() if query.dtype is torch.float32 else None
     return (
