@@ -76,6 +76,12 @@ _by_mask: WeakKeyDictionary[BlockMask, dict[object, Ready]] = WeakKeyDictionary(
 NO_CALLS: dict[object, Ready] = {}
 
 
+def forget() -> None:
+    """From now on no call is known."""
+    _without_mask.clear()
+    _by_mask.clear()
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Forward:
     """Attention, as it is asked for: a call that is known, or a new one."""
     facts, memory = _facts(query, key, value, block_mask, asked), NO_CALLS

@@ -1,4 +1,4 @@
-"""What all tests share: the device, the gpu marker, a kernel cache of their own."""
+"""What all tests share: the device, the gpu marker, a kernel cache of their own, nothing known of calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+from flexmod import calls
 
 hypothesis.settings.register_profile("flexmod", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flexmod")
@@ -47,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where a test runs: the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """No test meets a call that another has made known: one that watches what runs would see it played."""
+    calls.forget()
 
 
 @pytest.fixture

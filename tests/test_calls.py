@@ -64,7 +64,6 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     attend, play = calls._attend_anew, Tape.play
-    monkeypatch.setattr(calls, "_without_mask", {})
 
     def checked(*arguments: Any) -> Any:
         found.anew += arguments[4].options.backend != "REFERENCE"
