@@ -40,7 +40,7 @@ def noop(length: int, device: torch.device) -> MaskMod:
 def jagged(length: int, device: torch.device) -> MaskMod:
     """Sequences of a jagged batch, causal within each of them."""
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), random_lengths(length).cumsum(0)])
-    return masks.ragged(offsets.to(device), masks.causal())
+    return masks.jagged(offsets.to(device), masks.causal())
 
 
 def vision_cross(length: int, device: torch.device) -> MaskMod:
@@ -86,7 +86,7 @@ MASKS: dict[str, tuple[Callable[[int, torch.device], MaskMod], int | None]] = {
     "documents, causal": (lambda n, device: masks.document(document_ids(n, device), causal=True), None),
     "jagged, causal": (jagged, None),
     "image window 8": (lambda n, device: masks.standalone_window(*image_sides(n), 8), None),
-    "NATTEN 7x7": (lambda n, device: masks.natten(*image_sides(n), 7), None),
+    "NATTEN 7x7": (lambda n, device: masks.natten(image_sides(n), 7), None),
     "vision cross": (vision_cross, None),
     "dilated window": (lambda n, device: masks.dilated_window(1024, dilation=4), None),
     "block diffusion": (lambda n, device: masks.block_diffusion(n // 2, 32), None),

@@ -94,7 +94,7 @@ def softcap(row: Row, device: torch.device) -> Mods:
 def natten(row: Row, device: torch.device) -> Mods:
     """Over a square image."""
     side = round(row.length**0.5)
-    return Mods(mask_mod=masks.natten(side, side, 7))
+    return Mods(mask_mod=masks.natten((side, side), 7))
 
 
 def image(row: Row, device: torch.device) -> Mods:

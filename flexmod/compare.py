@@ -211,7 +211,7 @@ NAMED: dict[str, Callable[[Setting], Mods]] = {
     "prefix_lm": lambda s: Mods(masks.prefix_lm(s.seq // 4)),
     "document": lambda s: Mods(masks.document(_eight_documents(s), causal=True)),
     "standalone_window": lambda s: Mods(masks.standalone_window(s.side, s.side, 8)),
-    "natten": lambda s: Mods(masks.natten(s.side, s.side, 7)),
+    "natten": lambda s: Mods(masks.natten((s.side, s.side), 7)),
     "alibi": lambda s: Mods(masks.causal(), mods.alibi(s.heads)),
     "softcap": lambda s: Mods(masks.causal(), mods.softcap(30.0)),
     "relative_position": lambda s: Mods(masks.causal(), mods.relative_position()),

@@ -33,7 +33,7 @@ def uninterpretable() -> Any:
 ROWS: list[Row] = [
     (
         errors.LibraryArgumentError,
-        lambda: masks.natten(8, 8, kernel=4),
+        lambda: masks.natten((8, 8), kernel=4),
         "natten: kernel is 4; it must be odd, positive and at most the image, 8 x 8.\n"
         "  Instead: write kernel=7 or kernel=(5, 7).",
     ),

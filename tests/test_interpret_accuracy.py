@@ -67,7 +67,7 @@ MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
     "prefix": lambda s: (None, masks.prefix_lm(s.n // 3)),
     "document": lambda s: (None, documents(s)),
     "sasa": lambda s: (None, masks.standalone_window(*image_of(s), window=3)),
-    "natten": lambda s: (None, masks.natten(*image_of(s), kernel=3)),
+    "natten": lambda s: (None, masks.natten(image_of(s), kernel=3)),
     "vision cross": lambda s: (None, vision(s)),
     "alibi": lambda s: (mods.alibi(s.kv_heads * s.group), masks.causal()),
     "softcap": lambda s: (mods.softcap(3.0), masks.causal()),

@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from flexmod import errors, masks, mods
-from flexmod.block_mask.build import create_mask
+from flexmod import create_block_mask, create_mask, errors, flex_attention, masks, mods
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.trace import trace
 
+REFERENCE = {"BACKEND": "REFERENCE"}
 IDS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 5]
 OFFSETS = [0, 3, 5, 5, 10]
 SEQUENCE = [0, 0, 0, 1, 1, 3, 3, 3, 3, 3]
@@ -60,9 +61,59 @@ def tiles_reference(q, k):
     return abs(min(max(frame, 1), 2) - other_frame) <= 1 and column == other_column
 
 
-def ragged_reference(q, k):
+def jagged_reference(q, k):
     start = OFFSETS[SEQUENCE[q]]
     return SEQUENCE[q] == SEQUENCE[k] and (k - start < 2 or q >= k)
+
+
+def on_an_axis(x, other, length, kernel, dilation=1, causal=False):
+    """The neighbors of x on one axis, listed."""
+    part = [y for y in range(length) if y % dilation == x % dilation]
+    place = part.index(x)
+    if causal:
+        return other in part[max(0, place - kernel + 1) : place + 1]
+    first = min(max(place - kernel // 2, 0), len(part) - kernel)
+    return other in part[first : first + kernel]
+
+
+def neighbors(extent, *axes):
+    """The same in several dimensions; `axes` are the last arguments of on_an_axis, for each axis."""
+
+    def reference(q, k):
+        kept = True
+        for length, axis in zip(extent[::-1], axes[::-1], strict=True):
+            kept &= on_an_axis(q % length, k % length, length, *axis)
+            q, k = q // length, k // length
+        return kept
+
+    return reference
+
+
+def in_tiles(extent, tile):
+    """The pixels (row, column) of an image, tile by tile, by their row-by-row numbers."""
+    pixels = itertools.product(*map(range, extent))
+    tiled = sorted(pixels, key=lambda p: ([x // n for x, n in zip(p, tile, strict=True)], p))
+    return [row * extent[1] + column for row, column in tiled]
+
+
+def morton(row, column):
+    return sum(((row >> n) & 1) << 2 * n + 1 | ((column >> n) & 1) << 2 * n for n in range(4))
+
+
+def curved(extent):
+    """The pixels of an image along the curve."""
+    pixels = sorted(itertools.product(*map(range, extent)), key=lambda p: morton(*p))
+    return [row * extent[1] + column for row, column in pixels]
+
+
+TILED, CURVED = in_tiles((4, 6), (2, 3)), curved((5, 3))
+KV_OFFSETS = [0, 2, 2, 5, 7]
+KV_SEQUENCE = [0, 0, 2, 2, 2, 3, 3]
+CHOICE = [1, 0, 2, 5]
+
+
+def chosen_reference(h, q, k):
+    return {0: q >= k, 1: abs(q - k) <= 1, 2: k < 3}.get(CHOICE[h], False)
 
 
 # name -> (mask_mod, Q_LEN, KV_LEN, the same of (b, q, k))
@@ -78,14 +129,14 @@ CASES = {
         masks.document(torch.tensor([IDS, IDS[::-1]]), causal=True), 10, 10,
         lambda b, q, k: q >= k and (IDS, IDS[::-1])[b][q] == (IDS, IDS[::-1])[b][k],
     ),
-    "ragged": (masks.ragged(torch.tensor(OFFSETS)), 10, 10, lambda b, q, k: SEQUENCE[q] == SEQUENCE[k]),
-    "ragged prefix": (
-        masks.ragged(torch.tensor(OFFSETS), masks.prefix_lm(2)), 10, 10,
-        lambda b, q, k: ragged_reference(q, k),
+    "jagged": (masks.jagged(torch.tensor(OFFSETS)), 10, 10, lambda b, q, k: SEQUENCE[q] == SEQUENCE[k]),
+    "jagged prefix": (
+        masks.jagged(torch.tensor(OFFSETS), masks.prefix_lm(2)), 10, 10,
+        lambda b, q, k: jagged_reference(q, k),
     ),
     "padding": (masks.padding(torch.tensor([3, 7])), 4, 8, lambda b, q, k: k < (3, 7)[b]),
     "standalone": (masks.standalone_window(5, 4, 2), 20, 20, lambda b, q, k: standalone_reference(q, k)),
-    "natten": (masks.natten(5, 4, 3), 20, 20, lambda b, q, k: natten_reference(q, k)),
+    "natten": (masks.natten((5, 4), 3), 20, 20, lambda b, q, k: natten_reference(q, k)),
     "window by head": (
         masks.sliding_window(torch.tensor([2])), 12, 12, lambda b, q, k: 0 <= q - k <= 2
     ),
@@ -112,6 +163,63 @@ CASES = {
     "sliding tiles": (
         masks.sliding_tiles((4, 2, 6), (1, 2, 2), (3, 1, 1)), 48, 48, lambda b, q, k: tiles_reference(q, k)
     ),
+    "global": (
+        masks.global_window(2, 3), 12, 12, lambda b, q, k: q >= k and (q - k <= 2 or k < 3)
+    ),
+    "global, both sides": (
+        masks.global_window(2, 3, causal=False), 12, 12,
+        lambda b, q, k: abs(q - k) <= 2 or k < 3 or q < 3,
+    ),
+    "natten in a line": (
+        masks.natten((11,), 5, dilation=2), 11, 11, lambda b, q, k: on_an_axis(q, k, 11, 5, 2)
+    ),
+    "natten, causal": (
+        masks.natten((11,), 4, dilation=2, causal=True), 11, 11,
+        lambda b, q, k: on_an_axis(q, k, 11, 4, 2, True),
+    ),
+    "natten, dilated": (
+        masks.natten((5, 7), (1, 3), dilation=(1, 2)), 35, 35,
+        lambda b, q, k: neighbors((5, 7), (1,), (3, 2))(q, k),
+    ),
+    "natten of a video": (
+        masks.natten((3, 4, 5), (2, 3, 3), causal=(True, False, False)), 60, 60,
+        lambda b, q, k: neighbors((3, 4, 5), (2, 1, True), (3,), (3,))(q, k),
+    ),
+    "natten in tiles": (
+        masks.reordered(masks.natten((4, 6), 3), masks.tile_order((4, 6), (2, 3))), 24, 24,
+        lambda b, q, k: neighbors((4, 6), (3,), (3,))(TILED[q], TILED[k]),
+    ),
+    "natten along a curve": (
+        masks.reordered(masks.natten((5, 3), 3), masks.morton_order((5, 3))), 15, 15,
+        lambda b, q, k: neighbors((5, 3), (3,), (3,))(CURVED[q], CURVED[k]),
+    ),
+    "sliding tiles of an image": (
+        masks.sliding_tiles((4, 9), (2, 3), (1, 3)), 36, 36, lambda b, q, k: q // 18 == k // 18
+    ),
+    "jagged, keys of their own": (
+        masks.jagged(torch.tensor(OFFSETS), masks.causal(), kv_offsets=torch.tensor(KV_OFFSETS)), 10, 7,
+        lambda b, q, k: SEQUENCE[q] == KV_SEQUENCE[k]
+        and q - OFFSETS[SEQUENCE[q]] >= k - KV_OFFSETS[KV_SEQUENCE[k]],
+    ),
+    "jagged, more positions": (
+        masks.jagged(torch.tensor([0, 3]), masks.causal(), total=7), 7, 7,
+        lambda b, q, k: q >= k and (q < 3) == (k < 3),
+    ),
+    "jagged, a length for each": (
+        masks.jagged(torch.tensor(OFFSETS), masks.padding(torch.tensor([1, 2, 0, 4]))), 10, 10,
+        lambda b, q, k: SEQUENCE[q] == SEQUENCE[k] and k - OFFSETS[SEQUENCE[q]] < (1, 2, 0, 4)[SEQUENCE[q]],
+    ),
+    "and, or": (
+        masks.causal() & masks.sliding_window(3) | masks.prefix_lm(2), 12, 12,
+        lambda b, q, k: (q >= k and 0 <= q - k <= 3) or (k < 2 or q >= k),
+    ),
+    "not": (
+        ~masks.causal() & masks.padding(torch.tensor([3, 7])), 9, 9, lambda b, q, k: q < k < (3, 7)[b]
+    ),
+    "with plain functions": (
+        (lambda b, h, q, k: q != 2) & masks.causal() | (lambda b, h, q, k: k == 5), 9, 9,
+        lambda b, q, k: (q != 2 and q >= k) or k == 5,
+    ),
     "vision": (
         masks.vision_cross(torch.tensor(SHOWN), torch.tensor(IMAGE)), 10, 8,
         lambda b, q, k: SHOWN[IMAGE[k]][0] <= q < SHOWN[IMAGE[k]][1],
@@ -127,14 +235,98 @@ def test_masks_keep_what_their_formula_says(name):
         assert got[b, 0, q, k].item() == reference(b, q, k), (b, q, k)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_masks_of_torch_too(name):
+    """torch's own builder makes the same block mask of them."""
+    mask_mod, query, key, _ = CASES[name]
+    ours, theirs = (
+        build(mask_mod, 2, 1, query, key, device="cpu", BLOCK_SIZE=4)
+        for build in (create_block_mask, torch_block_mask)
+    )
+    for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_with_each_mask(name):
+    """Out and gradients on the CPU, blocks of which some are skipped, against the dense reference."""
+    mask_mod, query, key, _ = CASES[name]
+    block_mask = create_block_mask(mask_mod, 2, 1, query, key, "cpu", 4)
+    results = [attention_and_gradients(block_mask, query, key, options) for options in (None, REFERENCE)]
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def attention_and_gradients(block_mask, query, key, options, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 1, query, 8), (2, 1, key, 8), (2, 1, key, 8)
+    leaves = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    out = flex_attention(*leaves, block_mask=block_mask, kernel_options=options)
+    return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+
+def test_by_head():
+    """The last head's choice is none of the masks."""
+    kinds = masks.causal(), masks.sliding_window(1, causal=False), lambda b, h, q, k: k < 3
+    mask_mod = masks.by_head(torch.tensor(CHOICE), *kinds)
+    got = create_mask(mask_mod, 1, 4, 9, 8, "cpu")
+    for h, q, k in itertools.product(range(4), range(9), range(8)):
+        assert got[0, h, q, k].item() == chosen_reference(h, q, k), (h, q, k)
+
+
+def test_a_mask_in_the_kernel():
+    """Forward and backward of a composed mask, in the interpreter."""
+    mask_mod = masks.global_window(9, tokens=4) & ~masks.document(torch.arange(40) // 30) | masks.natten(
+        (5, 8), 3
+    )
+    block_mask = create_block_mask(mask_mod, None, None, 40, 40, "cpu", 16)
+    found = attention_and_gradients(block_mask, 40, 40, {"BACKEND": "INTERPRET"}, torch.float32)
+    wanted = attention_and_gradients(block_mask, 40, 40, REFERENCE)
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_orders_are_permutations():
+    for order in (
+        masks.tile_order((4, 6, 10), (2, 3, 5)),
+        masks.morton_order((5, 3, 7)),
+        masks.morton_order((9,)),
+    ):
+        assert order.dtype == torch.int32
+        assert torch.equal(order.sort().values, torch.arange(len(order), dtype=torch.int32))
+    assert masks.tile_order((4, 6), (2, 3)).tolist() == TILED
+    assert masks.morton_order((5, 3)).tolist() == CURVED
+
+
+def test_names_of_masks_tell_what_they_are_of():
+    mask_mod = masks.causal() & masks.sliding_window(3) | ~masks.padding(torch.tensor([3]))
+    assert mask_mod.__name__ == "((causal_mask & sliding_window_causal) | ~padding_mask)"
+    assert repr(mask_mod) == f"<mask {mask_mod.__name__}>"
+    assert create_block_mask(mask_mod, None, None, 9, 9, "cpu").to_svg().count("padding_mask") == 1
+
+
+def test_what_a_mask_captures_has_its_name():
+    mask_mod = masks.causal() & ~masks.padding(torch.tensor([3]))
+    assert [capture.name for capture in trace(mask_mod, "mask").graph.captures] == ["lengths"]
+
+
+def test_a_mask_of_what_is_no_mask():
+    for wrong, error in ((3, errors.NotCallable), (lambda s, b, h, q, k: s, errors.ModArityError)):
+        with pytest.raises(error):
+            masks.Mask(wrong)
+    for combine in (lambda mask, other: mask & other, lambda mask, other: other | mask):
+        with pytest.raises(TypeError):
+            combine(masks.causal(), 3)
+
+
 def test_the_lines_of_a_mask_are_its_own():
-    for mask_mod in (masks.causal(), masks.natten(5, 5, 3), masks.document(torch.tensor(IDS))):
+    for mask_mod in (masks.causal(), masks.natten((5, 5), 3), masks.document(torch.tensor(IDS))):
         where = trace(mask_mod, "mask").graph.result.where
-        assert where.file == mask_mod.__code__.co_filename
+        assert where.file == mask_mod.function.__code__.co_filename
 
 
 def test_every_pixel_has_a_whole_neighborhood():
-    assert (create_mask(masks.natten(6, 9, (3, 5)), 1, 1, 54, 54, "cpu").sum(-1) == 15).all()
+    assert (create_mask(masks.natten((6, 9), (3, 5)), 1, 1, 54, 54, "cpu").sum(-1) == 15).all()
 
 
 SCORE_CASES = {
@@ -163,8 +355,9 @@ def test_score_mods_do_what_their_formula_says(name):
 RATES = torch.zeros(2)
 ALIBI_RULE = "the number of heads, or a floating-point tensor of shape [H]"
 ONE_PACKING = "given by one of ids, lengths and cu_seqlens"
-THREE = "a tuple of 3 positive integers"
-KERNEL_RULE = "odd, positive and at most the image, 5 x 5"
+TWO = "a tuple of 2 positive integers"
+KERNEL_RULE = "odd on axes that are not causal, and times the dilation at most the extent, (5, 5)"
+EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +376,36 @@ KERNEL_RULE = "odd, positive and at most the image, 5 x 5"
             "document: ids is a list",
             "an integer tensor of shape [S] or [B, S]",
         ),
-        (lambda: masks.natten(5, 5, 4), "natten: kernel is 4", KERNEL_RULE),
-        (lambda: masks.natten(5, 5, (3, 7)), "natten: kernel is (3, 7)", KERNEL_RULE),
+        (lambda: masks.natten((5, 5), 4), "natten: kernel is 4", KERNEL_RULE),
+        (lambda: masks.natten((5, 5), (3, 7)), "natten: kernel is (3, 7)", KERNEL_RULE),
+        (lambda: masks.natten((5, 5), 3, dilation=2), "natten: kernel is 3", KERNEL_RULE),
+        (lambda: masks.natten(5, 3), "natten: extent is 5", EXTENT_RULE),
+        (lambda: masks.natten((5, 5), (3, 3, 3)), "natten: kernel is (3, 3, 3)", TWO),
+        (lambda: masks.natten((5, 5), 3, dilation=0), "natten: dilation is (0, 0)", TWO),
+        (
+            lambda: masks.tile_order((4, 4), (2, 3)),
+            "tile_order: tile is (2, 3)",
+            "a divisor of extent (4, 4) on each axis",
+        ),
+        (lambda: masks.morton_order((2, 2, 2, 2)), "morton_order: extent is (2, 2, 2, 2)", EXTENT_RULE),
+        (
+            lambda: masks.reordered(masks.causal(), RATES),
+            "reordered: order is torch.float32 [2]",
+            "an integer tensor of shape [S]",
+        ),
+        (lambda: masks.by_head(torch.tensor([0])), "by_head: mask_mods is empty", "one mask_mod or more"),
+        (
+            lambda: masks.by_head(RATES, masks.causal()),
+            "by_head: choice is torch.float32 [2]",
+            "an integer tensor of shape [H]",
+        ),
+        (lambda: masks.global_window(-1, 3), "global_window: window is -1", "an integer of 0 or more"),
+        (lambda: masks.global_window(1, 2.0), "global_window: tokens is 2.0", "an integer of 0 or more"),
+        (
+            lambda: masks.jagged(RATES),
+            "jagged: offsets is torch.float32 [2]",
+            "an integer tensor of shape [n + 1]",
+        ),
         (
             lambda: masks.standalone_window(5, 0, 2),
             "standalone_window: width is 0",
@@ -213,7 +434,7 @@ KERNEL_RULE = "odd, positive and at most the image, 5 x 5"
             "tree: parents is such that node 1 has no root",
             "a forest",
         ),
-        (lambda: masks.sliding_tiles((4, 4), (2, 2, 2), (1, 1, 1)), "sliding_tiles: extent is (4, 4)", THREE),
+        (lambda: masks.sliding_tiles((4, 4), (2, 2, 2), (1, 1)), "sliding_tiles: tile is (2, 2, 2)", TWO),
         (
             lambda: masks.sliding_tiles((4, 4, 4), (2, 3, 2), (1, 1, 1)),
             "sliding_tiles: tile is (2, 3, 2)",

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from flexmod import transforms
 from flexmod.block_mask import generated, refine
+from flexmod.block_mask.composed import and_masks, or_masks
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
 from flexmod.block_mask.tiles import PARTIAL, tile_count
-from flexmod.errors import DeviceMismatch, MaskExtentError, NotCallable
+from flexmod.errors import DeviceMismatch, MaskExtentError
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
 from flexmod.ir.passes import fitted
@@ -104,32 +105,6 @@ def create_mask(
     return mask.expand(sizes).clone(memory_format=torch.contiguous_format)
 
 
-def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask_mod that keeps what all of them keep; everything when there are none. Raises NotCallable."""
-    _check_callable(mask_mods)
-
-    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_ones((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result & mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return and_mask
-
-
-def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask_mod that keeps what any of them keeps; nothing when there are none. Raises NotCallable."""
-    _check_callable(mask_mods)
-
-    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_zeros((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result | mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return or_mask
-
-
 def _places(sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
     """b, h, q_idx and kv_idx, each along its own axis of four."""
     places = {}
@@ -168,14 +143,4 @@ def _check_captures(traced: Traced, device: torch.device) -> None:
                 second=capture.name,
                 second_device=str(tensor.device),
                 name=capture.name,
-            )
-
-
-def _check_callable(mask_mods: Sequence[object]) -> None:
-    for mask_mod in mask_mods:
-        if not callable(mask_mod):
-            raise NotCallable(
-                mod=repr(mask_mod),
-                type=type(mask_mod).__name__,
-                expected="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
             )

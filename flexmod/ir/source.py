@@ -27,7 +27,7 @@ EXAMPLES = {
 SEARCHED = 1000  # values that are searched for the names of captured tensors
 
 _NOT_THE_USER = tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) + os.sep for m in (errors, torch))
-_LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks" + os.sep, "mods.py"))
+_LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks" + os.sep, "mods" + os.sep))
 
 
 @functools.cache
@@ -53,10 +53,17 @@ def positional_count(mod: Callable[..., Any]) -> int:
     if isinstance(mod, torch.nn.Module):
         mod = mod.forward
     if inspect.isfunction(mod) and not hasattr(mod, "__wrapped__"):  # the usual case, forty times faster
-        return mod.__code__.co_argcount - len(mod.__defaults__ or ())
+        return _plain_count(mod)
+    call = type(mod).__call__
+    if inspect.isfunction(call) and not any(hasattr(x, "__wrapped__") for x in (mod, call)):
+        return _plain_count(call) - 1  # an object that is called
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(mod).parameters.values()
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _plain_count(function: Any) -> int:
+    return int(function.__code__.co_argcount - len(function.__defaults__ or ()))
 
 
 def mod_kind(mod: Callable[..., Any]) -> str:

@@ -1,39 +1,42 @@
 """A library of masks. Each function returns an ordinary mask_mod(b, h, q_idx, kv_idx) -> bool.
 
-They compose with `and_masks` and `or_masks`, and with masks of your own:
+They combine by `&`, `|` and `~`, with one another and with functions of your own:
 
-    mask_mod = flexmod.and_masks(masks.causal(), masks.document(ids))
+    mask_mod = masks.causal() & masks.sliding_window(1024) | masks.prefix_lm(256)
     block_mask = flexmod.create_block_mask(mask_mod, None, None, 8192, 8192)
     out = flexmod.flex_attention(query, key, value, block_mask=block_mask)
 """
 
+from flexmod.block_mask.composed import Mask
 from flexmod.masks.checks import MaskMod
+from flexmod.masks.heads import by_head
 from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross
-from flexmod.masks.packed import document, ragged, shared_prefix
-from flexmod.masks.text import (
-    block_diffusion,
-    causal,
-    dilated_window,
-    padding,
-    prefix_lm,
-    sliding_window,
-    tree,
-)
+from flexmod.masks.orders import morton_order, reordered, tile_order
+from flexmod.masks.packed import document, jagged, shared_prefix
+from flexmod.masks.text import block_diffusion, causal, padding, prefix_lm
+from flexmod.masks.trees import tree
+from flexmod.masks.windows import dilated_window, global_window, sliding_window
 
 __all__ = [
+    "Mask",
     "MaskMod",
     "block_diffusion",
+    "by_head",
     "causal",
     "dilated_window",
     "document",
+    "global_window",
+    "jagged",
+    "morton_order",
     "natten",
     "padding",
     "prefix_lm",
-    "ragged",
+    "reordered",
     "shared_prefix",
     "sliding_tiles",
     "sliding_window",
     "standalone_window",
+    "tile_order",
     "tree",
     "vision_cross",
 ]

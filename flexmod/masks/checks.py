@@ -56,3 +56,13 @@ def check_extents(function: str, name: str, value: Any, axes: int) -> None:
             function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
             advice="give one number for each axis, the slowest first",
         )  # fmt: skip
+
+
+def check_axes(function: str, extent: Any) -> int:
+    """The number of axes of an image: 1, 2 or 3, each of one position or more."""
+    if isinstance(extent, tuple) and len(extent) in (1, 2, 3) and all(is_int(n) and n > 0 for n in extent):
+        return len(extent)
+    raise LibraryArgumentError(
+        function=function, name="extent", value=repr(extent), rule="a tuple of 1, 2 or 3 positive integers",
+        advice="write (length,), (height, width) or (frames, height, width)",
+    )  # fmt: skip

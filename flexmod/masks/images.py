@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmod.block_mask.composed import Mask
 from flexmod.errors import LibraryArgumentError
-from flexmod.masks.checks import MaskMod, check_extents, check_image, check_number, check_tensor, is_int
+from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
 
 
-def standalone_window(height: int, width: int, window: int) -> MaskMod:
+def standalone_window(height: int, width: int, window: int) -> Mask:
     """Pixels of an image attend to a square around them: |row - row'| <= window and |column - column'| <=
     window.
 
@@ -19,13 +21,34 @@ def standalone_window(height: int, width: int, window: int) -> MaskMod:
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
 
-        mask_mod = masks.standalone_window(height=128, width=64, window=8)
-        block_mask = create_block_mask(mask_mod, None, None, 8192, 8192)
+    Example:
+
+        mask_mod = masks.standalone_window(height=32, width=32, window=5)
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.standalone_window(height=3, width=5, window=1)`, 15 x 15:
+
+        ##...##........
+        ###..###.......
+        .###..###......
+        ..###..###.....
+        ...##...##.....
+        ##...##...##...
+        ###..###..###..
+        .###..###..###.
+        ..###..###..###
+        ...##...##...##
+        .....##...##...
+        .....###..###..
+        ......###..###.
+        .......###..###
+        ........##...##
     """
     check_image("standalone_window", height, width)
     check_number("standalone_window", "window", window, least=0)
 
+    @Mask
     def standalone_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         near_row = torch.abs(q_idx // width - kv_idx // width) <= window
         near_column = torch.abs(q_idx % width - kv_idx % width) <= window
@@ -34,62 +57,156 @@ def standalone_window(height: int, width: int, window: int) -> MaskMod:
     return standalone_mask
 
 
-def natten(height: int, width: int, kernel: int | tuple[int, int]) -> MaskMod:
-    """Pixels of an image attend to a kernel around them, which is moved inwards where it would cross the
-    border.
+def natten(
+    extent: tuple[int, ...],
+    kernel: int | tuple[int, ...],
+    dilation: int | tuple[int, ...] = 1,
+    causal: bool | tuple[bool, ...] = False,
+) -> Mask:
+    """Pixels attend to a kernel around them, which is moved inwards where it would cross the border: on each
+    axis
 
-        |clamp(row, kh // 2, height - 1 - kh // 2) - row'| <= kh // 2, the same for columns
+        |clamp(x, kernel // 2, length - 1 - kernel // 2) - x'| <= kernel // 2
 
-    so that every pixel has kh * kw neighbors. Positions are pixels row by row; `kernel` is odd, one number or
-    (kh, kw), and no larger than the image.
+    with x and x' the coordinates of q_idx and kv_idx, so that every pixel has as many neighbors. With a
+    dilation an axis falls apart into x % dilation, and the formula holds for x // dilation within each part.
+    On a causal axis the kernel ends at the pixel itself, 0 <= x - x' < kernel, and nothing is moved.
 
-    Source: Hassani et al., Neighborhood Attention Transformer, 2022.
+    `extent` is (length,), (height, width) or (frames, height, width) in positions, which go row by row;
+    `orders.py` has others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a kernel
+    is odd, but for a causal axis, and kernel * dilation at most the length.
 
-        mask_mod = masks.natten(height=90, width=90, kernel=7)
-        block_mask = create_block_mask(mask_mod, None, None, 8100, 8100)
+    Source: Hassani et al., Neighborhood Attention Transformer, 2022; Hassani and Shi, Dilated Neighborhood
+    Attention Transformer, 2022; Hassani et al., Faster Neighborhood Attention, 2024 (causal).
+
+    Example:
+
+        mask_mod = masks.natten((4, 16, 16), kernel=(3, 5, 5), causal=(True, False, False))
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.natten((3, 5), kernel=3)`, 15 x 15:
+
+        ###..###..###..
+        ###..###..###..
+        .###..###..###.
+        ..###..###..###
+        ..###..###..###
+        ###..###..###..
+        ###..###..###..
+        .###..###..###.
+        ..###..###..###
+        ..###..###..###
+        ###..###..###..
+        ###..###..###..
+        .###..###..###.
+        ..###..###..###
+        ..###..###..###
+
+    `masks.natten((12,), kernel=3, dilation=2)`, 12 x 12:
+
+        #.#.#.......
+        .#.#.#......
+        #.#.#.......
+        .#.#.#......
+        ..#.#.#.....
+        ...#.#.#....
+        ....#.#.#...
+        .....#.#.#..
+        ......#.#.#.
+        .......#.#.#
+        ......#.#.#.
+        .......#.#.#
     """
-    check_image("natten", height, width)
-    rows, columns = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-    for size, extent in ((rows, height), (columns, width)):
-        if not is_int(size) or size < 1 or size % 2 == 0 or size > extent:
+    axes = check_axes("natten", extent)
+    kernels, dilations, causals = (
+        value if isinstance(value, tuple) else (value,) * axes for value in (kernel, dilation, causal)
+    )
+    check_extents("natten", "kernel", kernels, axes)
+    check_extents("natten", "dilation", dilations, axes)
+    for size, step, ends, length in zip(kernels, dilations, causals, extent, strict=True):
+        if size * step > length or not (size % 2 or ends):
             raise LibraryArgumentError(
                 function="natten", name="kernel", value=kernel,
-                rule=f"odd, positive and at most the image, {height} x {width}",
+                rule=f"odd on axes that are not causal, and times the dilation at most the extent, {extent}",
                 advice="write kernel=7 or kernel=(5, 7)",
             )  # fmt: skip
-    reach_rows, reach_columns = rows // 2, columns // 2
 
+    @Mask
     def natten_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        center_row = torch.clamp(q_idx // width, reach_rows, height - 1 - reach_rows)
-        center_column = torch.clamp(q_idx % width, reach_columns, width - 1 - reach_columns)
-        near_row = torch.abs(center_row - kv_idx // width) <= reach_rows
-        near_column = torch.abs(center_column - kv_idx % width) <= reach_columns
-        return near_row & near_column
+        near = None
+        for axis in range(axes)[::-1]:
+            length = extent[axis]
+            query, key = (q_idx % length, kv_idx % length) if axis else (q_idx, kv_idx)
+            on_axis = _neighbors(query, key, length, kernels[axis], dilations[axis], causals[axis])
+            near = on_axis if near is None else on_axis & near
+            q_idx, kv_idx = q_idx // length, kv_idx // length
+        return near
 
     return natten_mask
 
 
-def sliding_tiles(
-    extent: tuple[int, int, int], tile: tuple[int, int, int], kernel: tuple[int, int, int]
-) -> MaskMod:
-    """Tiles of a video attend to a box of tiles around them, which is moved inwards where it would cross the
-    border: on each axis
+def _neighbors(query: Any, key: Any, length: int, size: int, step: int, causal: bool) -> Any:
+    """Is a coordinate in the kernel around another, on an axis of natten?"""
+    if step > 1:
+        same, last = query % step == key % step, (length - 1 - query % step) // step
+        query, key = query // step, key // step
+    else:
+        same, last = None, length - 1
+    if causal:
+        near = (query >= key) & (query - key < size)
+    else:
+        center = torch.clamp(query, min=size // 2)
+        center = torch.clamp(center, max=last - size // 2)
+        near = torch.abs(center - key) <= size // 2
+    return near if same is None else same & near
+
+
+def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[int, ...]) -> Mask:
+    """Tiles of an image or a video attend to a box of tiles around them, which is moved inwards where it
+    would cross the border: on each axis
 
         |clamp(t, kernel // 2, tiles - 1 - kernel // 2) - t'| <= kernel // 2
 
-    with t and t' the tiles of q_idx and kv_idx. `extent` is (frames, height, width) in positions; `tile`,
-    which divides it, is in positions too; `kernel` counts tiles, is odd and no more than there are. Positions
-    are tile by tile: those of one tile follow one another.
+    with t and t' the tiles of q_idx and kv_idx. `extent` is (length,), (height, width) or (frames, height,
+    width) in positions; `tile`, which divides it, is in positions too; `kernel` counts tiles, is odd and no
+    more than there are. Positions are tile by tile, as `tile_order` puts them: those of one tile follow one
+    another. Where a tile has as many positions as a block of the mask has, no block is partial.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
 
-        mask_mod = masks.sliding_tiles(extent=(12, 48, 80), tile=(4, 8, 8), kernel=(3, 3, 3))
-        block_mask = create_block_mask(mask_mod, None, None, 46080, 46080, BLOCK_SIZE=256)
+    Example:
+
+        mask_mod = masks.sliding_tiles(extent=(4, 16, 16), tile=(2, 8, 8), kernel=(1, 1, 1))
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024, BLOCK_SIZE=128)
         out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.sliding_tiles(extent=(2, 10), tile=(2, 2), kernel=(1, 3))`, 20 x 20:
+
+        ############........
+        ############........
+        ############........
+        ############........
+        ############........
+        ############........
+        ############........
+        ############........
+        ....############....
+        ....############....
+        ....############....
+        ....############....
+        ........############
+        ........############
+        ........############
+        ........############
+        ........############
+        ........############
+        ........############
+        ........############
     """
-    for name, value in (("extent", extent), ("tile", tile), ("kernel", kernel)):
-        check_extents("sliding_tiles", name, value, axes=3)
+    axes = check_axes("sliding_tiles", extent)
+    check_extents("sliding_tiles", "tile", tile, axes)
+    check_extents("sliding_tiles", "kernel", kernel, axes)
     if any(whole % part for whole, part in zip(extent, tile, strict=True)):
         raise LibraryArgumentError(
             function="sliding_tiles", name="tile", value=tile,
@@ -99,10 +216,12 @@ def sliding_tiles(
     if any(size % 2 == 0 or size > count for size, count in zip(kernel, counts, strict=True)):
         raise LibraryArgumentError(
             function="sliding_tiles", name="kernel", value=kernel,
-            rule=f"odd and at most the number of tiles, {tuple(counts)}", advice="write kernel=(3, 3, 3)",
+            rule=f"odd and at most the number of tiles, {tuple(counts)}",
+            advice="write e.g. kernel=(3, 3, 3)",
         )  # fmt: skip
-    volume = tile[0] * tile[1] * tile[2]
+    volume = math.prod(tile)
 
+    @Mask
     def sliding_tiles_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         query, key, near = q_idx // volume, kv_idx // volume, None
         for size, count in zip(kernel[::-1], counts[::-1], strict=True):
@@ -116,7 +235,7 @@ def sliding_tiles(
     return sliding_tiles_mask
 
 
-def vision_cross(intervals: Tensor, image_idx: Tensor) -> MaskMod:
+def vision_cross(intervals: Tensor, image_idx: Tensor) -> Mask:
     """A text token attends to the tokens of the images that are shown to it:
 
         start <= q_idx < stop  with  start, stop = intervals[image_idx[kv_idx]]
@@ -126,13 +245,27 @@ def vision_cross(intervals: Tensor, image_idx: Tensor) -> MaskMod:
 
     Source: Alayrac et al., Flamingo, 2022.
 
-        image_idx = torch.arange(2, device="cuda").repeat_interleave(1024)
-        mask_mod = masks.vision_cross(torch.tensor([[0, 70], [70, 512]], device="cuda"), image_idx)
-        block_mask = create_block_mask(mask_mod, None, None, 512, 2048)
+    Example:
+
+        intervals = torch.tensor([[0, 70], [70, 512]], device=query.device)
+        mask_mod = masks.vision_cross(intervals, torch.arange(1024, device=query.device) // 512)
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
+
+    `masks.vision_cross(torch.tensor([[1, 4], [4, 8]]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]))`, 8 x 8:
+
+        ........
+        ####....
+        ####....
+        ####....
+        ....####
+        ....####
+        ....####
+        ....####
     """
     check_tensor("vision_cross", "intervals", intervals, ranks=(2,), shapes="[images, 2]")
     check_tensor("vision_cross", "image_idx", image_idx, ranks=(1,), shapes="[KV]")
 
+    @Mask
     def vision_cross_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         interval = intervals[image_idx[kv_idx]]
         return (q_idx >= interval[0]) & (q_idx < interval[1])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.block_mask.composed import Mask
 from flexmod.errors import LibraryArgumentError
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
@@ -18,7 +19,7 @@ def document(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     total: int | None = None,
-) -> MaskMod:
+) -> Mask:
     """Packed documents keep to themselves: ids[q_idx] == ids[kv_idx], with causal=True also q_idx >= kv_idx.
 
     Give one of
@@ -32,15 +33,40 @@ def document(
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
 
-        lengths = torch.tensor([1000, 2000, 1096], device="cuda")
-        mask_mod = masks.document(lengths=lengths, causal=True, total=4096)
-        block_mask = create_block_mask(mask_mod, None, None, 4096, 4096)
+    Example:
+
+        lengths = torch.tensor([300, 400, 324], device=query.device)
+        mask_mod = masks.document(lengths=lengths, causal=True, total=1024)
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.document(torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]))`, 8 x 8:
+
+        ###.....
+        ###.....
+        ###.....
+        ...##...
+        ...##...
+        .....###
+        .....###
+        .....###
+
+    `masks.document(lengths=torch.tensor([3, 2, 3]), causal=True)`, 8 x 8:
+
+        #.......
+        ##......
+        ###.....
+        ...#....
+        ...##...
+        .....#..
+        .....##.
+        .....###
     """
     return _document_mask(_document_ids(ids, lengths, cu_seqlens, total), causal)
 
 
-def _document_mask(ids: Tensor, causal: bool) -> MaskMod:
+def _document_mask(ids: Tensor, causal: bool) -> Mask:
+    @Mask
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         of_batch = ids if ids.dim() == 1 else ids[b]
         same = of_batch[q_idx] == of_batch[kv_idx]
@@ -72,7 +98,7 @@ def _document_ids(
     return torch.searchsorted(ends.contiguous(), in_rows, right=True, out_int32=True)
 
 
-def shared_prefix(prefix: int, ids: Tensor) -> MaskMod:
+def shared_prefix(prefix: int, ids: Tensor) -> Mask:
     """Several continuations of one prefix, packed one after another, are causal and do not see each other:
 
         q_idx >= kv_idx  and  (kv_idx < prefix  or  ids[q_idx] == ids[kv_idx])
@@ -82,40 +108,92 @@ def shared_prefix(prefix: int, ids: Tensor) -> MaskMod:
 
     Source: Juravsky et al., Hydragen, 2024.
 
-        ids = torch.arange(8, device="cuda").repeat_interleave(1024)
-        block_mask = create_block_mask(masks.shared_prefix(2000, ids), None, None, 8192, 8192)
+    Example:
+
+        ids = torch.arange(1024, device=query.device) // 256
+        block_mask = create_block_mask(masks.shared_prefix(300, ids), None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.shared_prefix(2, torch.tensor([0, 0, 1, 1, 1, 2, 2, 2]))`, 8 x 8:
+
+        #.......
+        ##......
+        ###.....
+        ####....
+        #####...
+        ##...#..
+        ##...##.
+        ##...###
     """
     check_number("shared_prefix", "prefix", prefix, least=0)
     check_tensor("shared_prefix", "ids", ids, ranks=(1,), shapes="[S]")
 
+    @Mask
     def shared_prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((kv_idx < prefix) | (ids[q_idx] == ids[kv_idx]))
 
     return shared_prefix_mask
 
 
-def ragged(offsets: Tensor, mask_mod: MaskMod | None = None) -> MaskMod:
-    """Sequences packed one after another; `mask_mod` sees the positions within its own sequence.
+def jagged(
+    offsets: Tensor,
+    mask_mod: MaskMod | None = None,
+    *,
+    kv_offsets: Tensor | None = None,
+    total: int | None = None,
+    kv_total: int | None = None,
+) -> Mask:
+    """Sequences packed one after another; `mask_mod` sees each as a batch entry of its own:
 
-        sequence[q_idx] == sequence[kv_idx]  and  mask_mod(b, h, q_idx - start, kv_idx - start)
+        s(q_idx) == s(kv_idx)  and  mask_mod(s(q_idx), h, q_idx - start, kv_idx - start)
 
-    `offsets` is an integer tensor [n + 1] that ascends from 0 to the total length: sequence i holds the
-    positions from offsets[i] to offsets[i + 1], as in a nested tensor of jagged layout. `mask_mod` None keeps
-    every pair within a sequence.
+    with s the number of the sequence, and start where it begins. `mask_mod` None keeps every pair within a
+    sequence. `offsets` is an integer tensor [n + 1] that ascends from 0 to the total length: sequence i holds
+    the positions from offsets[i] to offsets[i + 1], as in a nested tensor of jagged layout. Where keys have
+    lengths of their own, `kv_offsets` [n + 1] is theirs. `total` and `kv_total` are the numbers of
+    positions; those after the last sequence are one of their own. Without them the last offset is read from
+    the device, which waits.
 
-        offsets = torch.tensor([0, 1000, 3000, 4096], device="cuda")
-        block_mask = create_block_mask(masks.ragged(offsets, masks.prefix_lm(64)), None, None, 4096, 4096)
-        out = flex_attention(packed_query, packed_key, packed_value, block_mask=block_mask)
+    `flexmod.varlen_attention` and `flexmod.nested_attention` use this mask.
+
+    Source: the jagged layout of torch.nested; Dao, FlashAttention-2, 2023 (variable lengths).
+
+    Example:
+
+        offsets = torch.tensor([0, 300, 700, 1024], device=query.device)
+        block_mask = create_block_mask(masks.jagged(offsets, masks.causal()), None, None, 1024, 1024)
+        out = flex_attention(query, key, value, block_mask=block_mask)
+
+    `masks.jagged(torch.tensor([0, 3, 8]), masks.prefix_lm(2))`, 8 x 8:
+
+        ##......
+        ##......
+        ###.....
+        ...##...
+        ...##...
+        ...###..
+        ...####.
+        ...#####
     """
-    check_tensor("ragged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
-    sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-    start = offsets[:-1][sequence]
+    check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    sequence, start = places(offsets, total)
+    kv_sequence, kv_start = sequence, start
+    if kv_offsets is not None:
+        check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
+        kv_sequence, kv_start = places(kv_offsets, kv_total)
 
-    def ragged_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        same = sequence[q_idx] == sequence[kv_idx]
+    @Mask
+    def jagged_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same = sequence[q_idx] == kv_sequence[kv_idx]
         if mask_mod is None:
             return same
-        return same & mask_mod(b, h, q_idx - start[q_idx], kv_idx - start[kv_idx])
+        return same & mask_mod(sequence[q_idx], h, q_idx - start[q_idx], kv_idx - kv_start[kv_idx])
 
-    return ragged_mask
+    return jagged_mask
+
+
+def places(offsets: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """The sequence of each position, and where it begins: int32 [total] each, from offsets [n + 1]."""
+    positions = torch.arange(int(offsets[-1]) if total is None else total, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
+    return sequence, offsets.to(torch.int32)[sequence]

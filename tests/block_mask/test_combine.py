@@ -21,7 +21,7 @@ MODS = {
     "document": (masks.document(IDS), 1, 1),
     "documents": (masks.document(IDS_BY_BATCH), 3, 1),
     "windows": (masks.sliding_window(torch.tensor([7, 300])), 1, 2),
-    "natten": (masks.natten(20, 26, 7), 1, 1),
+    "natten": (masks.natten((20, 26), 7), 1, 1),
     "strided": (lambda b, h, q_idx, kv_idx: kv_idx % 40 < 7, 1, 1),
 }  # fmt: skip
 BLOCK = (32, 48)  # 520 is ragged in both

@@ -63,8 +63,8 @@ def test_partial_tiles_count_half_where_they_are_too_many(monkeypatch):
 
 
 def test_tokens_are_the_mask():
-    mask = create_block_mask(masks.natten(6, 7, 3), None, None, 42, 42, "cpu", 16)
-    kept = create_mask(masks.natten(6, 7, 3), None, None, 42, 42, "cpu")[0, 0]
+    mask = create_block_mask(masks.natten((6, 7), 3), None, None, 42, 42, "cpu", 16)
+    kept = create_mask(masks.natten((6, 7), 3), None, None, 42, 42, "cpu")[0, 0]
     found = tokens(mask)
     assert torch.equal(found.density() > 0, kept)
     assert torch.equal(found.colors(), painted(mask, kept))

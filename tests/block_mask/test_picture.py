@@ -30,7 +30,7 @@ def test_str_equal_to_torch(name):
 
 @pytest.mark.parametrize("grid_size", [1, 3, 7, 20, (4, 9), (50, 1), -1])
 def test_grid_sizes_equal_to_torch(grid_size):
-    arguments = (masks.natten(24, 30, 7), None, None, 720, 719)
+    arguments = (masks.natten((24, 30), 7), None, None, 720, 719)
     ours = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=16)
     other = theirs.create_block_mask(*arguments, device="cpu", BLOCK_SIZE=16)
     assert ours.to_string(grid_size) == other.to_string(grid_size)

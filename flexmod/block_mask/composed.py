@@ -1,0 +1,95 @@
+"""mask_mods that combine: `causal & window | prefix`, and the same by name, `and_masks` and `or_masks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexmod.block_mask.mask_mod import MaskMod
+from flexmod.errors import NotCallable
+from flexmod.ir.source import check_arity, mod_name
+
+
+class Mask:
+    """A mask_mod that combines with others: & keeps what both keep, | what either keeps, ~ the rest.
+
+    Called, it is the function that it was made of, and it goes wherever a mask_mod goes. One side of & and of
+    | may be a plain function. Raises NotCallable and ModArityError.
+
+        @masks.Mask
+        def even_keys(b, h, q_idx, kv_idx):
+            return kv_idx % 2 == 0
+
+        block_mask = create_block_mask(masks.causal() & even_keys, None, None, 1024, 1024)
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        check_arity(function, "mask")
+        self.function = function
+        self.__name__ = name or mod_name(function)
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.function(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: MaskMod) -> Mask:
+        return and_masks(self, other) if callable(other) else NotImplemented
+
+    def __rand__(self, other: MaskMod) -> Mask:
+        return and_masks(other, self) if callable(other) else NotImplemented
+
+    def __or__(self, other: MaskMod) -> Mask:
+        return or_masks(self, other) if callable(other) else NotImplemented
+
+    def __ror__(self, other: MaskMod) -> Mask:
+        return or_masks(other, self) if callable(other) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        def not_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return ~(b.new_ones((), dtype=torch.bool) & self.function(b, h, q_idx, kv_idx))
+
+        return Mask(not_mask, f"~{self.__name__}")
+
+    def __repr__(self) -> str:
+        return f"<mask {self.__name__}>"
+
+
+def and_masks(*mask_mods: MaskMod) -> Mask:
+    """The mask_mod that keeps what all of them keep; everything when there are none. Raises NotCallable."""
+    _check_callable(mask_mods)
+
+    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = b.new_ones((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result & mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return Mask(and_mask, _joined(mask_mods, " & ") or "all")
+
+
+def or_masks(*mask_mods: MaskMod) -> Mask:
+    """The mask_mod that keeps what any of them keeps; nothing when there are none. Raises NotCallable."""
+    _check_callable(mask_mods)
+
+    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result | mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return Mask(or_mask, _joined(mask_mods, " | ") or "none")
+
+
+def _joined(mask_mods: Sequence[MaskMod], sign: str) -> str:
+    return f"({sign.join(mod_name(mask_mod) for mask_mod in mask_mods)})" if mask_mods else ""
+
+
+def _check_callable(mask_mods: Sequence[object]) -> None:
+    for mask_mod in mask_mods:
+        if not callable(mask_mod):
+            raise NotCallable(
+                mod=repr(mask_mod),
+                type=type(mask_mod).__name__,
+                expected="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
+            )

@@ -1,0 +1,136 @@
+"""Other orders of the pixels of an image, in which what is near is near in the sequence too.
+
+Row by row, a tile of 128 positions is a stripe of an image, and a neighborhood meets many stripes. In squares
+it meets few, and more of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.composed import Mask
+from flexmod.errors import LibraryArgumentError
+from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_tensor
+
+
+def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
+    """A mask of positions that were put into another order: mask_mod(b, h, order[q_idx], order[kv_idx]).
+
+    `order` is an integer tensor [S], the old position of each new one, from `tile_order`, `morton_order` or
+    of your own. Query, key and value go into it as x[:, :, order], the output out of it as
+    out[:, :, order.argsort()].
+
+    Source: Hassani et al., Generalized Neighborhood Attention, 2025 (token permutation).
+
+    Example:
+
+        order = masks.tile_order((32, 32), (8, 16), device=query.device)
+        mask_mod = masks.reordered(masks.natten((32, 32), kernel=7), order)
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
+        out = flex_attention(*(x[:, :, order] for x in (query, key, value)), block_mask=block_mask)
+
+    `masks.reordered(masks.natten((4, 4), kernel=3), masks.tile_order((4, 4), (2, 2)))`, 16 x 16:
+
+        #####.#.##..#...
+        #####.#.##..#...
+        #####.#.##..#...
+        #####.#.##..#...
+        .#.#####.#..##..
+        .#.#####.#..##..
+        .#.#####.#..##..
+        .#.#####.#..##..
+        ..##..#.#####.#.
+        ..##..#.#####.#.
+        ..##..#.#####.#.
+        ..##..#.#####.#.
+        ...#..##.#.#####
+        ...#..##.#.#####
+        ...#..##.#.#####
+        ...#..##.#.#####
+
+    `masks.natten((4, 4), kernel=3)`, 16 x 16:
+
+        ###.###.###.....
+        ###.###.###.....
+        .###.###.###....
+        .###.###.###....
+        ###.###.###.....
+        ###.###.###.....
+        .###.###.###....
+        .###.###.###....
+        ....###.###.###.
+        ....###.###.###.
+        .....###.###.###
+        .....###.###.###
+        ....###.###.###.
+        ....###.###.###.
+        .....###.###.###
+        .....###.###.###
+    """
+    check_tensor("reordered", "order", order, ranks=(1,), shapes="[S]")
+
+    @Mask
+    def reordered_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, order[q_idx], order[kv_idx])
+
+    return reordered_mask
+
+
+def tile_order(
+    extent: tuple[int, ...], tile: tuple[int, ...], device: torch.device | str | None = None
+) -> Tensor:
+    """Pixels tile by tile, each tile row by row: the row-by-row number of the pixel at each position.
+
+    `extent` is (length,), (height, width) or (frames, height, width), `tile` the same in pixels, which
+    divides it. The result is int32 [S], S the product of `extent`.
+
+    Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
+
+    Example:
+
+        order = masks.tile_order((32, 32), (8, 16), device=query.device)
+        tiled = query[:, :, order]
+        assert torch.equal(tiled[:, :, order.argsort()], query)
+    """
+    axes = check_axes("tile_order", extent)
+    check_extents("tile_order", "tile", tile, axes)
+    if any(whole % part for whole, part in zip(extent, tile, strict=True)):
+        raise LibraryArgumentError(
+            function="tile_order", name="tile", value=tile,
+            rule=f"a divisor of extent {extent} on each axis", advice="pad to whole tiles",
+        )  # fmt: skip
+    sizes = [n for whole, part in zip(extent, tile, strict=True) for n in (whole // part, part)]
+    numbers = _numbers(extent, device).view(sizes)
+    return numbers.permute(*range(0, 2 * axes, 2), *range(1, 2 * axes, 2)).flatten().contiguous()
+
+
+def morton_order(extent: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
+    """Pixels along a Z-order curve: the row-by-row number of the pixel at each position.
+
+    The curve orders pixels by the bits of their coordinates, interleaved, the slowest axis first. `extent` is
+    (length,), (height, width) or (frames, height, width), of any sizes. The result is int32 [S], S the
+    product of `extent`.
+
+    Source: Morton, A Computer Oriented Geodetic Data Base, 1966.
+
+    Example:
+
+        order = masks.morton_order((32, 32), device=query.device)
+        mask_mod = masks.reordered(masks.natten((32, 32), kernel=7), order)
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
+    """
+    check_axes("morton_order", extent)
+    coordinates = torch.meshgrid(*(torch.arange(n, device=device) for n in extent), indexing="ij")
+    code = torch.zeros(extent, dtype=torch.int64, device=device)
+    bits = max(extent).bit_length()
+    for place, (bit, axis) in enumerate(itertools.product(range(bits), reversed(coordinates))):
+        code |= ((axis >> bit) & 1) << place
+    return code.flatten().argsort().to(torch.int32)
+
+
+def _numbers(extent: tuple[int, ...], device: torch.device | str | None) -> Tensor:
+    return torch.arange(torch.Size(extent).numel(), dtype=torch.int32, device=device)
