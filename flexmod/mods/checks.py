@@ -1,0 +1,31 @@
+"""What the arguments of a score mod must be. Each check raises LibraryArgumentError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flexmod.errors import LibraryArgumentError
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def check_positive(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise LibraryArgumentError(
+            function=function, name=name, value=repr(value), rule="a positive number",
+            advice=f"write e.g. {function}(50.0)",
+        )  # fmt: skip
+
+
+def check_float(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
+    """A floating-point tensor of one of these ranks."""
+    if isinstance(value, Tensor) and value.dim() in ranks and value.is_floating_point():
+        return value
+    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise LibraryArgumentError(
+        function=function, name=name, value=given, rule=f"a floating-point tensor of shape {shapes}",
+        advice="make it e.g. with torch.zeros(..., device=query.device), a parameter if it is learned",
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Score mods of graphs: positions are nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.masks.checks import check_tensor
+from flexmod.mods.checks import ScoreMod, check_float
+
+
+def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
+    """A bias for the length of the shortest path: score + table[distances[b, q_idx, kv_idx], h].
+
+    `table` is a floating-point tensor [lengths, H], which may be learned. `distances` is an integer tensor
+    [N, N] or [B, N, N], from 0 to lengths - 1: give the pairs without a path a number of their own.
+
+    Source: Ying et al., Do Transformers Really Perform Bad for Graph Representation?, 2021.
+
+    Example:
+
+        distances = torch.randint(0, 20, (1024, 1024), device=query.device)
+        table = torch.zeros(20, 8, device=query.device, requires_grad=True)
+        out = flex_attention(query, key, value, score_mod=mods.graphormer_spatial(table, distances))
+
+    `mods.graphormer_spatial(torch.tensor([[3.0], [2.0], [-1.0]]),
+    torch.tensor([[0, 1, 2], [1, 0, 1], [2, 1, 0]]))`, 3 x 3, scores of 0:
+
+           3.00   2.00  -1.00
+           2.00   3.00   2.00
+          -1.00   2.00   3.00
+    """
+    check_float("graphormer_spatial", "table", table, ranks=(2,), shapes="[lengths, H]")
+    check_tensor("graphormer_spatial", "distances", distances, ranks=(2, 3), shapes="[N, N] or [B, N, N]")
+
+    def spatial_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        of_batch = distances if distances.dim() == 2 else distances[b]
+        return score + table[of_batch[q_idx, kv_idx], h]
+
+    return spatial_score
+
+
+def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
+    """A bias of the edges on the shortest path, averaged over them:
+
+        score + sum over n of table[n, edges[b, q_idx, kv_idx, n], h] / number of edges
+
+    `table` is a floating-point tensor [longest, types, H], which may be learned: for the n-th edge of a path,
+    if it is of that type. `edges` is an integer tensor [N, N, longest] or [B, N, N, longest], the type of
+    each edge of a path, and -1 where the path has ended; a path without edges adds nothing. The longest path
+    is written out edge by edge: keep it short, Graphormer has 5.
+
+    Source: Ying et al., Do Transformers Really Perform Bad for Graph Representation?, 2021.
+
+    Example:
+
+        edges = torch.randint(-1, 4, (1024, 1024, 3), device=query.device)
+        table = torch.zeros(3, 4, 8, device=query.device, requires_grad=True)
+        out = flex_attention(query, key, value, score_mod=mods.graphormer_edge(table, edges))
+
+    `mods.graphormer_edge(torch.tensor([[[4.0], [6.0]], [[1.0], [2.0]]]),
+    torch.tensor([[[-1, -1], [0, -1], [0, 1]], [[0, -1], [-1, -1], [1, -1]], [[1, 0], [1, -1], [-1, -1]]]))`,
+    3 x 3, scores of 0:
+
+           0.00   4.00   3.00
+           4.00   0.00   6.00
+           3.50   6.00   0.00
+    """
+    check_float("graphormer_edge", "table", table, ranks=(3,), shapes="[longest, types, H]")
+    check_tensor(
+        "graphormer_edge", "edges", edges, ranks=(3, 4), shapes="[N, N, longest] or [B, N, N, longest]"
+    )
+
+    def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        path = (edges if edges.dim() == 3 else edges[b])[q_idx, kv_idx]
+        total, count = 0.0, 0
+        for n in range(edges.shape[-1]):
+            edge = path[n]
+            total = total + torch.where(edge >= 0, table[n, torch.clamp(edge, min=0), h], 0.0)
+            count = count + torch.where(edge >= 0, 1, 0)
+        return score + total / torch.clamp(count, min=1)
+
+    return edge_score

@@ -1,0 +1,57 @@
+"""Score mods of sequences that are packed one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flexmod.masks.checks import check_tensor
+from flexmod.masks.packed import places
+from flexmod.mods.checks import ScoreMod
+
+
+def jagged(
+    offsets: Tensor,
+    score_mod: ScoreMod,
+    *,
+    kv_offsets: Tensor | None = None,
+    total: int | None = None,
+    kv_total: int | None = None,
+) -> ScoreMod:
+    """`score_mod` sees each of the packed sequences as a batch entry of its own:
+
+        score_mod(score, s(q_idx), h, q_idx - start, kv_idx - start)
+
+    with s the number of the sequence, and start where it begins. For use with `masks.jagged`, whose arguments
+    these are: offsets an integer tensor [n + 1], `kv_offsets` [n + 1] if keys have lengths of their own.
+
+    `flexmod.varlen_attention` and `flexmod.nested_attention` use this mod.
+
+    Source: the jagged layout of torch.nested; Dao, FlashAttention-2, 2023 (variable lengths).
+
+    Example:
+
+        offsets = torch.tensor([0, 300, 700, 1024], device=query.device)
+        block_mask = create_block_mask(masks.jagged(offsets), None, None, 1024, 1024)
+        score_mod = mods.jagged(offsets, mods.relative_position())
+        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+
+    `mods.jagged(torch.tensor([0, 2, 4]), lambda s, b, h, q, k: s + 10 * b + k)`, 4 x 4, scores of 0:
+
+           0.00   1.00   0.00   1.00
+           0.00   1.00   0.00   1.00
+          10.00  11.00  10.00  11.00
+          10.00  11.00  10.00  11.00
+    """
+    check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    sequence, start = places(offsets, total)
+    kv_start = start
+    if kv_offsets is not None:
+        check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
+        _, kv_start = places(kv_offsets, kv_total)
+
+    def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score_mod(score, sequence[q_idx], h, q_idx - start[q_idx], kv_idx - kv_start[kv_idx])
+
+    return jagged_score

@@ -1,0 +1,275 @@
+"""Score mods of the distance between a query and a key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import LibraryArgumentError
+from flexmod.masks.checks import check_number, is_int
+from flexmod.mods.checks import ScoreMod, check_float
+
+
+def alibi(slopes: int | Tensor) -> ScoreMod:
+    """A penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
+
+    `slopes` is the number of heads H, for slope[h] = 2 ** (-8 * (h + 1) / H), or a floating-point tensor [H]
+    of your own, which may be learned; `alibi_slopes` makes the one of the paper for any H. Meant for use with
+    a causal mask, where the distance has one sign.
+
+    Source: Press et al., Train Short, Test Long, 2021.
+
+    Example:
+
+        block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024)
+        out = flex_attention(query, key, value, score_mod=mods.alibi(8), block_mask=block_mask)
+        slopes = mods.alibi_slopes(8, device=query.device).requires_grad_()
+        out = flex_attention(query, key, value, score_mod=mods.alibi(slopes), block_mask=block_mask)
+
+    `mods.alibi(8)`, 4 x 4, scores of 0:
+
+           0.00   0.50   1.00   1.50
+          -0.50   0.00   0.50   1.00
+          -1.00  -0.50   0.00   0.50
+          -1.50  -1.00  -0.50   0.00
+    """
+    if isinstance(slopes, Tensor):
+        if slopes.dim() != 1 or not slopes.is_floating_point():
+            _refuse_slopes(f"{slopes.dtype} {list(slopes.shape)}")
+        table = slopes
+
+        def alibi_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score + table[h] * (kv_idx - q_idx)
+
+        return alibi_table
+
+    if not is_int(slopes) or slopes < 1:
+        _refuse_slopes(repr(slopes))
+    rate = -8.0 / slopes
+
+    def alibi_formula(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + torch.exp2((h + 1) * rate) * (kv_idx - q_idx)
+
+    return alibi_formula
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes that trained models have for any number of heads, float32 [heads].
+
+    For a power of two they are 2 ** (-8 * (h + 1) / heads). For others they are those of the power of two
+    below, and then every second one of the power of two above.
+
+    Source: Press et al., Train Short, Test Long, 2021; Scao et al., BLOOM, 2022.
+
+    Example:
+
+        slopes = mods.alibi_slopes(12)
+        assert slopes[:8].tolist() == mods.alibi_slopes(8).tolist()
+    """
+    check_number("alibi_slopes", "heads", heads, least=1)
+    below = 1 << (heads.bit_length() - 1)
+    exponents = [-8 * (h + 1) / below for h in range(below)]
+    exponents += [-4 * (2 * h + 1) / below for h in range(heads - below)]
+    return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+
+
+def relative_position() -> ScoreMod:
+    """Adds the distance: score + (q_idx - kv_idx).
+
+    The small example of what a score mod can do with positions.
+
+    Source: He et al., FlexAttention, 2024 (its introductory example).
+
+    Example:
+
+        score_mod = mods.relative_position()
+        out = flex_attention(query, key, value, score_mod=score_mod)
+
+    `mods.relative_position()`, 4 x 4, scores of 0:
+
+           0.00  -1.00  -2.00  -3.00
+           1.00   0.00  -1.00  -2.00
+           2.00   1.00   0.00  -1.00
+           3.00   2.00   1.00   0.00
+    """
+
+    def relative_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (q_idx - kv_idx)
+
+    return relative_score
+
+
+def causal_score() -> ScoreMod:
+    """The causal mask written as a score mod: score where q_idx >= kv_idx, else -inf.
+
+    The same attention as with `masks.causal()`: its tiles are found, and skipped.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017 (the decoder).
+
+    Example:
+
+        score_mod = mods.causal_score()
+        out = flex_attention(query, key, value, score_mod=score_mod)
+
+    `mods.causal_score()`, 4 x 4, scores of 0:
+
+           0.00   -inf   -inf   -inf
+           0.00   0.00   -inf   -inf
+           0.00   0.00   0.00   -inf
+           0.00   0.00   0.00   0.00
+    """
+
+    def causal_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+    return causal_mod
+
+
+def relative_bias(table: Tensor) -> ScoreMod:
+    """A bias for each distance, looked up: score + table[h, clamp(kv_idx - q_idx, -reach, reach) + reach].
+
+    `table` is a floating-point tensor [H, 2 * reach + 1], or [2 * reach + 1] for all heads; it may be
+    learned. Distances beyond the reach share its ends.
+
+    Source: Shaw et al., Self-Attention with Relative Position Representations, 2018 (clipped distances); Liu
+    et al., Swin Transformer, 2021 (a bias for each head).
+
+    Example:
+
+        table = torch.zeros(8, 2 * 128 + 1, device=query.device, requires_grad=True)
+        out = flex_attention(query, key, value, score_mod=mods.relative_bias(table))
+        out.sum().backward()
+
+    `mods.relative_bias(torch.tensor([-20.0, -10.0, 0.0, 1.0, 2.0]))`, 4 x 4, scores of 0:
+
+           0.00   1.00   2.00   2.00
+         -10.00   0.00   1.00   2.00
+         -20.00 -10.00   0.00   1.00
+         -20.00 -20.00 -10.00   0.00
+    """
+    check_float("relative_bias", "table", table, ranks=(1, 2), shapes="[H, 2 * reach + 1] or [2 * reach + 1]")
+    if table.shape[-1] % 2 == 0:
+        raise LibraryArgumentError(
+            function="relative_bias", name="table", value=f"of shape {list(table.shape)}",
+            rule="of an odd last dimension, 2 * reach + 1", advice="make its middle the distance 0",
+        )  # fmt: skip
+    reach = table.shape[-1] // 2
+
+    def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        place = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
+        return score + (table[place] if table.dim() == 1 else table[h, place])
+
+    return relative_bias_score
+
+
+def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128) -> ScoreMod:
+    """A bias for each bucket of distances: score + table[bucket(q_idx - kv_idx), h].
+
+    `table` is a floating-point tensor [buckets, H], the weight of T5's embedding; it may be learned. Half of
+    the buckets are one distance each, the others grow by the logarithm up to `max_distance`, and the last one
+    has all beyond. With n buckets and d = max(q_idx - kv_idx, 0):
+
+        d                                                                           where d < n / 2
+        min(n - 1, n / 2 + floor(log(d / (n / 2)) / log(max_distance / (n / 2)) * n / 2))  elsewhere
+
+    Bidirectional, as in an encoder, half of the buckets are for keys before the query, and the others for
+    those after it. T5 does not scale its scores: pass scale=1.0.
+
+    Source: Raffel et al., T5, 2019.
+
+    Example:
+
+        table = torch.zeros(32, 8, device=query.device, requires_grad=True)
+        score_mod = mods.t5_bias(table, bidirectional=True)
+        out = flex_attention(query, key, value, score_mod=score_mod, scale=1.0)
+
+    `mods.t5_bias(torch.arange(4.0)[:, None], max_distance=6)`, 8 x 8, scores of 0:
+
+           0.00   0.00   0.00   0.00   0.00   0.00   0.00   0.00
+           1.00   0.00   0.00   0.00   0.00   0.00   0.00   0.00
+           2.00   1.00   0.00   0.00   0.00   0.00   0.00   0.00
+           2.00   2.00   1.00   0.00   0.00   0.00   0.00   0.00
+           3.00   2.00   2.00   1.00   0.00   0.00   0.00   0.00
+           3.00   3.00   2.00   2.00   1.00   0.00   0.00   0.00
+           3.00   3.00   3.00   2.00   2.00   1.00   0.00   0.00
+           3.00   3.00   3.00   3.00   2.00   2.00   1.00   0.00
+    """
+    check_float("t5_bias", "table", table, ranks=(2,), shapes="[buckets, H]")
+    check_number("t5_bias", "max_distance", max_distance, least=1)
+    count = table.shape[0] // 2 if bidirectional else table.shape[0]
+    if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
+        raise LibraryArgumentError(
+            function="t5_bias", name="table",
+            value=f"of {table.shape[0]} buckets for {max_distance} positions",
+            rule="of 2 buckets or more for each direction, half of them fewer than max_distance",
+            advice="write t5_bias(table) with 32 buckets, or give a larger max_distance",
+        )  # fmt: skip
+    before = _t5_buckets(count, max_distance)
+    after = before + count if bidirectional else torch.zeros_like(before)
+    # by kv_idx - q_idx + max_distance
+    buckets = torch.cat((before.flip(0), after[1:])).to(table.device)
+
+    def t5_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = torch.clamp(kv_idx - q_idx, -max_distance, max_distance)
+        return score + table[buckets[distance + max_distance], h]
+
+    return t5_score
+
+
+def _t5_buckets(count: int, max_distance: int) -> Tensor:
+    """The buckets of the distances 0 ... max_distance, int32: a table, since a kernel's logarithm may round
+    to another side than T5's own.
+    """
+    exact = count // 2
+    distances = torch.arange(max_distance + 1)
+    steps = torch.log(distances.clamp(min=exact) / exact) / math.log(max_distance / exact) * (count - exact)
+    grown = (exact + steps.long()).clamp(max=count - 1)
+    return torch.where(distances < exact, distances, grown).to(torch.int32)
+
+
+def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str | None = None) -> ScoreMod:
+    """The inner product of two sinusoidal embeddings, which falls with their distance, softer head by head:
+
+        score + sum over i < dim / 2 of cos((q_idx - kv_idx) / 10000 ** (2 * i / dim)) * heads / (8 * (h + 1))
+
+    `heads` is H, `length` the number of positions, beyond which there is no distance, and `dim` the width of
+    the embeddings. The sums are a table [length] on `device`. Meant for use with a causal mask.
+
+    Source: Chi et al., Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis,
+    2022.
+
+    Example:
+
+        score_mod = mods.sandwich(8, length=1024, device=query.device)
+        block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024)
+        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+
+    `mods.sandwich(8, length=4, dim=4)`, 4 x 4, scores of 0:
+
+           2.00   1.54   0.58   0.01
+           1.54   2.00   1.54   0.58
+           0.58   1.54   2.00   1.54
+           0.01   0.58   1.54   2.00
+    """
+    check_number("sandwich", "heads", heads, least=1)
+    check_number("sandwich", "length", length, least=1)
+    check_number("sandwich", "dim", dim, least=2)
+    rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64) / dim)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    products = angles.cos().sum(-1).to(device=device, dtype=torch.float32)
+
+    def sandwich_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + products[torch.abs(q_idx - kv_idx)] * (heads / 8) / (h + 1)
+
+    return sandwich_score
+
+
+def _refuse_slopes(value: str) -> None:
+    raise LibraryArgumentError(
+        function="alibi", name="slopes", value=value,
+        rule="the number of heads, or a floating-point tensor of shape [H]",
+        advice="write e.g. alibi(query.shape[1])",
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""Score mods of the score itself, and mods of mods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import LibraryArgumentError
+from flexmod.masks.checks import check_number
+from flexmod.mods.checks import ScoreMod, check_float, check_positive
+
+
+def chain(*score_mods: ScoreMod) -> ScoreMod:
+    """One mod after another: each changes the score that the one before it left.
+
+        chain(first, second)(score, ...) == second(first(score, ...), ...)
+
+    Any score mods, yours too. Without any the score stays as it is.
+
+    Source: Gemma Team, Gemma 2, 2024, caps what a bias was added to.
+
+    Example:
+
+        score_mod = mods.chain(mods.alibi(8), mods.softcap(50.0))
+        block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024)
+        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+
+    `mods.chain(mods.relative_position(), mods.softcap(2.0))`, 4 x 4, scores of 0:
+
+           0.00  -0.92  -1.52  -1.81
+           0.92   0.00  -0.92  -1.52
+           1.52   0.92   0.00  -0.92
+           1.81   1.52   0.92   0.00
+    """
+    for score_mod in score_mods:
+        if not callable(score_mod):
+            raise LibraryArgumentError(
+                function="chain", name="a mod", value=f"a {type(score_mod).__name__}",
+                rule="a function (score, b, h, q_idx, kv_idx) -> score",
+                advice="write e.g. chain(mods.alibi(8), mods.softcap(50.0))",
+            )  # fmt: skip
+
+    def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        for score_mod in score_mods:
+            score = score_mod(score, b, h, q_idx, kv_idx)
+        return score
+
+    return chained
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Keeps scores within (-cap, cap): cap * tanh(score / cap).
+
+    `cap` is a positive number, in units of the scaled score.
+
+    Source: Gemma Team, Gemma 2, 2024.
+
+    Example:
+
+        score_mod = mods.softcap(50.0)
+        out = flex_attention(query, key, value, score_mod=score_mod)
+
+    `mods.softcap(2.0)`, 1 x 5, scores of -8 -2 0 2 8:
+
+          -2.00  -1.52   0.00   1.52   2.00
+    """
+    check_positive("softcap", "cap", cap)
+
+    def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    return softcap_score
+
+
+def temperature(value: float | Tensor) -> ScoreMod:
+    """Divides scores: score / temperature. Beyond 1 the softmax becomes flatter, below 1 sharper.
+
+    `value` is a positive number, or a floating-point tensor: [] for one temperature, [H] for one for each
+    head; it may be learned.
+
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015 (the temperature of a softmax);
+    learned for each head in Liu et al., Swin Transformer V2, 2021.
+
+    Example:
+
+        values = torch.ones(8, device=query.device, requires_grad=True)
+        out = flex_attention(query, key, value, score_mod=mods.temperature(values))
+        out.sum().backward()
+
+    `mods.temperature(2.0)`, 1 x 5, scores of -8 -2 0 2 8:
+
+          -4.00  -1.00   0.00   1.00   4.00
+    """
+    if not isinstance(value, Tensor):
+        check_positive("temperature", "value", value)
+    else:
+        check_float("temperature", "value", value, ranks=(0, 1), shapes="[] or [H]")
+    of_head = isinstance(value, Tensor) and value.dim() == 1
+
+    def temperature_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score / (value[h] if of_head else value)  # type: ignore[index]
+
+    return temperature_score
+
+
+def sink(logits: Tensor, position: int = 0) -> ScoreMod:
+    """One key is a sink: its score is a number of the head, whatever the query is.
+
+        logits[h]  where kv_idx == position, else score
+
+    The sink takes a share of each row's softmax, and gives nothing back where its value is zero: put a
+    position of zeros in front of key and value, and let the mask keep it. `flexmod.apply_sink` does the same
+    to a call that has no such position, through its log-sum-exp. `logits` is a floating-point tensor [H],
+    which may be learned.
+
+    Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023; OpenAI, gpt-oss,
+    2025 (learned logits).
+
+    Example:
+
+        logits = torch.zeros(8, device=query.device, requires_grad=True)
+        padded = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (key, value))
+        out = flex_attention(query, *padded, score_mod=mods.sink(logits))
+
+    `mods.sink(torch.tensor([5.0]))`, 4 x 4, scores of 0:
+
+           5.00   0.00   0.00   0.00
+           5.00   0.00   0.00   0.00
+           5.00   0.00   0.00   0.00
+           5.00   0.00   0.00   0.00
+    """
+    check_float("sink", "logits", logits, ranks=(1,), shapes="[H]")
+    check_number("sink", "position", position, least=0)
+
+    def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(kv_idx == position, logits[h], score)
+
+    return sink_score
