@@ -11,6 +11,8 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.compare import compare
 from flexmod.compiled import CompiledAttention, compile
 from flexmod.explain import explain
+from flexmod.packed import nested_attention, varlen_attention
+from flexmod.sinks import apply_sink
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,7 @@ __all__ = [
     "BlockMask",
     "CompiledAttention",
     "and_masks",
+    "apply_sink",
     "compare",
     "compile",
     "create_block_mask",
@@ -29,6 +32,8 @@ __all__ = [
     "flex_attention",
     "masks",
     "mods",
+    "nested_attention",
     "noop_mask",
     "or_masks",
+    "varlen_attention",
 ]

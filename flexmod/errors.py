@@ -67,7 +67,22 @@ class EmptyTensor(FlexmodError, ValueError):
 
 class NestedTensorInput(FlexmodError, ValueError):
     what = "{name} is a nested tensor; flex_attention takes strided ones."
-    instead = "pack it to [1, heads, total, head_dim] with {name}.values() and use a document mask over its offsets."
+    instead = "call flexmod.nested_attention(query, key, value, mask_mod=...)."
+
+
+class NestedLayoutError(FlexmodError, ValueError):
+    what = "{name} {problem}; nested_attention takes [batch, heads, length, head_dim], with one length for each batch entry."
+    instead = "{advice}."
+
+
+class PackedShapeError(FlexmodError, ValueError):
+    what = "{name} has shape {shape}; varlen_attention takes packed sequences, [total, heads, head_dim]."
+    instead = "put them one after another, e.g. with torch.cat(sequences); nested tensors go to flexmod.nested_attention."
+
+
+class MaskTwiceError(FlexmodError, ValueError):
+    what = "both mask_mod and block_mask are given."
+    instead = "give block_mask alone, built of masks.jagged(offsets, mask_mod)."
 
 
 class DeviceMismatch(FlexmodError, ValueError):
@@ -253,7 +268,7 @@ class ReductionError(FlexmodError, TypeError):
 
 class RandomNumberError(FlexmodError, NotImplementedError):
     what = "{operation} draws random numbers inside a mod: they would change with the tiling."
-    instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
+    instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx], or make them of the positions and a captured seed, as docs/operations.md shows."
 
 
 class MutationError(

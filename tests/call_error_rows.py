@@ -51,6 +51,12 @@ def call(query: Any = None, key: Any = None, value: Any = None, **options: Any) 
     return flex_attention(query, key, key if value is None else value, **options)
 
 
+def nested(*lengths: int) -> Any:
+    """[batch, 4, lengths, 16]"""
+    rows = [x(length, 4, 16) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+
+
 def options(**given: Any) -> Any:
     return call(kernel_options=given)
 
@@ -123,8 +129,29 @@ TENSORS: list[Row] = [
         errors.NestedTensorInput,
         lambda: call(torch.nested.nested_tensor([x(4, 5, 16)], layout=torch.jagged)),
         "query is a nested tensor; flex_attention takes strided ones.\n"
-        "  Instead: pack it to [1, heads, total, head_dim] with query.values() and use a document "
-        "mask over its offsets.",
+        "  Instead: call flexmod.nested_attention(query, key, value, mask_mod=...).",
+    ),
+    (
+        errors.NestedLayoutError,
+        lambda: flexmod.nested_attention(nested(3, 5), nested(3, 5), nested(3, 4)),
+        "value has sequences of other lengths than key; nested_attention takes [batch, heads, length, "
+        "head_dim], with one length for each batch entry.\n"
+        "  Instead: give each sequence as many values as keys.",
+    ),
+    (
+        errors.PackedShapeError,
+        lambda: flexmod.varlen_attention(x(), x(), x(), torch.tensor([0, 32])),
+        "query has shape [2, 4, 32, 16]; varlen_attention takes packed sequences, [total, heads, head_dim].\n"
+        "  Instead: put them one after another, e.g. with torch.cat(sequences); nested tensors go to "
+        "flexmod.nested_attention.",
+    ),
+    (
+        errors.MaskTwiceError,
+        lambda: flexmod.varlen_attention(
+            *[x(32, 4, 16)] * 3, torch.tensor([0, 32]), mask_mod=causal, block_mask=mask()
+        ),
+        "both mask_mod and block_mask are given.\n"
+        "  Instead: give block_mask alone, built of masks.jagged(offsets, mask_mod).",
     ),
     (
         errors.DeviceMismatch,

@@ -34,7 +34,8 @@ ROWS: list[Row] = [
     (
         errors.LibraryArgumentError,
         lambda: masks.natten((8, 8), kernel=4),
-        "natten: kernel is 4; it must be odd, positive and at most the image, 8 x 8.\n"
+        "natten: kernel is 4; it must be odd on axes that are not causal, and times the dilation at most the "
+        "extent, (8, 8).\n"
         "  Instead: write kernel=7 or kernel=(5, 7).",
     ),
     (

@@ -10,7 +10,7 @@ import torch
 from reference_case import Case, expected, make_case
 from torch import Tensor
 
-from flexmod import AuxRequest, create_block_mask, flex_attention
+from flexmod import AuxRequest, apply_sink, create_block_mask, errors, flex_attention
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -96,9 +96,30 @@ def test_a_sink_of_each_head(options: Any, dtype: torch.dtype, tolerance: float)
     out, lse = flex_attention(
         *leaves, block_mask=mask_of_keys(0, LENGTH), enable_gqa=True, return_lse=True, kernel_options=options
     )
-    out = out * torch.sigmoid(lse - sink[:, None])[..., None]
-    found = out, *torch.autograd.grad(out, (*leaves, sink), case.grad_out.to(out.dtype))
+    out, _ = apply_sink(out, lse, sink)
+    found = out, *torch.autograd.grad(out, (*leaves, sink), case.grad_out)
     close(found, dense_with_sink(case, sink), tolerance)
+
+
+def test_a_sink_in_the_lse() -> None:
+    """It counts as one more key, of rows that have none too; gradients come through both results."""
+    out, lse = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    lse[:, :, 2], out[:, :, 2] = -torch.inf, 0.0
+    sink = torch.tensor([-1.0, 0.5, 30.0], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (out, lse, sink)]
+    found, total = apply_sink(*leaves)
+    terms = torch.stack((lse, sink[:, None].expand_as(lse)), -1).detach()
+    torch.testing.assert_close(total, terms.logsumexp(-1))
+    torch.testing.assert_close(found, out * terms.softmax(-1)[..., :1])
+    gradients = torch.autograd.grad(found.sum() + total.sum(), leaves)
+    assert all(x.isfinite().all() for x in gradients)
+    torch.testing.assert_close(gradients[1][:, :, 2], torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sink", [0.0, torch.zeros(2), torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64)])
+def test_what_is_no_sink(sink: Any) -> None:
+    with pytest.raises(errors.LibraryArgumentError, match=r"apply_sink: sink is .*shape \[3\], one number"):
+        apply_sink(torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5), sink)
 
 
 def dense_with_sink(case: Case, sink: Tensor) -> tuple[Tensor, ...]:

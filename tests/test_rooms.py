@@ -79,6 +79,8 @@ ROOMS = (
     ("attention",),
     ("compiled",),
     ("masks", "mods"),
+    ("packed",),
+    ("sinks",),
     ("compare",),
     ("cli",),
     ("__init__", "__main__"),

@@ -20,8 +20,10 @@ REDUCTIONS = {
 }  # fmt: skip
 RANDOM = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-    "multinomial", "normal", "poisson", "dropout", "alpha_dropout", "feature_dropout", "uniform",
-    "exponential", "random", "gumbel_softmax",
+    "binomial", "multinomial", "normal", "log_normal", "poisson", "uniform", "exponential", "cauchy",
+    "geometric", "random", "standard_gamma", "sample_dirichlet", "gumbel_softmax", "rrelu", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    "native_dropout",
 }  # fmt: skip
 # functions that do not look at what a tensor holds
 METADATA = {

@@ -234,7 +234,10 @@ def softmax(s, b, h, q, k):
 
 # random numbers
 
-DRAW = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx]."
+DRAW = (
+    "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx], or make them of the "
+    "positions and a captured seed, as docs/operations.md shows."
+)
 
 
 def random(operation: str) -> tuple[str, str]:
@@ -254,6 +257,31 @@ def randn_like(s, b, h, q, k):
 @row(errors.RandomNumberError, *random("torch.dropout"), kind="score")
 def dropout(s, b, h, q, k):
     return F.dropout(s, 0.1)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.dropout2d"), kind="score")
+def dropout_of_channels(s, b, h, q, k):
+    return F.dropout2d(s, 0.1)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.dropout"), kind="score")
+def dropout_of_a_module(s, b, h, q, k):
+    return torch.nn.Dropout(0.1)(s)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.rrelu"), kind="score")
+def rrelu(s, b, h, q, k):
+    return F.rrelu(s, training=True)  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.log_normal"), kind="score")
+def drawn_in_place(s, b, h, q, k):
+    return s + torch.empty(()).log_normal_()  # <-
+
+
+@row(errors.RandomNumberError, *random("torch.standard_gamma"), kind="score")
+def gamma(s, b, h, q, k):
+    return s + torch.distributions.Gamma(1.0, 1.0).sample()  # <-
 
 
 @row(errors.RandomNumberError, *random("torch.bernoulli"))

@@ -1,0 +1,180 @@
+"""Attention of sequences of different lengths that lie one after another, without padding between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import errors, masks, mods
+from flexmod.attention import flex_attention
+from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.format import BlockMask
+from flexmod.masks.checks import MaskMod, check_tensor
+from flexmod.mods.checks import ScoreMod
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flex_attention within each of the packed sequences, differentiable.
+
+    Shapes and dtypes:
+        query          [total, Hq, D]      as flex_attention takes them
+        key, value     [total_kv, Hkv, D], [total_kv, Hkv, Dv]
+        cu_seqlens     [n + 1]             integers that ascend from 0 to total: where each sequence begins
+        cu_seqlens_kv  [n + 1]             the same of key and value; cu_seqlens if None
+        output         [total, Hq, Dv]
+        lse            [Hq, total]         natural logarithm, with return_lse
+
+    `score_mod` and `mask_mod` see each sequence as a batch entry of its own: b is its number, q_idx and
+    kv_idx start from 0. Positions after the last sequence are one more. A mask that serves several calls is
+    built once, and given as `block_mask` in place of `mask_mod`:
+
+        mask_mod = masks.jagged(cu_seqlens, masks.causal())
+        block_mask = create_block_mask(mask_mod, None, None, total, total)
+
+    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, and what flex_attention
+    raises.
+
+    Example:
+
+        cu_seqlens = torch.tensor([0, 300, 700, 1024], device=query.device)
+        packed = (x[0].transpose(0, 1) for x in (query, key, value))  # [1024, 8, 64]
+        out = varlen_attention(*packed, cu_seqlens, mask_mod=masks.causal())
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.is_nested or tensor.dim() != 3:
+            raise errors.PackedShapeError(name=name, shape=list(tensor.shape))
+    check_tensor("varlen_attention", "cu_seqlens", cu_seqlens, ranks=(1,), shapes="[n + 1]")
+    if cu_seqlens_kv is not None:
+        check_tensor("varlen_attention", "cu_seqlens_kv", cu_seqlens_kv, ranks=(1,), shapes="[n + 1]")
+    heads_first = (x.transpose(0, 1) for x in (query, key, value))
+    out, lse = _attend(
+        *heads_first, cu_seqlens, cu_seqlens_kv, score_mod, mask_mod, block_mask,
+        scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
+    )  # fmt: skip
+    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def nested_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flex_attention of nested tensors of jagged layout, differentiable; nested tensors come back.
+
+    Shapes, with one length for each batch entry:
+        query       [B, Hq, M*, D]
+        key, value  [B, Hkv, N*, D], [B, Hkv, N*, Dv]
+        output      [B, Hq, M*, Dv], of query's lengths
+        lse         [B, Hq, M*], natural logarithm, with return_lse
+
+    `score_mod` and `mask_mod` see positions within their own sequence, and b as it is. A `block_mask` for
+    several calls is one of the packed positions, with `masks.jagged(query.offsets(), mask_mod)`. Nothing is
+    padded or copied: the kernel runs on query.values(). The other arguments are flex_attention's. Raises
+    NestedLayoutError, MaskTwiceError, and what flex_attention raises.
+
+    Source: torch.nested, and its scaled_dot_product_attention.
+
+    Example:
+
+        rows = [torch.randn(length, 8, 64, device=query.device) for length in (300, 700, 24)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+        out = nested_attention(nested, nested, nested, mask_mod=masks.causal())
+    """
+    named: dict[str, Any] = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        _check_nested(name, tensor)
+    _check_lengths(query, key, value)
+    offsets, kv_offsets = named["query"].offsets(), named["key"].offsets()
+    out, lse = _attend(
+        *(tensor.values() for tensor in named.values()), offsets,
+        None if kv_offsets is offsets else kv_offsets, score_mod, mask_mod, block_mask,
+        scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
+    )  # fmt: skip
+    nested, nested_lse = (
+        torch.nested.nested_tensor_from_jagged(x, offsets=offsets, jagged_dim=2) for x in (out, lse)
+    )
+    return (nested, nested_lse) if return_lse else nested
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    kv_offsets: Tensor | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    block_mask: BlockMask | None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out [Hq, total, Dv], lse [Hq, total]) of tensors [heads, total, head_dim]."""
+    if mask_mod is not None and block_mask is not None:
+        raise errors.MaskTwiceError()
+    for name, tensor in (("the offsets of query", offsets), ("the offsets of key", kv_offsets)):
+        if tensor is not None and tensor.device != query.device:
+            raise errors.DeviceMismatch(
+                first="query", first_device=str(query.device), second=name,
+                second_device=str(tensor.device), name="cu_seqlens",
+            )  # fmt: skip
+    total, kv_total = query.shape[1], key.shape[1]
+    lengths: dict[str, Any] = {"kv_offsets": kv_offsets, "total": total, "kv_total": kv_total}
+    if block_mask is None:
+        jagged = masks.jagged(offsets, mask_mod, **lengths)
+        block_mask = create_block_mask(jagged, None, query.shape[0], total, kv_total, device=query.device)
+    if score_mod is not None:
+        score_mod = mods.jagged(offsets, score_mod, **lengths)
+    batched = (x.unsqueeze(0) for x in (query, key, value))
+    result: Any = flex_attention(*batched, score_mod, block_mask, return_lse=True, **rest)
+    return result[0].squeeze(0), result[1].squeeze(0)
+
+
+def _check_nested(name: str, tensor: Any) -> None:
+    if not tensor.is_nested or tensor.layout != torch.jagged:
+        problem = "is not a nested tensor of jagged layout"
+        advice = "make it with torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged)"
+    elif tensor.dim() != 4 or tensor._ragged_idx != 2:
+        problem = f"has {tensor.dim()} dimensions, of which dimension {tensor._ragged_idx} is ragged"
+        advice = f"let it be [batch, heads, length, head_dim], e.g. with {name}.transpose(1, 2)"
+    elif tensor.lengths() is not None:
+        problem = "has holes between its sequences"
+        advice = f"close them, with {name}.transpose(1, 2).contiguous().transpose(1, 2)"
+    else:
+        return
+    raise errors.NestedLayoutError(name=name, problem=problem, advice=advice)
+
+
+def _check_lengths(query: Any, key: Any, value: Any) -> None:
+    counts = [x.shape[0] for x in (query, key, value)]
+    if len(set(counts)) > 1:
+        raise errors.BatchMismatch(query=counts[0], key=counts[1], value=counts[2])
+    # equal sizes of the ragged dimension mean the same offsets; others have to be looked at
+    if key.shape[2] != value.shape[2] and not torch.equal(key.offsets(), value.offsets()):
+        raise errors.NestedLayoutError(
+            name="value", problem="has sequences of other lengths than key",
+            advice="give each sequence as many values as keys",
+        )  # fmt: skip
