@@ -34,6 +34,7 @@ def varlen_attention(
     """flex_attention within each of the packed sequences, differentiable.
 
     Shapes and dtypes:
+
         query          [total, Hq, D]      as flex_attention takes them
         key, value     [total_kv, Hkv, D], [total_kv, Hkv, Dv]
         cu_seqlens     [n + 1]             integers that ascend from 0 to total: where each sequence begins
@@ -63,9 +64,9 @@ def varlen_attention(
     check_tensor("varlen_attention", "cu_seqlens", cu_seqlens, ranks=(1,), shapes="[n + 1]")
     if cu_seqlens_kv is not None:
         check_tensor("varlen_attention", "cu_seqlens_kv", cu_seqlens_kv, ranks=(1,), shapes="[n + 1]")
-    heads_first = (x.transpose(0, 1) for x in (query, key, value))
+    heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     out, lse = _attend(
-        *heads_first, cu_seqlens, cu_seqlens_kv, score_mod, mask_mod, block_mask,
+        heads_first, (cu_seqlens, cu_seqlens_kv), score_mod, mask_mod, block_mask,
         scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
     )  # fmt: skip
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
@@ -87,6 +88,7 @@ def nested_attention(
     """flex_attention of nested tensors of jagged layout, differentiable; nested tensors come back.
 
     Shapes, with one length for each batch entry:
+
         query       [B, Hq, M*, D]
         key, value  [B, Hkv, N*, D], [B, Hkv, N*, Dv]
         output      [B, Hq, M*, Dv], of query's lengths
@@ -109,10 +111,11 @@ def nested_attention(
     for name, tensor in named.items():
         _check_nested(name, tensor)
     _check_lengths(query, key, value)
-    offsets, kv_offsets = named["query"].offsets(), named["key"].offsets()
+    q, k, v = named.values()
+    offsets, kv_offsets = q.offsets(), k.offsets()
     out, lse = _attend(
-        *(tensor.values() for tensor in named.values()), offsets,
-        None if kv_offsets is offsets else kv_offsets, score_mod, mask_mod, block_mask,
+        (q.values(), k.values(), v.values()), (offsets, None if kv_offsets is offsets else kv_offsets),
+        score_mod, mask_mod, block_mask,
         scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
     )  # fmt: skip
     nested, nested_lse = (
@@ -122,25 +125,24 @@ def nested_attention(
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    kv_offsets: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor | None],
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     block_mask: BlockMask | None,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out [Hq, total, Dv], lse [Hq, total]) of tensors [heads, total, head_dim]."""
+    """(out [Hq, total, Dv], lse [Hq, total]) of query, key and value [heads, total, head_dim]."""
     if mask_mod is not None and block_mask is not None:
         raise errors.MaskTwiceError()
-    for name, tensor in (("the offsets of query", offsets), ("the offsets of key", kv_offsets)):
-        if tensor is not None and tensor.device != query.device:
+    query, key, value = tensors
+    for name, held in zip(("the offsets of query", "the offsets of key"), cu_seqlens, strict=True):
+        if held is not None and held.device != query.device:
             raise errors.DeviceMismatch(
-                first="query", first_device=str(query.device), second=name,
-                second_device=str(tensor.device), name="cu_seqlens",
+                first="query", first_device=str(query.device), second=name, second_device=str(held.device),
+                name="cu_seqlens",
             )  # fmt: skip
+    offsets, kv_offsets = cu_seqlens
     total, kv_total = query.shape[1], key.shape[1]
     lengths: dict[str, Any] = {"kv_offsets": kv_offsets, "total": total, "kv_total": kv_total}
     if block_mask is None:
@@ -148,9 +150,10 @@ def _attend(
         block_mask = create_block_mask(jagged, None, query.shape[0], total, kv_total, device=query.device)
     if score_mod is not None:
         score_mod = mods.jagged(offsets, score_mod, **lengths)
-    batched = (x.unsqueeze(0) for x in (query, key, value))
-    result: Any = flex_attention(*batched, score_mod, block_mask, return_lse=True, **rest)
-    return result[0].squeeze(0), result[1].squeeze(0)
+    result: Any = flex_attention(
+        query[None], key[None], value[None], score_mod, block_mask, return_lse=True, **rest
+    )
+    return result[0][0], result[1][0]
 
 
 def _check_nested(name: str, tensor: Any) -> None:

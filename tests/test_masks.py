@@ -355,6 +355,11 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
         (lambda: masks.natten((5, 5), 3, dilation=2), "natten: kernel is 3", KERNEL_RULE),
         (lambda: masks.natten(5, 3), "natten: extent is 5", EXTENT_RULE),
         (lambda: masks.natten((5, 5), (3, 3, 3)), "natten: kernel is (3, 3, 3)", TWO),
+        (
+            lambda: masks.natten((5, 5), 3, causal=(True,)),
+            "natten: causal is (True,)",
+            "True, False or a tuple of 2 of them",
+        ),
         (lambda: masks.natten((5, 5), 3, dilation=0), "natten: dilation is (0, 0)", TWO),
         (
             lambda: masks.tile_order((4, 4), (2, 3)),

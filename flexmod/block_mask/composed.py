@@ -15,8 +15,11 @@ from flexmod.ir.source import check_arity, mod_name
 class Mask:
     """A mask_mod that combines with others: & keeps what both keep, | what either keeps, ~ the rest.
 
-    Called, it is the function that it was made of, and it goes wherever a mask_mod goes. One side of & and of
-    | may be a plain function. Raises NotCallable and ModArityError.
+    Called, it is the function that it was made of, and it goes wherever a mask_mod goes. One side of a
+    combination may be a plain function. `name` is what pictures call it, the function's own if None. Raises
+    NotCallable and ModArityError.
+
+    Example:
 
         @masks.Mask
         def even_keys(b, h, q_idx, kv_idx):

@@ -50,7 +50,9 @@ def svg(mask: BlockMask) -> str:
         f'<rect width="100%" height="100%" fill="{_hex(EMPTY_COLOR)}"/>',
         f'<text x="{LEFT}" y="{TOP / 2 + 4}">{escape(title(mask))}</text>',
         f'<g transform="translate({LEFT} {TOP})" shape-rendering="crispEdges">',
-        *_rectangles(drawn, scale, (height, width)),
+        f'<g transform="scale({scale:.6g})">',
+        *_rectangles(drawn, mask.seq_lengths),
+        "</g>",
         *(_lines(mask, scale) if drawn.step == (1, 1) else ()),
         f'<rect width="{width:.2f}" height="{height:.2f}" fill="none" stroke="#444"/>',
         "</g>",
@@ -119,22 +121,21 @@ def _drawn(mask: BlockMask, kind: str) -> Cells:
     return cells(mask, (CELLS[kind], CELLS[kind]))
 
 
-def _rectangles(drawn: Cells, scale: float, size: tuple[float, float]) -> list[str]:
-    """Stretches of a row that have one color, as one rectangle each; the ground is white."""
-    parts = []
+def _rectangles(drawn: Cells, lengths: tuple[int, int]) -> list[str]:
+    """Stretches of a row that have one color, as one rectangle each, a path for each color; in positions. The
+    ground is white.
+    """
+    paths: dict[Color, list[str]] = {}
     for row, colors in enumerate(drawn.colors().tolist()):
-        column, top = 0, row * drawn.step[0] * scale
-        bottom = min(top + drawn.step[0] * scale, size[0])
+        column, top = 0, row * drawn.step[0]
+        height = min(drawn.step[0], lengths[0] - top)
         for color, same in itertools.groupby(map(tuple, colors)):
-            count = len(list(same))
-            left, right = (min(x * drawn.step[1] * scale, size[1]) for x in (column, column + count))
-            column += count
+            left = column * drawn.step[1]
+            column += len(list(same))
+            width = min(column * drawn.step[1], lengths[1]) - left
             if color != EMPTY_COLOR:
-                parts.append(
-                    f'<rect x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" '
-                    f'height="{bottom - top:.2f}" fill="{_hex(color)}"/>'
-                )
-    return parts
+                paths.setdefault(color, []).append(f"M{left} {top}h{width}v{height}h-{width}z")
+    return [f'<path fill="{_hex(color)}" d="{"".join(path)}"/>' for color, path in paths.items()]
 
 
 def _lines(mask: BlockMask, scale: float) -> list[str]:

@@ -12,7 +12,9 @@ from flexmod.masks.checks import MaskMod, check_tensor
 
 
 def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
-    """Each head has a mask of its own choice: mask_mods[choice[h]](b, h, q_idx, kv_idx).
+    """Each head has a mask of its own choice:
+
+        mask_mods[choice[h]](b, h, q_idx, kv_idx)
 
     `choice` is an integer tensor [H], from 0 to the number of masks - 1; a head with any other number
     attends to nothing. Build the block mask with H heads.

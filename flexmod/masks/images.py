@@ -119,11 +119,16 @@ def natten(
         .......#.#.#
     """
     axes = check_axes("natten", extent)
-    kernels, dilations, causals = (
-        value if isinstance(value, tuple) else (value,) * axes for value in (kernel, dilation, causal)
-    )
+    kernels, dilations = (n if isinstance(n, tuple) else (n,) * axes for n in (kernel, dilation))
+    causals = causal if isinstance(causal, tuple) else (causal,) * axes
     check_extents("natten", "kernel", kernels, axes)
     check_extents("natten", "dilation", dilations, axes)
+    if len(causals) != axes or not all(isinstance(ends, bool) for ends in causals):
+        raise LibraryArgumentError(
+            function="natten", name="causal", value=repr(causal),
+            rule=f"True, False or a tuple of {axes} of them",
+            advice="write e.g. causal=(True, False, False) for a video",
+        )  # fmt: skip
     for size, step, ends, length in zip(kernels, dilations, causals, extent, strict=True):
         if size * step > length or not (size % 2 or ends):
             raise LibraryArgumentError(

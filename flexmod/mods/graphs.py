@@ -75,7 +75,8 @@ def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
 
     def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         path = (edges if edges.dim() == 3 else edges[b])[q_idx, kv_idx]
-        total, count = 0.0, 0
+        total: Any = 0.0
+        count: Any = 0
         for n in range(edges.shape[-1]):
             edge = path[n]
             total = total + torch.where(edge >= 0, table[n, torch.clamp(edge, min=0), h], 0.0)
