@@ -46,11 +46,11 @@ MASKS = {
     "document": ("masks.document(lengths=torch.tensor([20, 9, 27, 8]), causal=True)", 64, 64),
     "global_window": ("masks.global_window(12, tokens=5)", 64, 64),
     "jagged": ("masks.jagged(torch.tensor([0, 20, 29, 56, 64]), masks.prefix_lm(6))", 64, 64),
-    "natten": ("masks.natten((6, 6), kernel=3)", 36, 36),
+    "natten": ("masks.natten((8, 8), kernel=3)", 64, 64),
     "padding": ("masks.padding(torch.tensor([43]))", 64, 64),
     "prefix_lm": ("masks.prefix_lm(20)", 64, 64),
     "reordered": (
-        "masks.reordered(masks.natten((6, 6), kernel=3), masks.tile_order((6, 6), (3, 3)))", 36, 36
+        "masks.reordered(masks.natten((8, 8), kernel=3), masks.tile_order((8, 8), (2, 4)))", 64, 64
     ),
     "shared_prefix": ("masks.shared_prefix(16, torch.arange(64) // 16)", 64, 64),
     "sliding_tiles": ("masks.sliding_tiles(extent=(4, 16), tile=(2, 4), kernel=(1, 3))", 64, 64),

@@ -73,14 +73,14 @@ def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
         "graphormer_edge", "edges", edges, ranks=(3, 4), shapes="[N, N, longest] or [B, N, N, longest]"
     )
 
+    # a path that has ended reads the last type, which is 0
+    biases = torch.nn.functional.pad(table, (0, 0, 0, 1))
+    lengths = (edges >= 0).sum(-1, dtype=torch.int32).clamp(min=1)
+
     def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        path = (edges if edges.dim() == 3 else edges[b])[q_idx, kv_idx]
-        total: Any = 0.0
-        count: Any = 0
-        for n in range(edges.shape[-1]):
-            edge = path[n]
-            total = total + torch.where(edge >= 0, table[n, torch.clamp(edge, min=0), h], 0.0)
-            count = count + torch.where(edge >= 0, 1, 0)
-        return score + total / torch.clamp(count, min=1)
+        paths, counts = (edges, lengths) if edges.dim() == 3 else (edges[b], lengths[b])
+        path = paths[q_idx, kv_idx]
+        total = sum(biases[n, path[n], h] for n in range(edges.shape[-1]))
+        return score + total / counts[q_idx, kv_idx]
 
     return edge_score
