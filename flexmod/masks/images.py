@@ -73,7 +73,7 @@ def natten(
     On a causal axis the kernel ends at the pixel itself, 0 <= x - x' < kernel, and nothing is moved.
 
     `extent` is (length,), (height, width) or (frames, height, width) in positions, which go row by row;
-    `orders.py` has others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a kernel
+    `reordered` is for others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a kernel
     is odd, but for a causal axis, and kernel * dilation at most the length.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2022; Hassani and Shi, Dilated Neighborhood
@@ -151,20 +151,21 @@ def natten(
     return natten_mask
 
 
-def _neighbors(query: Any, key: Any, length: int, size: int, step: int, causal: bool) -> Any:
+def _neighbors(query: Any, key: Any, length: Any, size: int, step: int, causal: bool) -> Any:
     """Is a coordinate in the kernel around another, on an axis of natten?"""
     if step > 1:
-        same, last = query % step == key % step, (length - 1 - query % step) // step
-        query, key = query // step, key // step
-    else:
-        same, last = None, length - 1
+        # each of the parts is an axis of its own; they differ in length by one
+        part = query % step
+        within = _neighbors(query // step, key // step, (length - 1 - part) // step + 1, size, 1, causal)
+        return within & (part == key % step)
     if causal:
-        near = (query >= key) & (query - key < size)
+        return (query >= key) & (query - key < size)
+    reach = size // 2
+    if isinstance(length, int):
+        center = torch.clamp(query, reach, length - 1 - reach)
     else:
-        center = torch.clamp(query, min=size // 2)
-        center = torch.clamp(center, max=last - size // 2)
-        near = torch.abs(center - key) <= size // 2
-    return near if same is None else same & near
+        center = torch.minimum(torch.clamp(query, min=reach), length - 1 - reach)
+    return abs(center - key) <= reach
 
 
 def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[int, ...]) -> Mask:
