@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 from flexmod import create_block_mask, create_mask, errors, flex_attention, masks
+from flexmod.ir.fingerprint import fingerprint
 from flexmod.ir.trace import trace
 
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -243,6 +244,12 @@ def test_masks_are_masks_of_torch_too(name):
     )
     for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
         assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_known_again(name):
+    """What a mask can see is told, so that a second call need not trace it."""
+    assert fingerprint(CASES[name][0]) is not None
 
 
 @pytest.mark.parametrize("name", CASES)

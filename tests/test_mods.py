@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flexmod import create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir.evaluate import evaluate
+from flexmod.ir.fingerprint import fingerprint
 from flexmod.ir.trace import trace
 
 INTERPRET, REFERENCE = {"BACKEND": "INTERPRET"}, {"BACKEND": "REFERENCE"}
@@ -146,6 +147,13 @@ def attend(name, dtype, options):
     leaves = [random(B, H, n, 8, seed=n).to(dtype).requires_grad_() for n in (M, N, N)]
     out = flex_attention(*leaves, score_mod=make(*captured), kernel_options=options)
     return out, *torch.autograd.grad(out.square().sum(), [*leaves, *captured])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mods_are_known_again(name):
+    """What a mod can see is told, so that a second call need not trace it."""
+    make, captured, _ = CASES[name]
+    assert fingerprint(make(*captured)) is not None
 
 
 def close(found, exact, tolerance):

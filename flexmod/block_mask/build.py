@@ -15,13 +15,13 @@ from torch import Tensor
 
 from flexmod import transforms
 from flexmod.block_mask import generated, refine
-from flexmod.block_mask.composed import and_masks, or_masks
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
 from flexmod.block_mask.tiles import PARTIAL, tile_count
 from flexmod.errors import DeviceMismatch, MaskExtentError
+from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
 from flexmod.ir.passes import fitted

@@ -2,8 +2,9 @@
 
 A mod is followed through all that its code can reach: defaults, closures, the globals that it names, the
 functions among these. Numbers, strings and dtypes count by value, tensors by what they are and not by what
-they hold, functions by their code. Whatever else a mod reaches, or does, has no fingerprint: attributes of
-objects, lists and dicts, methods, imports, writes to globals. Such a mod is traced at each call.
+they hold, functions by their code, a Mask by its function. Whatever else a mod reaches, or does, has no
+fingerprint: attributes of objects, lists and dicts, methods, imports, writes to globals. Such a mod is traced
+at each call.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmod.ir.composed import Mask
 from flexmod.ir.names import CASTS, FILLS
 from flexmod.ir.ops import BY_TORCH_NAME, COMPOSED
 from flexmod.ir.trace import VALUE_DTYPES
@@ -114,6 +116,9 @@ class _Sight:
                 if key is None:
                     raise _Unknown
                 self.key.append(key)
+        elif kind is Mask:
+            self.key.append(kind)
+            self.add(value.function)
         elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:

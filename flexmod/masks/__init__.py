@@ -7,7 +7,7 @@ They combine by `&`, `|` and `~`, with one another and with functions of your ow
     out = flexmod.flex_attention(query, key, value, block_mask=block_mask)
 """
 
-from flexmod.block_mask.composed import Mask
+from flexmod.ir.composed import Mask
 from flexmod.masks.checks import MaskMod
 from flexmod.masks.heads import by_head
 from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmod.block_mask.composed import Mask, and_masks, or_masks
 from flexmod.errors import LibraryArgumentError
+from flexmod.ir.composed import Mask, and_masks, or_masks
 from flexmod.masks.checks import MaskMod, check_tensor
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.composed import Mask
 from flexmod.errors import LibraryArgumentError
+from flexmod.ir.composed import Mask
 from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
 
 
@@ -73,8 +73,8 @@ def natten(
     On a causal axis the kernel ends at the pixel itself, 0 <= x - x' < kernel, and nothing is moved.
 
     `extent` is (length,), (height, width) or (frames, height, width) in positions, which go row by row;
-    `reordered` is for others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a kernel
-    is odd, but for a causal axis, and kernel * dilation at most the length.
+    `reordered` is for others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a
+    kernel is odd, but for a causal axis, and kernel * dilation at most the length.
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2022; Hassani and Shi, Dilated Neighborhood
     Attention Transformer, 2022; Hassani et al., Faster Neighborhood Attention, 2024 (causal).
@@ -218,11 +218,11 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
             function="sliding_tiles", name="tile", value=tile,
             rule=f"a divisor of extent {extent} on each axis", advice="pad the video to whole tiles",
         )  # fmt: skip
-    counts = [whole // part for whole, part in zip(extent, tile, strict=True)]
+    counts = tuple(whole // part for whole, part in zip(extent, tile, strict=True))
     if any(size % 2 == 0 or size > count for size, count in zip(kernel, counts, strict=True)):
         raise LibraryArgumentError(
             function="sliding_tiles", name="kernel", value=kernel,
-            rule=f"odd and at most the number of tiles, {tuple(counts)}",
+            rule=f"odd and at most the number of tiles, {counts}",
             advice="write e.g. kernel=(3, 3, 3)",
         )  # fmt: skip
     volume = math.prod(tile)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.composed import Mask
 from flexmod.errors import LibraryArgumentError
+from flexmod.ir.composed import Mask
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
 

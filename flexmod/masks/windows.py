@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmod.block_mask.composed import Mask
+from flexmod.ir.composed import Mask
 from flexmod.masks.checks import check_counts, check_number
 
 

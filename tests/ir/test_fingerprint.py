@@ -66,7 +66,8 @@ def cosine(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         lambda: and_masks(masks.causal(), masks.sliding_window(64)),
         lambda: or_masks(masks.prefix_lm(3), masks.dilated_window(2, 3)),
         lambda: masks.document(torch.zeros(8, dtype=torch.int32), causal=True),
-        lambda: masks.natten(4, 4, 3),
+        lambda: masks.natten((4, 4), 3),
+        lambda: ~masks.causal() & masks.padding(torch.zeros(8, dtype=torch.int32)) | masks.prefix_lm(3),
         lambda: functools.partial(lambda score, b, h, q_idx, kv_idx, by: score + by, by=2.0),
     ],
 )
@@ -88,7 +89,8 @@ def test_values_of_tensors_do_not_count() -> None:
     ("one", "other"),
     [
         (1, 2), (1, 1.0), (1, True), (0.0, -0.0), (None, 0), ((1, 2), (1, 3)), (torch.float32, torch.float16),
-        (shifted(1), shifted(2)), (masks.causal(), masks.prefix_lm(2)),
+        (shifted(1), shifted(2)), (masks.causal(), masks.prefix_lm(2)), (masks.causal(), ~masks.causal()),
+        (masks.causal() & masks.prefix_lm(2), masks.causal() | masks.prefix_lm(2)),
     ],
 )  # fmt: skip
 def test_other_captures(one: Any, other: Any) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from flexmod.block_mask.mask_mod import MaskMod
 from flexmod.errors import NotCallable
 from flexmod.ir.source import check_arity, mod_name
+
+MaskMod = Callable[..., Any]
 
 
 class Mask:
@@ -49,8 +50,10 @@ class Mask:
         return or_masks(other, self) if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
+        mask_mod = self.function
+
         def not_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return ~(b.new_ones((), dtype=torch.bool) & self.function(b, h, q_idx, kv_idx))
+            return ~(b.new_ones((), dtype=torch.bool) & mask_mod(b, h, q_idx, kv_idx))
 
         return Mask(not_mask, f"~{self.__name__}")
 
