@@ -318,6 +318,14 @@ class LibraryArgumentError(FlexmodError, ValueError):
     instead = "{advice}."
 
 
+# Other libraries
+
+
+class TransformersArgumentError(FlexmodError, NotImplementedError):
+    what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
+    instead = "{advice}."
+
+
 # Options, environment, device
 
 

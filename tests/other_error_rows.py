@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from call_error_rows import Row, call
+from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 from flexmod import compare, config, errors, masks
@@ -30,7 +31,20 @@ def uninterpretable() -> Any:
     return interpreted(cache.load(text, "branch")).run[(1,)](torch.zeros(1))
 
 
+def dropout_of_transformers() -> Any:
+    pytest.importorskip("transformers", minversion="4.57")
+    from flexmod.integrations.transformers import attention
+
+    return attention(torch.nn.Module(), x(), x(), x(), None, dropout=0.1)
+
+
 ROWS: list[Row] = [
+    (
+        errors.TransformersArgumentError,
+        dropout_of_transformers,
+        'attn_implementation="flexmod": dropout is 0.1, which flexmod does not do.\n'
+        "  Instead: set attention_dropout=0.0 in the model's config.",
+    ),
     (
         errors.LibraryArgumentError,
         lambda: masks.natten((8, 8), kernel=4),

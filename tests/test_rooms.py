@@ -80,6 +80,7 @@ ROOMS = (
     ("masks", "mods"),
     ("packed",),
     ("sinks",),
+    ("integrations",),
     ("compare",),
     ("cli",),
     ("__init__", "__main__"),

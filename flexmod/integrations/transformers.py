@@ -1,0 +1,255 @@
+"""Hugging Face Transformers: after `register()`, models run with `attn_implementation="flexmod"`.
+
+Two functions go into the library's public interfaces. `attention_mask` makes the block mask of a forward from
+what the model combined (causal, window, chunks, padding, packed sequences), once for all layers of a kind.
+`attention` runs each layer. Read against transformers 4.57 to 5.23, https://github.com/huggingface/transformers
+(src/transformers/masking_utils.py, src/transformers/modeling_utils.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from flexmod import masks, mods
+from flexmod.attention import flex_attention
+from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
+from flexmod.block_mask.format import BlockMask
+from flexmod.errors import TransformersArgumentError
+
+# Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
+FEW_QUERIES = 16
+
+
+def register(name: str = "flexmod") -> None:
+    """Makes `attn_implementation=name` run flexmod, in every model that takes the attention interface.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="flexmod")
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+class CarriedMask(TorchBlockMask):
+    """A flexmod BlockMask in the type that models hand on to their layers as it is."""
+
+    def __init__(self, mask: BlockMask) -> None:
+        self.mask = mask
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.mask.shape
+
+    def to(self, device: torch.device | str) -> CarriedMask:
+        return CarriedMask(self.mask.to(device))
+
+    def contiguous(self) -> CarriedMask:
+        """Generation with a static cache asks for it."""
+        return self
+
+    def __getitem__(self, index: Any) -> CarriedMask:
+        return CarriedMask(self.mask[index])
+
+    def __repr__(self) -> str:
+        return repr(self.mask)
+
+    __str__ = __repr__
+
+
+def attention_mask(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    use_vmap: bool = True,
+    device: torch.device | str | None = None,
+    **others: Any,
+) -> CarriedMask:
+    """The block mask of one forward, [batch_size, 1, q_length, kv_length]; a function of the mask interface.
+
+    mask_function: (batch, head, query, key) -> bool on positions of the sequence; those of the call begin at
+        q_offset and kv_offset.
+    attention_mask: bool or integer [batch_size, seen tokens], what is no padding.
+    cache_position: integer [q_length], the positions of the queries: transformers 4 gives it in place of
+        q_length, q_offset and device.
+    use_vmap: False says that mask_function may be called on tensors that broadcast.
+    """
+    if cache_position is not None:
+        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
+    assert q_length is not None
+    if attention_mask is not None:
+        kept = _to_length(attention_mask.bool(), kv_offset + kv_length)
+        if kept.device.type != "cpu" or not kept.all():  # to look would make the host wait
+            mask_function = and_masks(mask_function, _not_padding(kept))
+    mask_mod = _at(mask_function, q_offset, kv_offset)
+    if q_length <= FEW_QUERIES:
+        mask_mod = _looked_up(_rows(mask_mod, (batch_size, q_length, kv_length), device, use_vmap))
+    return CarriedMask(create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device))
+
+
+def _to_length(kept: Tensor, length: int) -> Tensor:
+    """A static cache has places that no token was seen for."""
+    missing = length - kept.shape[-1]
+    return nn.functional.pad(kept, (0, missing)) if missing > 0 else kept
+
+
+def _not_padding(kept: Tensor) -> masks.MaskMod:
+    def not_padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kept[b, kv_idx]
+
+    return not_padding
+
+
+def _at(mask_function: masks.MaskMod, q_offset: int | Tensor, kv_offset: int) -> masks.MaskMod:
+    """The mask_function of positions of the sequence, for positions of the call."""
+
+    def mask_at(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+    return mask_at
+
+
+def _rows(
+    mask_mod: masks.MaskMod,
+    sizes: tuple[int, int, int],
+    device: torch.device | str | None,
+    use_vmap: bool,
+) -> Tensor:
+    """The mask itself, bool [batch, queries, keys].
+
+    At each step of decoding other constants and lengths come; a mask that is read from a tensor has the same
+    graph at all of them.
+    """
+    batch, queries, keys = sizes
+    if use_vmap:
+        return create_mask(mask_mod, batch, None, queries, keys, device)[:, 0]
+    b, q_idx, kv_idx = (torch.arange(size, device=device) for size in sizes)
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    kept: Tensor = mask_mod(b[:, None, None], none, q_idx[:, None], kv_idx)
+    return kept.expand(sizes)
+
+
+def _looked_up(rows: Tensor) -> masks.MaskMod:
+    def row(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return rows[b, q_idx, kv_idx]
+
+    return row
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: CarriedMask | BlockMask | TorchBlockMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    kernel_options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, [B, M, Hq, Dv] and no weights; a function of the attention interface.
+
+    query [B, Hq, M, D], key and value [B, Hkv, N, D or Dv] as for flex_attention. attention_mask: what
+    `attention_mask` above made, or 4-dimensional [B or 1, Hq or 1, M, N or more], bool (what is kept) or
+    floating-point (what is added; nothing is kept where it is the lowest number of its dtype). None is
+    causal, within sliding_window, where is_causal or else the module says so and there are several queries.
+
+    softcap: scores are softcap * tanh(score / softcap), before anything is added. s_aux [Hq]: a learned sink,
+    one more score in each row's softmax. position_bias [B or 1, Hq or 1, M, N]: added to the scores.
+
+    Raises TransformersArgumentError for what flexmod does not do, and what flex_attention raises.
+    """
+    _refuse({"dropout": dropout, **others})
+    biases = [] if position_bias is None else [position_bias]
+    if isinstance(attention_mask, Tensor):
+        dense = attention_mask[..., : key.shape[2]]
+        if dense.dtype != torch.bool:
+            biases.append(dense)
+        mask: Any = _mask_of_dense(dense)
+    elif attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = _causal(query, key, sliding_window) if causal and query.shape[2] > 1 else None
+    else:
+        mask = attention_mask.mask if isinstance(attention_mask, CarriedMask) else attention_mask
+    found: Any = flex_attention(
+        query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
+        return_lse=s_aux is not None, kernel_options=kernel_options,
+    )  # fmt: skip
+    out = found if s_aux is None else _with_sink(found[0], found[1], s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+_REFUSED = {
+    "dropout": "set attention_dropout=0.0 in the model's config",
+    "output_attentions": 'no kernel holds the weights: load the model with attn_implementation="eager"',
+    "head_mask": 'multiply the heads\' outputs, or load the model with attn_implementation="eager"',
+    "cache": 'flexmod reads no paged cache: generate with cache_implementation="dynamic" or "static"',
+}
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """The layers of a model hand on whatever it was called with; these would change the result."""
+    for name, advice in _REFUSED.items():
+        value = given.get(name)
+        if value is None or isinstance(value, (bool, int, float)) and not value:
+            continue
+        shown = value if isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
+        raise TransformersArgumentError(name=name, value=shown, advice=advice)
+
+
+def _mask_of_dense(dense: Tensor) -> BlockMask:
+    if dense.dim() != 4:
+        raise TransformersArgumentError(
+            name="attention_mask", value=f"a tensor of shape {tuple(dense.shape)}",
+            advice="give a mask of the tokens, [batch, tokens], to the model, or one of four dimensions",
+        )  # fmt: skip
+    kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
+    batch, heads, queries, keys = kept.shape
+
+    def dense_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kept[b if batch > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
+
+    return create_block_mask(dense_mask, batch, heads, queries, keys, kept.device)
+
+
+def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask:
+    # the library counts the keys of a window, flexmod its distance
+    mask_mod = masks.causal() if sliding_window is None else masks.sliding_window(sliding_window - 1)
+    return create_block_mask(mask_mod, None, None, query.shape[2], key.shape[2], query.device)
+
+
+def _score_mod(softcap: float | None, biases: list[Tensor]) -> mods.ScoreMod | None:
+    if softcap is None and not biases:
+        return None
+    capped = None if softcap is None else mods.softcap(softcap)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        if capped is not None:
+            score = capped(score, b, h, q_idx, kv_idx)
+        for bias in biases:
+            score = score + bias[b if len(bias) > 1 else 0, h if bias.shape[1] > 1 else 0, q_idx, kv_idx]
+        return score
+
+    return score_mod
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """A sink takes exp(sink) / (exp(lse) + exp(sink)) of each row's weight, and leaves the rest of it."""
+    left = torch.sigmoid(lse - sink.reshape(-1, 1).to(lse.dtype))
+    return (out * left[..., None]).to(out.dtype)
