@@ -269,6 +269,19 @@ def test_dropout_is_refused_when_training_alone() -> None:
         model.eval()(**given.inputs, output_attentions=True)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_options_reach_the_kernels(name: str) -> None:
+    """What a model is called with is handed on: here, Triton's kernels in the interpreter."""
+    model, given = make(name, "flexmod"), batch("left")
+    with torch.no_grad():
+        plain, interpreted = (
+            model(**given.inputs, kernel_options=options).logits[given.valid]
+            for options in (None, {"BACKEND": "INTERPRET"})
+        )
+    assert not torch.equal(plain, interpreted)
+    torch.testing.assert_close(plain, interpreted, rtol=1e-4, atol=1e-4)
+
+
 def test_gradient_checkpointing() -> None:
     given = batch("left")
     plain = results(make("gemma2", "flexmod").train(), given)

@@ -106,6 +106,6 @@ def results(model: PreTrainedModel, given: Batch) -> dict[str, Tensor]:
     """The logits of the tokens that count, and the gradient of each parameter that they reach."""
     logits = model(**given.inputs, use_cache=False).logits[given.valid]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(7))
-    (logits * weights.to(logits.dtype)).sum().backward()
+    (logits * weights.to(logits)).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": logits.detach(), **gradients}
