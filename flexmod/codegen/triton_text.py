@@ -106,9 +106,9 @@ class Writer:
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
         self.owner = self.main  # of the captures
         self.numbers = "number"
-        given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
-        self.captures = _capture_names(graph, (*self.arguments, *given))
-        self.taken = RESERVED | {*self.captures, *self.arguments, *given}
+        self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
+        self.captures = _capture_names(graph, (*self.arguments, *self.given))
+        self.taken = RESERVED | {*self.captures, *self.arguments, *self.given}
         self.users = _count_users(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
@@ -194,7 +194,7 @@ class Writer:
         return f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
 
     def _kernel_names(self, function: Function) -> list[str]:
-        return [OF_KERNELS.get(name, name + self.suffix) for name in function.uses]
+        return [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
 
     def _source(self, function: Function) -> str:
         body = "\n".join(f"    {line}" for line in function.lines)
@@ -227,7 +227,7 @@ class Writer:
         if node.op == "const":
             return literal(node.value, strong(node.dtype))
         if node.op == "input":
-            if node.value in OF_KERNELS:
+            if node.value in self.given:
                 function.uses.setdefault(str(node.value))
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":

@@ -81,6 +81,8 @@ def test_a_capture_may_have_the_name_of_what_a_kernel_gives() -> None:
     names = {p.name for p in text.parameters if p.kind == "pointer"}
     assert names == {"scale_1_of_score", "offset_1_of_score", "start_1_of_score"}
     run_exponent(graph, tensors, EXTENTS, torch.ones(EXTENTS), 1.0, 0)
+    plain = write_exponent(lowered(lambda s, b, h, q, k: s * s + start[k] * s)[0])
+    assert "start_of_score" in plain.column and "start_n" not in plain.column + plain.call
 
 
 # Peaks and functions of targets
