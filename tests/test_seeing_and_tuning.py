@@ -79,9 +79,14 @@ def test_explain_says_on_which_template_the_kernels_stand() -> None:
     wide = explain(soft_cap, causal, head_dim=256)
     assert str(wide).splitlines()[-2:] == [
         "forward template: Hopper's on sm_90, 128x64 (2 consumers) first; portable elsewhere",
-        "backward template: portable everywhere: a head dimension of 256, above 128",
+        "backward template: Hopper's on sm_90, 64x64 (ahead) first; portable elsewhere",
     ]
-    assert list(wide.hopper) == ["forward"]
+    wider = explain(soft_cap, causal, head_dim=264)
+    assert str(wider).splitlines()[-2:] == [
+        "forward template: portable everywhere: a head dimension of 264, above 256",
+        "backward template: portable everywhere: a head dimension of 264, above 256",
+    ]
+    assert wider.hopper == {}
     single = explain(soft_cap, causal, dtype=torch.float32)
     assert str(single).splitlines()[-2:] == [
         "forward template: portable everywhere: float32 operands",

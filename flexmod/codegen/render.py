@@ -13,7 +13,7 @@ import torch
 from flexmod.codegen import prelude, schedule
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.spec import KernelSpec, fixed_peak
+from flexmod.codegen.spec import KernelSpec, lowest_peak
 
 
 def render(
@@ -55,7 +55,7 @@ def render(
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
             in_pairs=score is not None and prelude.in_pairs(score.text, target),
-            fixed_peak=fixed_peak(spec, score.bounds) if score else None,
+            lowest_peak=lowest_peak(spec, score.bounds) if score else None,
         )
     )
 

@@ -80,20 +80,21 @@ class Tile:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
 
 
-# log2 of the smallest weight that a fixed peak may make, and of the largest; between them lie all weights.
-# float32 and bfloat16 keep room on both sides for values, and for sums of many.
+# log2 of the smallest weight that a row's first tile may have under a fixed peak, and of the largest of any
+# tile. bfloat16 keeps room on both sides for values, and for sums of many.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 
 
-def fixed_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
-    """What may stand for the running maximum of a row, in base 2, where scores lie between `bounds`.
+def lowest_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
+    """The least that a row's peak may be, in base 2, if that of its first tile is to serve the whole row.
 
-    None where weights would leave the range of the operands' dtype: float16 has too little of it, always.
+    Scores lie between `bounds`. None where weights would leave the range of the operands' dtype: float16 has
+    too little of it, always.
     """
     low, high = (end * math.log2(math.e) for end in bounds)
     if spec.q_dtype is not torch.bfloat16 or high - low > LARGEST_WEIGHT - SMALLEST_WEIGHT:
         return None
-    return min(high, low - SMALLEST_WEIGHT)
+    return high - LARGEST_WEIGHT
 
 
 def padded(dim: int) -> int:
