@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import calls, errors
+from flexmod import calls, checks, errors, library
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.fingerprint import fingerprint
@@ -73,7 +73,8 @@ def flex_attention(
     https://arxiv.org/abs/2412.05496.
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
-    return results_of(_attend, given, return_lse, return_aux)
+    attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
+    return results_of(attend, given, return_lse, return_aux)
 
 
 def results_of(
@@ -82,9 +83,6 @@ def results_of(
     """What a caller gets of attend(*given, whether it shall find the largest scores)."""
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
-    if torch.compiler.is_compiling():
-        # attention runs as it does outside: the graph breaks around it
-        attend = torch.compiler.disable(attend)
     result = attend(*given, return_aux is not None and return_aux.max_scores)
     if return_lse:
         return result.out, result.lse
@@ -112,3 +110,24 @@ def _attend(
         score = calls.Score(lambda device: find(score_mod, "score", device, seen), seen)
     asked = calls.Asked(score, scale, enable_gqa, options, want_max)
     return calls.attend(query, key, value, block_mask, asked)
+
+
+def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:
+    """The call inside torch.compile or torch.export.
+
+    The REFERENCE backend, differentiable torch to any order, breaks the graph. So does a mistake: the call
+    runs as it does outside, and says what is wrong.
+    """
+    score_mod, block_mask, scale, enable_gqa, kernel_options, want_max = rest
+    try:
+        options = parse_options(kernel_options)
+        if options.backend == "REFERENCE":
+            why = "the REFERENCE backend runs outside of a graph"
+        else:
+            checks.check_tensors(query, key, value, enable_gqa)
+            asked = library.Asked(scale, enable_gqa, options.backend, options.tiles, want_max)
+            return library.attend(query, key, value, score_mod, block_mask, asked)
+    except errors.FlexmodError as error:
+        why = error.message
+    torch._dynamo.graph_break(msg=why)
+    return torch.compiler.disable(_attend)(query, key, value, *rest)

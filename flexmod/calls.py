@@ -96,7 +96,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
     mask = block_mask if ready.mask is None else ready.mask
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
 
@@ -120,7 +120,7 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
         if of_mask is None:
             return None
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    precision = _precision() if query.dtype is torch.float32 else None
+    precision = float32_precision() if query.dtype is torch.float32 else None
     return (
         of_query, of_key, of_value, of_mask, score.seen.key, scale, bool(enable_gqa), options, want_max,
         torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
@@ -142,10 +142,9 @@ def _attend_anew(
     if not reference:
         transforms.check({"query": query, "key": key, "value": value})
     checks.check_tensors(query, key, value, asked.enable_gqa)
-    backend = _backend(options, query)
+    _backend(options, query)  # before anything is cast or traced
     autocast = torch.is_autocast_enabled(query.device.type)
-    query, key, value = _autocast(query, key, value)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
+    query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
         source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
         if source is not None and not reference:
@@ -154,13 +153,10 @@ def _attend_anew(
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
-        checks.check_dtypes(query, key, value, backend, track)
         mask = _block_mask(block_mask)
-        problem, own = _problem(query, key, source, mask, scale, track)
+        call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
-        problem = replace(problem, options=options.tiles, precision=_precision())
-        call = autograd.Call(problem, backend, asked.want_max, track)
-        captured = source.tensors if source is not None and problem.score is not None else ()
+        captured = source.tensors if source is not None and call.problem.score is not None else ()
         # a mask that depends on what captured tensors hold is built each time
         lasting = own is None or not own.traced.tensors
         if facts is not None and lasting and (source is None or known is not None):
@@ -169,12 +165,30 @@ def _attend_anew(
         return autograd.run(call, mask, query, key, value, captured, plain=False)
 
 
-def _precision() -> Literal["ieee", "tf32"]:
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Traced | None,
+    mask: BlockMask | None,
+    asked: Asked,
+    track: bool,
+) -> tuple[autograd.Call, BlockMask | None]:
+    """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
+    backend = _backend(asked.options, query)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
+    checks.check_dtypes(query, key, value, backend, track)
+    problem, own = _problem(query, key, source, mask, scale, track)
+    problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
+    return autograd.Call(problem, backend, asked.want_max, track), own
+
+
+def float32_precision() -> Literal["ieee", "tf32"]:
     """float32 products follow torch's own switches, old and new; `allow_tf32` raises after a new one."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """autocast casts query, key and value, as it does for torch's own attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

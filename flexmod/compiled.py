@@ -75,7 +75,9 @@ class CompiledAttention:
         return_aux: AuxRequest | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
         """As flex_attention. A `block_mask` takes the place of the one that the mask_mod makes."""
-        return results_of(self._attend, (query, key, value, block_mask), return_lse, return_aux)
+        # inside torch.compile it runs as it does outside: the graph breaks around it
+        attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
+        return results_of(attend, (query, key, value, block_mask), return_lse, return_aux)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
         score = calls.NO_SCORE

@@ -44,7 +44,8 @@ class FlexmodError(Exception):
         if where is not None:
             lines.append(f"  at {where}")
         lines.append(f"  Instead: {self.instead.format(**facts)}")
-        super().__init__("\n".join(lines))
+        self.message = "\n".join(lines)
+        self.args = (self.message,)  # TorchDynamo follows this, and no super().__init__
 
 
 # The call: shapes, devices, dtypes
@@ -208,6 +209,21 @@ class SlicedTorchMaskError(FlexmodError, ValueError):
     instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."
 
 
+class InGraphModError(FlexmodError, NotImplementedError):
+    what = "TorchDynamo did something with a traced value that flexmod cannot see."
+    instead = "write it as a torch function: torch.neg(x), torch.abs(x), torch.logical_not(x)."
+
+
+class ForgottenGraphError(FlexmodError, RuntimeError):
+    what = "a compiled model asks for a block mask that is gone, and thousands were made since."
+    instead = "keep a reference to the mask until its backward has run."
+
+
+class InGraphMaskError(FlexmodError, NotImplementedError):
+    what = "{problem}, inside torch.compile or torch.export."
+    instead = "{advice}."
+
+
 class MissingMatplotlib(FlexmodError, RuntimeError):
     what = "BlockMask.plot draws with matplotlib, which is not installed."
     instead = "pip install matplotlib, or write mask.to_svg() to a file."
@@ -318,14 +334,6 @@ class LibraryArgumentError(FlexmodError, ValueError):
     instead = "{advice}."
 
 
-# Other libraries
-
-
-class TransformersArgumentError(FlexmodError, NotImplementedError):
-    what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
-    instead = "{advice}."
-
-
 # Options, environment, device
 
 
@@ -419,3 +427,11 @@ class ForwardModeError(FlexmodError, NotImplementedError):
 class VmapError(FlexmodError, NotImplementedError):
     what = "torch.vmap maps over {name}; flex_attention has no batching rule. (jacrev and is_grads_batched are vmap too.)"
     instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
+
+
+# Other libraries
+
+
+class TransformersArgumentError(FlexmodError, NotImplementedError):
+    what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
+    instead = "{advice}."

@@ -11,8 +11,11 @@ from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 from flexmod import compare, config, errors, masks
+from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
 from flexmod.compare import NAMED
+from flexmod.ir.kept import graph_of
+from flexmod.ir.record import Recorder
 from flexmod.runtime import launch, target
 from flexmod.runtime.interpreter import interpreted
 
@@ -38,7 +41,32 @@ def dropout_of_transformers() -> Any:
     return attention(torch.nn.Module(), x(), x(), x(), None, dropout=0.1)
 
 
+def behind_the_recorder() -> Any:
+    recorder = Recorder("mask", torch.device("cpu"))
+    return recorder.noted(recorder.arguments[0] * 2)
+
+
 ROWS: list[Row] = [
+    (
+        errors.InGraphModError,
+        behind_the_recorder,
+        "TorchDynamo did something with a traced value that flexmod cannot see.\n"
+        "  Instead: write it as a torch function: torch.neg(x), torch.abs(x), torch.logical_not(x).",
+    ),
+    (
+        errors.InGraphMaskError,
+        lambda: in_graph.create(
+            masks.causal(), (1, 1, 1 << 20, 1 << 20), (128, 128), torch.device("cpu"), True
+        ),
+        "create_block_mask makes a mask of 67108864 tiles, inside torch.compile or torch.export.\n"
+        "  Instead: build it before the call, and hand it to the compiled function.",
+    ),
+    (
+        errors.ForgottenGraphError,
+        lambda: graph_of(-5),
+        "a compiled model asks for a block mask that is gone, and thousands were made since.\n"
+        "  Instead: keep a reference to the mask until its backward has run.",
+    ),
     (
         errors.TransformersArgumentError,
         dropout_of_transformers,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmod import transforms
-from flexmod.block_mask import generated, refine
+from flexmod.block_mask import generated, in_graph, refine
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
@@ -58,13 +58,16 @@ def create_block_mask(
     block = block_pair(BLOCK_SIZE)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)
+    if torch.compiler.is_compiling():
+        # In the graph the mask is a GraphMask, which flex_attention takes there.
+        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks)  # type: ignore[return-value]
     traced = trace_mask(mask_mod, here)
     _check_captures(traced, here)
     with transforms.paused():
-        return _built(mask_mod, traced, sizes, block, here, separate_full_blocks)
+        return built(mask_mod, traced, sizes, block, here, separate_full_blocks)
 
 
-def _built(
+def built(
     mask_mod: MaskMod,
     traced: Traced,
     sizes: tuple[int, int, int, int],
@@ -72,6 +75,7 @@ def _built(
     device: torch.device,
     separate: bool,
 ) -> BlockMask:
+    """The mask of a graph whose captures lie on the device."""
     as_wide = Traced(fitted(traced.graph, sizes), traced.tensors)
     if device.type == "cuda":
         by_axis = generated.build(as_wide, sizes, block, device, separate)

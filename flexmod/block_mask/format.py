@@ -33,6 +33,7 @@ from flexmod.errors import (
     NotABlockMask,
     SlicedTorchMaskError,
 )
+from flexmod.ir.kept import numbered
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 
@@ -126,7 +127,8 @@ class BlockMask(Drawn):
         mask._seq_lengths = seq_lengths
         mask.full_tiles_padded = full_tiles_padded
         mask._classified = True
-        mask._mask_mod, mask._traced = mask_mod, traced
+        mask._mask_mod = mask_mod
+        mask._know(traced)
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
 
@@ -201,9 +203,13 @@ class BlockMask(Drawn):
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskMod) -> None:
-        self._traced = trace_mask(mask_mod, self.device)
+        self._know(trace_mask(mask_mod, self.device))
         self._mask_mod = mask_mod
         self._classified = False
+
+    def _know(self, traced: Traced) -> None:
+        graph, self.graph_number = numbered(traced.graph)
+        self._traced = Traced(graph, traced.tensors)
 
     @property
     def classified(self) -> bool:

@@ -8,6 +8,7 @@ that a user has written to: kernels launch from what is held.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,6 +52,49 @@ class Held:
         """Checked lists, see `parts.checked_lists`."""
         indices = lists["kv_indices"]
         return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
+
+    def taken_apart(self) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
+        """What is held: names, tensors, numbers. TorchDynamo runs this. `put_together` is the way back."""
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        versions: list[int] = []
+        for axis, runs in () if self._runs is None else self._runs.items():
+            if runs is not None:
+                names.append(axis)
+                tensors += [runs.rows, runs.spans]
+        for name, part in self._lists.items():
+            if part is not None:
+                names.append(name)
+                tensors.append(part)
+                version = self._versions.get(name, math.nan)
+                versions.append(-1 if version != version else int(version))
+        return tuple(names), tensors, [*self.batch, *versions]
+
+    @classmethod
+    def put_together(
+        cls,
+        names: tuple[str, ...],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        grid: tuple[int, int],
+        separate: bool,
+    ) -> Held:
+        rest, versions = iter(tensors), iter(numbers[2:])
+        by_axis: dict[Axis, Runs | None] = {}
+        lists: Parts = {}
+        written: dict[str, float] = {}
+        for name in names:
+            if name in ("kv", "q"):
+                by_axis[name] = Runs(next(rest), next(rest))  # type: ignore[index]
+            else:
+                lists[name], version = next(rest), next(versions)
+                written[name] = math.nan if version < 0 else version
+        batch = numbers[0], numbers[1]
+        if not by_axis:
+            return cls.of_lists(dict.fromkeys(LISTS) | lists)
+        held = cls(batch, grid, {"kv": None, "q": None, **by_axis}, lists, separate)
+        held._versions = written
+        return held
 
     @property
     def form(self) -> Form:

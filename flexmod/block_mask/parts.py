@@ -35,8 +35,10 @@ def length(name: str, value: SupportsIndex) -> int:
 
 def positive(value: object) -> int | None:
     """The int that a positive integer of any library stands for, None for anything else."""
+    if isinstance(value, (int, torch.SymInt)):  # as it is: an index is fixed where lengths are symbols
+        return value if value > 0 and not isinstance(value, bool) else None  # type: ignore[return-value]
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
     return number if number > 0 else None

@@ -90,7 +90,8 @@ def attention_mask(
     assert q_length is not None
     if attention_mask is not None:
         kept = _to_length(attention_mask.bool(), kv_offset + kv_length)
-        if kept.device.type != "cpu" or not kept.all():  # to look would make the host wait
+        # to look would make the host wait, and has no answer while a graph is made
+        if kept.device.type != "cpu" or torch.compiler.is_compiling() or not kept.all():
             mask_function = and_masks(mask_function, _not_padding(kept))
     mask_mod = _at(mask_function, q_offset, kv_offset)
     if q_length <= FEW_QUERIES:

@@ -282,6 +282,28 @@ def test_options_reach_the_kernels(name: str) -> None:
     torch.testing.assert_close(plain, interpreted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["left", "packed"])
+def test_a_compiled_model_is_one_graph(kind: str) -> None:
+    """Forward and backward, with the masks made inside."""
+    given = batch(kind)
+    model = make("gemma2", "flexmod")
+    plain = results(make("gemma2", "flexmod"), given)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for name, found in results(model, given).items():
+        torch.testing.assert_close(found, plain[name], rtol=0, atol=0)
+
+
+def test_compiled_generation_with_a_static_cache() -> None:
+    """The mask of a step is made outside, as transformers does it, and one graph serves all steps."""
+    config = transformers.CompileConfig(backend="aot_eager", fullgraph=True)
+    config._compile_all_devices = True
+    given, options = batch("left").inputs, {"max_new_tokens": 12, "do_sample": False}
+    compiled = make("llama", "flexmod").generate(
+        **given, **options, cache_implementation="static", compile_config=config
+    )
+    assert torch.equal(compiled, make("llama", "eager").generate(**given, **options))
+
+
 def test_gradient_checkpointing() -> None:
     given = batch("left")
     plain = results(make("gemma2", "flexmod").train(), given)

@@ -1,0 +1,134 @@
+"""Block masks inside torch.compile and torch.export: an operation of torch.library makes their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask import build
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Axis, Held
+from flexmod.block_mask.mask_mod import MaskMod
+from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.tiles import tile_count
+from flexmod.errors import InGraphMaskError
+from flexmod.ir.graph import POSITIONS, Graph
+from flexmod.ir.record import record, record_of
+from flexmod.ir.trace import Traced
+
+# A graph needs the size of the runs before they are known: each tile might be one.
+MOST_RUNS = 1 << 24
+
+
+@dataclass
+class GraphMask:
+    """What create_block_mask gives inside a graph: for flex_attention in the same graph.
+
+    `tiles` are rows and spans, by row and by column, see `runs.py`. The mask_mod is `mod`, the number of a
+    Record, with what it captured.
+    """
+
+    tiles: list[Tensor]
+    mod: int
+    captured: list[Tensor]
+    integers: list[int]
+    reals: list[float]
+    batch: tuple[int, int]
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+
+
+def create(
+    mask_mod: MaskMod,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> GraphMask:
+    """As `create_block_mask`. Raises InGraphMaskError for masks of very many tiles."""
+    most_runs(sizes, *map(tile_count, sizes[2:], block))
+    mod = record(mask_mod, "mask", device)
+    tiles = build_tiles(
+        mod.captured, mod.integers, mod.reals, mod.number, list(sizes), list(block), separate, device
+    )
+    return GraphMask(
+        list(tiles), mod.number, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block
+    )
+
+
+@torch.library.custom_op("flexmod::block_mask", mutates_args=())
+def build_tiles(
+    captured: Sequence[Tensor],
+    integers: Sequence[int],
+    reals: Sequence[float],
+    mod: int,
+    sizes: Sequence[int],
+    block: Sequence[int],
+    separate: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rows and spans of the runs by row, then by column, for each batch entry and head."""
+    traced, _ = record_of(mod).traced(captured, integers, reals, device)
+    whole = (sizes[0], sizes[1], sizes[2], sizes[3])
+    mask = build.built(build.noop_mask, traced, whole, (block[0], block[1]), device, separate)
+    rows, columns = mask.held.grid
+    most = most_runs(whole, rows, columns)
+    found: list[Tensor] = []
+    for axis, lines in (("kv", rows), ("q", columns)):
+        runs = mask.held.runs(axis)  # type: ignore[arg-type]
+        assert runs is not None
+        spans = runs.spans.new_zeros(most, 2)
+        spans[: len(runs.spans)] = runs.spans
+        found += [runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous(), spans]
+    return found[0], found[1], found[2], found[3]
+
+
+@build_tiles.register_fake
+def _(
+    captured: Sequence[Tensor],
+    integers: Sequence[int],
+    reals: Sequence[float],
+    mod: int,
+    sizes: Sequence[int],
+    block: Sequence[int],
+    separate: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+    most = most_runs(sizes, rows, columns)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return (
+        empty(sizes[0], sizes[1], rows, 2, 3), empty(most, 2),
+        empty(sizes[0], sizes[1], columns, 2, 3), empty(most, 2),
+    )  # fmt: skip
+
+
+def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
+    most = sizes[0] * sizes[1] * rows * columns
+    if most > MOST_RUNS:
+        raise InGraphMaskError(
+            problem=f"create_block_mask makes a mask of {most} tiles",
+            advice="build it before the call, and hand it to the compiled function",
+        )
+    return most
+
+
+def held_of(tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]) -> Held:
+    """The tiles of a GraphMask as a mask holds them: once, where they are the same along a dimension."""
+    b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
+    by_axis: dict[Axis, Runs | None] = {
+        "kv": Runs(tiles[0][b, h], tiles[1]),
+        "q": Runs(tiles[2][b, h], tiles[3]),
+    }
+    return Held(batch, grid, by_axis, {})
+
+
+def masked(held: Held, lengths: tuple[int, int], block: tuple[int, int], traced: Traced) -> BlockMask:
+    """A BlockMask whose mask_mod nobody asks for."""
+    return BlockMask.of_held(held, lengths, block, build.noop_mask, traced)

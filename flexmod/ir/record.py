@@ -1,0 +1,284 @@
+"""Mods inside torch.compile and torch.export: run once by TorchDynamo, and what they did kept as a Record.
+
+TorchDynamo cannot run the tracer of `trace.py`. It can run a mod on 0-d tensors under a TorchFunctionMode,
+which writes down each function that has to do with them: captured tensors and Python numbers become inputs of
+the graph that TorchDynamo makes, so that gradients reach them and new ones compile nothing; all else of a
+Record is a constant. When the graph runs, the Record is traced like any mod.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flexmod import errors
+from flexmod.ir.graph import Graph
+from flexmod.ir.names import draws, writes
+from flexmod.ir.trace import Traced, trace
+
+METHOD_WHERE = "where of a tensor"
+SHAPE = (1,) * 12
+OPERATORS = {"__rdiv__": "__truediv__"}
+Function = TypeVar("Function", bound=Callable[..., Any])
+Numbers = tuple[Sequence[int], Sequence[float]]
+Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
+"""A function by its name, its arguments and its keywords; see `Recorder._noted`."""
+
+
+def constant(function: Function) -> Function:
+    """torch.compiler.assume_constant_result, without the import of TorchDynamo, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down what a mod does with its arguments. Runs inside TorchDynamo: plain lists and loops.
+
+    The mod sees tensors of one element, known by their identity, and of more dimensions than others have:
+    what was computed of one behind the recorder's back has them too.
+    """
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.steps: list[Step] = []
+        self.captured: list[Tensor] = []
+        self.integers: list[int] = []
+        self.reals: list[float] = []
+        dtypes = [torch.int32] * 4 if kind == "mask" else [torch.float32, *[torch.int32] * 4]
+        # arguments and results in order
+        self.values = [torch.empty(SHAPE, dtype=dtype, device=device) for dtype in dtypes]
+        self.arguments = tuple(self.values)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, random, in_place = _name(func)
+        if random:
+            raise errors.RandomNumberError(operation=f"torch.{name}")
+        if in_place:
+            raise errors.MutationError(operation=name)
+        # `__get__` reads an attribute: a dtype, a device
+        if name == "__get__" or not (self._met(args) or self._met(tuple(kwargs.values()))):
+            return func(*args, **kwargs)
+        if name == "__bool__":
+            raise errors.ControlFlowError()
+        noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
+        self.steps.append((name, self.noted(args), noted))
+        result = _element(args[0], args[1]) if name == "__getitem__" else func(*args, **kwargs)
+        if _place(result, self.values) >= 0:  # a cast to its own dtype
+            result = result.clone()
+        self.values.append(result)
+        return result
+
+    def noted(self, value: Any) -> Any:
+        """A value of a step: ("value", place), ("captured", place), ("integer", place), ("real", place),
+        ("tuple", entries), or ("constant", value).
+        """
+        if isinstance(value, Tensor):
+            place = _place(value, self.values)
+            if place >= 0:
+                return ("value", place)
+            if value.dim() >= len(SHAPE):
+                raise errors.InGraphModError()
+            place = _place(value, self.captured)
+            if place < 0:
+                place = len(self.captured)
+                self.captured.append(value)
+            return ("captured", place)
+        if isinstance(value, (tuple, list)):
+            return ("tuple", tuple([self.noted(entry) for entry in value]))
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            self.integers.append(value)  # type: ignore[arg-type]
+            return ("integer", len(self.integers) - 1)
+        if isinstance(value, (float, torch.SymFloat)):
+            self.reals.append(value)  # type: ignore[arg-type]
+            return ("real", len(self.reals) - 1)
+        return ("constant", value)
+
+    def _met(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.dim() >= len(SHAPE) or _place(value, self.values) >= 0:
+                    return True
+            elif isinstance(value, (tuple, list)) and self._met(value):
+                return True
+        return False
+
+
+@constant
+def _name(func: Callable[..., Any]) -> tuple[str, bool, bool]:
+    """The name of a function, whether it draws random numbers, whether it writes in place."""
+    name: str = func.__name__
+    if getattr(func, "__module__", "") == "_operator":  # as torch.export has it
+        name = f"__{name.strip('_')}__"
+    if name == "where" and func is not torch.where:  # the method takes its arguments in another order
+        name = METHOD_WHERE
+    return name, draws(name), writes(name)
+
+
+@constant
+def _let_modes_change(let: bool) -> None:
+    """TorchDynamo enters no mode within a checkpoint, since all is done twice there. This one is left again,
+    and may be entered.
+    """
+    from torch._dynamo import symbolic_convert
+
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    if translator is not None:
+        _ask_modes()
+        translator.output.current_tracer.allow_side_effects_in_hop = let
+
+
+@cache
+def _ask_modes() -> None:
+    """TorchDynamo of torch 2.13 does the unary `-`, `+` and `abs` of a tensor without asking a mode. Where
+    one is active it shall be asked, as it is outside of TorchDynamo.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def unary(self: Any, tx: Any) -> Any:
+            if tx.symbolic_torch_function_state.in_torch_function_mode():
+                return self.call_method(tx, method, [], {})
+            return plain(self, tx)
+
+        return unary
+
+    for slot, method in (("negative", "neg"), ("absolute", "abs"), ("positive", "positive")):
+        plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
+        if plain is not None:
+            setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))
+
+
+def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
+    for place, other in enumerate(tensors):
+        if other is tensor:
+            return place
+    return -1
+
+
+def _element(tensor: Tensor, index: Any) -> Tensor:
+    """Of the shape that `tensor[index]` has, after SHAPE; torch would ask for the value of an index."""
+    entries = index if isinstance(index, tuple) else (index,)
+    count = sum([0 if entry is Ellipsis else 1 for entry in entries])
+    shape = tensor.shape[len(SHAPE) :] if tensor.dim() >= len(SHAPE) else tensor.shape
+    left = shape[: len(shape) - count] if entries[0] is Ellipsis else shape[count:]
+    return tensor.new_empty((*SHAPE, *left))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a mod did: `steps` in order, and the last value."""
+
+    kind: str
+    steps: tuple[Step, ...]
+    result: Any
+
+    def traced(
+        self,
+        captured: Sequence[Tensor],
+        integers: Sequence[int],
+        reals: Sequence[float],
+        device: torch.device,
+    ) -> tuple[Traced, tuple[int, ...]]:
+        """The graph with these for what the mod captured, and which of them each of its captures is."""
+        kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
+        graph, places = _graph(self, kinds, tuple(integers), tuple(reals), device)
+        return Traced(graph, tuple(captured[place] for place in places)), places
+
+    def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
+        """The mod again, on other arguments."""
+        values = list(arguments)
+        known = {"value": values, "captured": captured, "integer": numbers[0], "real": numbers[1]}
+
+        def read(noted: Any) -> Any:
+            form, value = noted
+            if form == "tuple":
+                return tuple(read(entry) for entry in value)
+            return value if form == "constant" else known[form][value]
+
+        for name, args, kwargs in self.steps:
+            values.append(_function(name)(*read(args), **{key: read(value) for key, value in kwargs}))
+        return read(self.result)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """A torch function, an operator or a method by the name that TorchDynamo has for it."""
+    if name.startswith("__"):  # `torch.__eq__` compares modules
+        straight = getattr(operator, name, None)
+        if straight is not None:
+            return straight
+        turned = getattr(operator, OPERATORS.get(name, f"__{name[3:]}"))
+        return lambda value, other: turned(other, value)
+    for home in (torch, torch.nn.functional):
+        found = getattr(home, name, None)
+        if callable(found):  # `torch.float` is a dtype, the method is meant
+            return found
+    method = "where" if name == METHOD_WHERE else name
+    return lambda value, *args, **kwargs: getattr(value, method)(*args, **kwargs)
+
+
+@lru_cache(1024)
+def _graph(
+    record: Record, kinds: tuple[Any, ...], integers: tuple[int, ...], reals: tuple[float, ...], device: Any
+) -> tuple[Graph, tuple[int, ...]]:
+    """The graph, and the place of each of its captures among those of the record."""
+    # a number on the CPU would be a constant
+    stand_ins = [
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
+    ]
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return record.run((score, b, h, q_idx, kv_idx), stand_ins, (integers, reals))
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return record.run((b, h, q_idx, kv_idx), stand_ins, (integers, reals))
+
+    traced = trace(mask_mod if record.kind == "mask" else score_mod, record.kind, device)
+    return traced.graph, tuple(_place(tensor, stand_ins) for tensor in traced.tensors)
+
+
+_RECORDS: list[Record] = []
+_NUMBERS: dict[Record, int] = {}
+
+
+@constant
+def _numbered(kind: str, steps: tuple[Step, ...], result: Any) -> int:
+    record = Record(kind, steps, result)
+    if record not in _NUMBERS:
+        _NUMBERS[record] = len(_RECORDS)
+        _RECORDS.append(record)
+    return _NUMBERS[record]
+
+
+def record_of(number: int) -> Record:
+    return _RECORDS[number]
+
+
+@dataclass
+class Recorded:
+    """A mod in the graph of TorchDynamo: the number of its Record, and what it captures there."""
+
+    number: int
+    captured: list[Tensor]
+    integers: list[int]
+    reals: list[float]
+
+
+def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded:
+    """Runs a mod, inside TorchDynamo or torch.export. Raises RandomNumberError, MutationError."""
+    recorder = Recorder(kind, device)
+    _let_modes_change(True)
+    with recorder:
+        _let_modes_change(False)
+        result = mod(*recorder.arguments)
+    noted = recorder.noted(result)
+    number = _numbered(kind, tuple(recorder.steps), noted)
+    return Recorded(number, recorder.captured, recorder.integers, recorder.reals)

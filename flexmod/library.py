@@ -1,0 +1,363 @@
+"""Attention inside torch.compile and torch.export: operations of torch.library, forward and backward.
+
+Their arguments are tensors and numbers alone. What else there is of a call, its Variant, is a constant of the
+graph and goes by a number; mods are Records (`ir/record.py`); a block mask is taken apart into its tensors,
+and put together again when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod import autograd, calls, checks, errors
+from flexmod.backends.interface import Forward
+from flexmod.backends.triton import allocate
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Held
+from flexmod.block_mask.in_graph import GraphMask, held_of, masked
+from flexmod.block_mask.tiles import LISTS, tile_count
+from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.kept import graph_of
+from flexmod.ir.record import Recorded, constant, record, record_of
+from flexmod.ir.trace import Traced
+from flexmod.ir.traces import remember
+from flexmod.kernel_options import KernelOptions
+
+
+class Asked(NamedTuple):
+    """What a call asks for, apart from its tensors and its mods."""
+
+    scale: float | None
+    enable_gqa: bool
+    backend: str
+    tiles: tuple[tuple[str, Any], ...]
+    want_max: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is constant in a call. `names` of the parts of its mask; mods are numbers of Records, or -1."""
+
+    score: int
+    mask: int
+    form: str  # of the mask: "none", "held", "graph" or "lists", torch's own
+    names: tuple[str, ...]
+    flags: tuple[bool, bool]  # separate, full_tiles_padded
+    enable_gqa: bool
+    backend: str
+    tiles: tuple[tuple[str, Any], ...]
+    want_max: bool
+
+
+_VARIANTS: list[Variant] = []
+
+
+@constant
+def _numbered(*facts: Any) -> int:
+    variant = Variant(*facts)
+    if variant not in _VARIANTS:
+        _VARIANTS.append(variant)
+    return _VARIANTS.index(variant)
+
+
+def no_mod() -> Recorded:
+    return Recorded(-1, [], [], [])
+
+
+@dataclass
+class Parts:
+    """A block mask taken apart: constants, then what is an input of the graph."""
+
+    form: str
+    names: tuple[str, ...]
+    flags: tuple[bool, bool]
+    mod: Recorded
+    tiles: list[Tensor]
+    numbers: list[int]  # its graph's, block and lengths, then what it holds
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    asked: Asked,
+) -> Forward:
+    """A call inside TorchDynamo or torch.export; what depends on values is checked when the graph runs."""
+    query, key, value = calls.cast_by_autocast(query, key, value)
+    mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
+    mask = parts_of(block_mask, query.device)
+    track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
+    variant = _numbered(mod.number, mask.mod.number, mask.form, mask.names, mask.flags, *asked[1:])
+    out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
+        query, key, value, mod.captured, mod.integers, mod.reals, mask.tiles, mask.numbers,
+        mask.mod.captured, mask.mod.integers, mask.mod.reals, asked.scale, variant, track,
+    )  # fmt: skip
+    return Forward(out, lse, max_scores if asked.want_max else None)
+
+
+def parts_of(mask: Any, device: torch.device) -> Parts:
+    if mask is None:
+        return Parts("none", (), (True, False), no_mod(), [], [])
+    if isinstance(mask, GraphMask):
+        mod = Recorded(mask.mod, mask.captured, mask.integers, mask.reals)
+        return Parts(
+            "graph",
+            (),
+            (True, False),
+            mod,
+            mask.tiles,
+            [-1, *mask.BLOCK_SIZE, *mask.seq_lengths, *mask.batch],
+        )
+    if isinstance(mask, BlockMask):
+        traced = mask._traced
+        if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
+            raise errors.MaskCaptureGradientError(name="a tensor")
+        names, tiles, numbers = mask.held.taken_apart()
+        known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
+        mod = Recorded(-1, list(traced.tensors), [], [])
+        flags = (mask.held._separate, mask.full_tiles_padded)
+        return Parts("held", names, flags, mod, tiles, [*known, *numbers])
+    if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
+        names = tuple([name for name in LISTS if getattr(mask, name) is not None])
+        tiles = [getattr(mask, name) for name in names]
+        mod = record(mask.mask_mod, "mask", device)
+        return Parts("lists", names, (True, False), mod, tiles, [-1, *mask.BLOCK_SIZE, *mask.seq_lengths])
+    raise errors.NotABlockMask(type=type(mask).__name__)
+
+
+class Given(NamedTuple):
+    """What the operations are given besides tensors of attention itself."""
+
+    captured: Sequence[Tensor]
+    integers: Sequence[int]
+    reals: Sequence[float]
+    tiles: Sequence[Tensor]
+    numbers: Sequence[int]
+    mask_captured: Sequence[Tensor]
+    mask_integers: Sequence[int]
+    mask_reals: Sequence[float]
+    scale: float | None
+    variant: int
+
+
+_GIVEN = (
+    "Tensor[] captured, SymInt[] integers, float[] reals, Tensor[] tiles, SymInt[] numbers, "
+    "Tensor[] mask_captured, SymInt[] mask_integers, float[] mask_reals, float? scale, int variant"
+)
+_FORWARD = f"(Tensor query, Tensor key, Tensor value, {_GIVEN}, bool track)"
+_BACKWARD = (
+    "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"Tensor first, Tensor second, {_GIVEN}, bool[] needs)"
+)
+
+
+class _Ready(NamedTuple):
+    """A call that is known: all that differ from it in what tensors hold are like it.
+
+    `mask`: of the score mod's -inf branches. `places`: of its captured tensors, among those given.
+    """
+
+    call: autograd.Call
+    mask: BlockMask | None
+    places: tuple[int, ...]
+
+
+_known: dict[object, _Ready] = {}
+
+
+def _put_together(
+    query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
+) -> tuple[autograd.Call, BlockMask | None, tuple[int, ...]]:
+    """The call, its mask, and which of the tensors given its score mod captures."""
+    variant = _VARIANTS[given.variant]
+    mask = _mask_of(variant, given, query.device)
+    tensors = (query, key, value, *given.captured, *given.tiles, *given.mask_captured)
+    keys = [tensor_key(tensor) for tensor in tensors]
+    numbers = (*given.integers, None, *given.reals, None, *given.numbers, None, *given.mask_integers)
+    facts = (
+        given.variant, track, given.scale, numbers, given.mask_reals, calls.float32_precision(), *keys
+    )  # fmt: skip
+    ready = None if None in keys else _known.get(facts)
+    if ready is None:
+        ready = _made_ready(query, key, value, given, variant, mask, track)
+        # a mask that depends on what captured tensors hold is built each time
+        if None not in keys and (ready.mask is None or not ready.mask.traced.tensors):
+            remember(_known, facts, ready, calls.KNOWN)
+    return ready.call, mask if ready.mask is None else ready.mask, ready.places
+
+
+def _made_ready(
+    query: Tensor, key: Tensor, value: Tensor, given: Given, variant: Variant, mask: BlockMask | None,
+    track: bool,
+) -> _Ready:  # fmt: skip
+    source, places = None, tuple[int, ...]()
+    if variant.score >= 0:
+        mod = record_of(variant.score)
+        source, places = mod.traced(given.captured, given.integers, given.reals, query.device)
+    checks.check_tensors(query, key, value, variant.enable_gqa)
+    options = KernelOptions(variant.backend, variant.tiles)
+    asked = calls.Asked(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
+    call, own = calls.checked(query, key, value, source, mask, asked, track)
+    return _Ready(call, own, places if call.problem.score is not None else ())
+
+
+def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask | None:
+    """The mask that was taken apart."""
+    if variant.form == "none":
+        return None
+    graph, *numbers = given.numbers
+    block, lengths, rest = (numbers[0], numbers[1]), (numbers[2], numbers[3]), numbers[4:]
+    grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
+    if variant.form == "held":
+        held = Held.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
+        mask = masked(held, lengths, block, Traced(graph_of(graph), tuple(given.mask_captured)))
+        mask.full_tiles_padded = variant.flags[1]
+        return mask
+    mod = record_of(variant.mask)
+    captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
+    if variant.form == "graph":
+        traced, _ = mod.traced(captured, *known, device)
+        return masked(held_of(given.tiles, traced.graph, (rest[0], rest[1]), grid), lengths, block, traced)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mod.run((b, h, q_idx, kv_idx), captured, known)
+
+    lists: dict[str, Any] = dict.fromkeys(LISTS) | dict(zip(variant.names, given.tiles, strict=True))
+    return BlockMask(lengths, **lists, BLOCK_SIZE=block, mask_mod=mask_mod)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """out, lse, the row maximum, and two tensors for the backward; what there is not has no elements."""
+    given, track = Given(*map(_hashable, rest[:-1])), rest[-1]
+    with autograd.no_autocast(query.device.type):
+        call, mask, places = _put_together(query, key, value, given, track)
+        captured = [given.captured[place] for place in places]
+        found = call.forward(mask, (query, key, value, *captured))
+    results = list(_empty(query, value, _VARIANTS[given.variant], track))
+    for number, result in enumerate(found):
+        if result is not None:
+            results[number] = _laid_out(result, results[number])
+    return tuple(results)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _laid_out(found: Tensor, place: Tensor) -> Tensor:
+    """What was found, in memory as the graph expects it."""
+    return found if found.stride() == place.stride() else place.copy_(found)
+
+
+def _empty(query: Tensor, value: Tensor, variant: Variant, track: bool) -> tuple[Tensor, ...]:
+    """Tensors for the results, as they lie in memory."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    generated = query.device.type == "cuda" or variant.backend == "INTERPRET"
+    kept = track and generated and dtype == query.dtype
+
+    def rows(there: bool) -> Tensor:
+        return query.new_empty(query.shape[:3] if there else 0, dtype=dtype)
+
+    return allocate(query, value.shape[3]), rows(True), rows(variant.want_max), rows(kept), rows(kept)
+
+
+attention = torch.library.custom_op(
+    "flexmod::attention",
+    _attention,
+    mutates_args=(),
+    schema=f"{_FORWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *given, track = rest
+    variant = _VARIANTS[Given(*given).variant]
+    checks.check_tensors(query, key, value, variant.enable_gqa)
+    return _empty(query, value, variant, track)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, *rest, _ = inputs
+    out, lse, max_scores, *kept = output
+    given = Given(*rest)
+    ctx.given, ctx.lists = given, [len(given.captured), len(given.tiles), len(given.mask_captured)]
+    tensors = (*given.captured, *given.tiles, *given.mask_captured)
+    ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
+    ctx.save_for_backward(query, key, value, out, lse, *kept, *tensors)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_scores, *kept)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    query, key, value, out, lse, first, second, *rest = ctx.saved_tensors
+    remaining = iter(rest)
+    captured, tiles, mask_captured = ([next(remaining) for _ in range(count)] for count in ctx.lists)
+    given = ctx.given._replace(captured=captured, tiles=tiles, mask_captured=mask_captured)
+    if grad_out is None:  # only the lse was used
+        grad_out = torch.zeros_like(out)
+    needs = list(ctx.needs_input_grad[:3])
+    needs += list(ctx.needs_input_grad[3]) if captured else []
+    found = iter(gradient(grad_out, grad_lse, query, key, value, out, lse, first, second, *given, needs))
+    grads = [next(found) if need else None for need in needs]
+    # torch takes an empty list for one of tensors
+    of_given = [[None] * len(x) if x and isinstance(x[0], Tensor) else None if x else [] for x in given[1:8]]
+    return (*grads[:3], grads[3:], *of_given, None, None, None)
+
+
+attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _gradient(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+    lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients that `needs` asks for, of query, key, value and each captured tensor, in this order."""
+    given, needs = Given(*map(_hashable, rest[:-1])), rest[-1]
+    with autograd.no_autocast(query.device.type):
+        call, mask, places = _put_together(query, key, value, given, True)
+        kept = (first, second) if first.numel() and call.problem.precision == "ieee" else ()
+        of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
+        captured = [given.captured[place] for place in places]
+        found = call.backward(
+            mask, (*needs[:3], *of_mod), len(kept),
+            (grad_out, grad_lse, query, key, value, out, lse, *kept, *captured),
+        )  # fmt: skip
+    grads: list[Tensor | None] = [*found[:3], *([None] * len(given.captured))]
+    for place, grad in zip(places, found[3:], strict=True):
+        grads[3 + place] = grad
+    asked = [grad for grad, need in zip(grads, needs, strict=True) if need]
+    results = _empty_grads(query, key, value, given, needs)
+    return [
+        result.zero_() if grad is None else _laid_out(grad, result)
+        for result, grad in zip(results, asked, strict=True)
+    ]
+
+
+def _empty_grads(
+    query: Tensor, key: Tensor, value: Tensor, given: Given, needs: Sequence[bool]
+) -> list[Tensor]:
+    of_call = [allocate(tensor, tensor.shape[3]) for tensor in (query, key, value)]
+    of_mod = [tensor.new_empty(tensor.shape) for tensor in given.captured]
+    return [tensor for tensor, need in zip((*of_call, *of_mod), needs, strict=True) if need]
+
+
+gradient = torch.library.custom_op(
+    "flexmod::attention_backward", _gradient, mutates_args=(), schema=f"{_BACKWARD} -> Tensor[]"
+)
+
+
+@gradient.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+    lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    *of_call, needs = rest
+    return _empty_grads(query, key, value, Given(*of_call), needs)

@@ -1,0 +1,319 @@
+"""flexmod inside torch.compile and torch.export: one graph, the same results, nothing compiled twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod.block_mask import in_graph
+from flexmod.ir.kept import REMEMBERED, graph_of, numbered
+from flexmod.ir.record import record, record_of
+from flexmod.ir.trace import trace
+
+HEADS = 4
+LENGTH = 40
+INTERPRET = {"BACKEND": "INTERPRET"}
+WINDOW = masks.sliding_window(9)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A function in one graph, forward and backward; `count` is how often it was compiled."""
+
+    def __init__(self, function: Callable[..., Any], backend: str = "aot_eager") -> None:
+        self._counter = CompileCounterWithBackend(backend)
+        self._plain = function
+        self._compiled = torch.compile(function, fullgraph=True, backend=self._counter)
+
+    @property
+    def count(self) -> int:
+        return self._counter.frame_count
+
+    def check(self, *arguments: Any) -> None:
+        """The results and gradients are those of the function itself."""
+        leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
+        results = [function(*arguments) for function in (self._compiled, self._plain)]
+        for result, plain in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
+            close(result, plain)
+        losses = [sum(x.sin().sum() for x in (r if isinstance(r, tuple) else (r,))) for r in results]
+        gradients = [torch.autograd.grad(loss, leaves) for loss in losses]
+        for gradient, plain in zip(*gradients, strict=True):
+            close(gradient, plain)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def inputs(length: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(2, heads, length, 16) for heads in (HEADS, 2, 2)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def attend(*arguments: Any, **options: Any) -> Any:
+    return flex_attention(*arguments, enable_gqa=True, **options)
+
+
+def window_mask(length: int = LENGTH, keys: int | None = None) -> Any:
+    return create_block_mask(WINDOW, None, None, length, keys or length, "cpu", BLOCK_SIZE=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [(None, torch.float64), (None, torch.bfloat16), (INTERPRET, torch.float32)], ids=str
+)
+def test_a_call_with_everything(options: Any, dtype: torch.dtype) -> None:
+    """A mask made outside, a learned score mod, the lse and the largest score, among other operations."""
+    mask = window_mask()
+
+    def block(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
+        table = slopes.exp()
+
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score - table[h] * (q_idx - kv_idx)
+
+        out, aux = attend(
+            q * 2, k, v, score_mod, mask, kernel_options=options, return_aux=AuxRequest(True, True)
+        )
+        return out * 3, aux.lse, aux.max_scores.detach()
+
+    compiled = Compiled(block)
+    for _ in range(1 if options else 2):  # the interpreter is slow
+        compiled.check(*inputs(dtype=dtype), torch.randn(HEADS, requires_grad=True))
+    assert compiled.count == 1
+
+
+def test_lengths_become_symbols() -> None:
+    """From the second length on, with the mask of each as an argument, or made inside."""
+
+    def inside(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return (ids[b, q_idx] == ids[b][kv_idx]) & ~(q_idx < kv_idx)
+
+        mask = create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], q.device, BLOCK_SIZE=16)
+        return attend(q, k, v, block_mask=mask)
+
+    def outside(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
+        return attend(q, k, v, mods.softcap(2.0), mask)
+
+    for function, argument in ((inside, documents), (outside, window_mask)):
+        torch._dynamo.reset()
+        compiled = Compiled(function)
+        for length in (40, 57, 73, 101):
+            compiled.check(*inputs(length), argument(length))
+        assert compiled.count == 2
+
+
+def documents(length: int) -> Tensor:
+    return torch.randint(0, 3, (2, length)).sort(-1).values
+
+
+def test_new_tensors_and_numbers_compile_nothing() -> None:
+    """Masks with other documents, closures over other tensors; integers from the second value on."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask: Any) -> Any:
+        return attend(q, k, v, score_mod, mask)
+
+    def closure(table: Tensor, reach: int) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return torch.where(q_idx - kv_idx < reach, score + table[h], -torch.inf)
+
+        return score_mod
+
+    compiled = Compiled(function)
+    for number, reach in enumerate((5, 5, 6, 9, 11)):
+        ids = documents(LENGTH)
+        mask = create_block_mask(masks.document(ids), 2, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=LENGTH)
+        compiled.check(*inputs(), closure(torch.randn(HEADS), reach), mask)
+        assert compiled.count == (1 if number < 2 else 2)
+
+
+def test_a_mask_that_was_printed_or_written_to() -> None:
+    """Its lists are there beside its runs; where they were written to, they count."""
+    mask = window_mask()
+    assert "sparsity" in repr(mask)
+    compiled = Compiled(lambda q, k, v, mask: attend(q, k, v, block_mask=mask))
+    compiled.check(*inputs(), mask)
+    before = attend(*inputs(), block_mask=mask)
+    mask.kv_num_blocks.zero_()
+    mask.full_kv_num_blocks.zero_()
+    compiled.check(*inputs(), mask)
+    assert attend(*inputs(), block_mask=mask).eq(0).all() and before.ne(0).any()
+
+
+def test_masks_of_torch_and_of_lists() -> None:
+    theirs = torch_flex.create_block_mask(WINDOW, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+    ours = window_mask()
+    lists = type(ours).from_kv_blocks(ours.kv_num_blocks, ours.kv_indices, BLOCK_SIZE=16, mask_mod=WINDOW)
+    for mask in (theirs, lists):
+        lengths = mask.seq_lengths
+        q, k, v = (inputs(n)[i] for i, n in enumerate((lengths[0], lengths[1], lengths[1])))
+        Compiled(lambda q, k, v, mask=mask: attend(q, k, v, block_mask=mask)).check(q, k, v)
+
+
+def test_layouts_are_kept() -> None:
+    """[B, M, H, D] in memory, as models have it."""
+
+    def function(x: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(x.transpose(1, 2), k, v).transpose(1, 2)
+
+    x = torch.randn(2, LENGTH, HEADS, 16, requires_grad=True)
+    result = torch.compile(function, fullgraph=True, backend="aot_eager")(x, *inputs()[1:])
+    assert result.is_contiguous()
+
+
+def test_checkpoints() -> None:
+    mask = window_mask()
+
+    def function(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
+        def block(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+                return score + slopes[h] * kv_idx
+
+            return attend(q.cos(), k, v, score_mod, mask)
+
+        return checkpoint(block, q, k, v, use_reentrant=False)
+
+    compiled = Compiled(function)
+    compiled.check(*inputs(), torch.rand(HEADS, requires_grad=True))
+    assert compiled.count == 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(HEADS))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score + self.slopes[h] * (q_idx - kv_idx)
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)
+
+        mask = create_block_mask(mask_mod, q.shape[0], None, q.shape[2], k.shape[2], q.device, BLOCK_SIZE=16)
+        return attend(q, k, v, score_mod, mask).sin()
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_length_that_is_a_symbol(strict: bool) -> None:
+    model, length = Model(), torch.export.Dim("length", min=20, max=4000)
+    shapes = ({2: length}, {2: length}, {2: length}, {1: length})
+    example = (*(x.detach() for x in inputs()), documents(LENGTH))
+    exported = torch.export.export(model, example, strict=strict, dynamic_shapes=shapes).module()
+    for n in (LENGTH, 57):
+        case = (*(x.detach() for x in inputs(n)), documents(n))
+        assert torch.equal(exported(*case), model(*case))
+
+
+def test_operations_as_torch_wants_them() -> None:
+    """Schemas, fake kernels, autograd registration; see torch.library.opcheck."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Keep(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "flexmod" in str(func):
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    arguments = (*inputs(), documents(LENGTH))
+    exported = torch.export.export(Model(), arguments).module()
+    with Keep():
+        exported(*arguments).sum().backward()
+    names = [str(func) for func, _ in calls]
+    assert sorted(set(names)) == [
+        "flexmod.attention.default", "flexmod.attention_backward.default", "flexmod.block_mask.default"
+    ]  # fmt: skip
+    for func, args in calls:
+        args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+        torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def some_mods(t: Tensor, z: Tensor, n: int) -> Sequence[Any]:
+    """What mods may write: every kind of operand on either side, functions, methods, indices."""
+    table = torch.arange(48.0).view(4, 12)
+    return (
+        lambda s, b, h, q, k: s - z + (z - s) * 2 - (2 - s) / z,
+        lambda s, b, h, q, k: torch.where(z > s, s, -s) + torch.where(s > 1, 0.5, s.abs()),
+        lambda s, b, h, q, k: z.where(q >= k, s) + s.where(q > k, z) - abs(-s),
+        lambda s, b, h, q, k: s + table[h, q % 12] + table[h][(q + k) % 12] + table[..., 3][h] + t[-1],
+        lambda s, b, h, q, k: torch.tanh(s / n) * n + torch.nn.functional.softplus(s) + s.float().exp(),
+        lambda s, b, h, q, k: s * torch.clamp(q - k, min=-3, max=n).to(s.dtype) + torch.sub(s, z, alpha=2),
+        lambda s, b, h, q, k: s + (q.new_ones((), dtype=torch.bool) & ~(q < k) | (b == 0)).int() // 2 + q**2,
+        lambda s, b, h, q, k: s + abs(q - k) - torch.maximum(q, k) % 3 + (k << 1) + -k + (q ^ k) + 2**h,
+    )
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_record_is_traced_as_the_mod_itself(number: int) -> None:
+    """Recorded as it is, and by TorchDynamo."""
+    mod = some_mods(torch.rand(4), torch.tensor(1.5), 3)[number]
+    t = torch.device("cpu")
+    recorded = record(mod, "score", t)
+    captured = recorded.captured, recorded.integers, recorded.reals
+    traced, places = record_of(recorded.number).traced(*captured, t)
+    wanted = trace(mod, "score")
+    assert traced.graph.reads == wanted.graph.reads
+    assert all(recorded.captured[place] is x for place, x in zip(places, traced.tensors, strict=True))
+    case = [x.detach() for x in inputs(16)]
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
+
+
+def test_what_a_mod_may_not_do_keeps_its_class() -> None:
+    """Where graphs may break, the call runs without one and says what is wrong; else TorchDynamo does."""
+    noise = torch.zeros(LENGTH)
+
+    def writes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        noise.add_(1)
+        return score + noise[q_idx]
+
+    def draws(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + torch.rand(())
+
+    for mod, error in ((writes, errors.MutationError), (draws, errors.RandomNumberError)):
+        with pytest.raises(error):
+            torch.compile(lambda *x, mod=mod: attend(*x, mod), backend="eager")(*inputs())
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=error.instead.split(",")[0]):
+            torch.compile(lambda *x, mod=mod: attend(*x, mod), backend="eager", fullgraph=True)(*inputs())
+    with pytest.raises(errors.HeadCountMismatch):
+        torch.compile(flex_attention, backend="eager")(*inputs())
+    with pytest.raises(errors.MaskLengthError):
+        torch.compile(attend, backend="eager", fullgraph=True)(*inputs(), None, window_mask(48))
+
+
+def test_a_mask_made_inside_is_the_mask() -> None:
+    """Its runs, for a mask that reads b and h and for one that does not."""
+    for mask_mod in (WINDOW, lambda b, h, q_idx, kv_idx: (q_idx + 3 * h >= kv_idx) | (b == 1)):
+        made = in_graph.create(mask_mod, (2, 3, 70, 50), (16, 16), torch.device("cpu"), True)
+        held = in_graph.held_of(made.tiles, trace(mask_mod, "mask").graph, (2, 3), (5, 4))
+        wanted = create_block_mask(mask_mod, 2, 3, 70, 50, "cpu", BLOCK_SIZE=16)
+        assert torch.equal(held.table(4), wanted.table())
+
+
+def test_graphs_are_kept_by_number() -> None:
+    """While something holds them, and thousands beyond that."""
+    held = trace(lambda b, h, q, k: q >= k + 12345, "mask").graph
+    first, number = numbered(held)
+    assert numbered(trace(lambda b, h, q, k: q >= k + 12345, "mask").graph) == (first, number)
+    gone = numbered(trace(lambda b, h, q, k: q >= k + 54321, "mask").graph)[1]
+    assert graph_of(gone).kind == "mask"
+    for other in range(REMEMBERED):
+        numbered(trace(lambda b, h, q, k, other=other: q >= k + other, "mask").graph)
+    assert graph_of(number) is first
+    with pytest.raises(errors.ForgottenGraphError):
+        graph_of(gone)
