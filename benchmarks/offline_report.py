@@ -22,33 +22,12 @@ from tabulate import tabulate
 
 from benchmarks import workers
 from benchmarks.rows import find
+from flexmod.ahead import TYPES, captured_types, signature_of
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import Parameter
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile
 from flexmod.compiler import compile_mod, kernels_for
-from flexmod.ir.trace import Traced, trace
+from flexmod.ir.trace import trace
 from flexmod.runtime import offline
-
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-}  # fmt: skip
-OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
-STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
-SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
-LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_COUNTS", "_TILES")
-ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
-LAST_STRIDES = (
-    "stride_qd",
-    "stride_kd",
-    "stride_vd",
-    "stride_od",
-    "stride_gd",
-    "stride_dqd",
-    "stride_dkd",
-    "stride_dvd",
-)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -165,44 +144,13 @@ def compiled(part: Part, dtype: torch.dtype) -> tuple[Kernels, dict[str, str]]:
     lowered = [compile_mod(mod.graph, extents).lowered if mod else None for mod in (score, mask)]
     wanted = tuple(n for n, tensor in enumerate(score.tensors) if tensor.requires_grad) if score else ()
     kernels = kernels_for(spec, *lowered, wanted=wanted if spec.backward else ())
-    types: dict[str, str] = {}
     grads = kernels.captures.by_kernel(kernels.grad)
     if part.kernel in ("diagonal", "scatter") and grads[part.kernel] is None:
         raise ValueError(f"{part.row} has no {part.kernel} kernel")
+    types: dict[str, str] = {}
     for text, mod in ((kernels.score, score), (grads.get(part.kernel), score), (kernels.mask, mask)):
-        if text and mod:
-            types |= {parameter.name: _type(parameter, mod) for parameter in text.parameters}
+        types |= captured_types(text, mod.tensors if mod else ())
     return kernels, types
-
-
-def _type(parameter: Parameter, mod: Traced) -> str:
-    if parameter.kind == "pointer":
-        return "*" + TYPES[mod.tensors[parameter.index].dtype]
-    return "fp32" if parameter.kind == "number" else "i32"
-
-
-def signature_of(
-    names: list[str], types: dict[str, str], operand: str
-) -> tuple[dict[str, str], dict[str, object]]:
-    """Triton's types of the run-time parameters, and the values of the others but for the tile's sides."""
-    signature: dict[str, str] = {}
-    constexprs: dict[str, object] = {}
-    for name in names:
-        if name in types:
-            signature[name] = types[name]
-        elif name in OPERANDS:
-            signature[name] = f"*{operand}"
-        elif name in STATISTICS or name.endswith(SUMS):
-            signature[name] = "*fp32"
-        elif name.endswith(LISTS):
-            signature[name] = "*i32"
-        elif name.endswith(ABSENT):
-            constexprs[name] = None
-        elif name in LAST_STRIDES:
-            constexprs[name] = 1
-        elif name not in ("BLOCK_M", "BLOCK_N"):
-            signature[name] = "fp32" if name == "scale" else "i32"
-    return signature, constexprs
 
 
 def _cell(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -12,10 +12,9 @@ from flexmod.codegen import hopper
 from flexmod.codegen.hopper import Way
 from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
-from flexmod.codegen.spec import KernelSpec
-from flexmod.compiler import capture_grad, capture_texts, lower
+from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph
-from flexmod.ir.trace import trace
+from flexmod.variant import variant
 
 
 @dataclass(frozen=True)
@@ -51,30 +50,22 @@ def explain(
     of the mask's tiles, (queries, keys). Captured tensors that require grad get theirs. Raises what tracing
     raises.
     """
-    extents = (1, 1, 1 << 15, 1 << 15)
-    traced = trace(score_mod, "score") if score_mod else None
-    score = lower(traced.graph, extents, split=mask_mod is None) if traced else None
-    mask = lower(trace(mask_mod, "mask").graph, extents, split=False) if mask_mod else None
-    if score is not None and score.split is not None:
-        mask = lower(score.split, extents, split=False)
-    block = (block_size, block_size) if isinstance(block_size, int) else block_size
-    spec = KernelSpec(
-        q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
-        mask_block=block if mask else None, backward=True,
-    )  # fmt: skip
+    made = variant(
+        score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size
+    )
+    score, mask, spec = made.score, made.mask, made.spec
     graphs = [mask.score if mask else None, *((score.score, score.grad) if score else ())]
     captures = by_column = NO_CAPTURES
-    learned = tuple(n for n, tensor in enumerate(traced.tensors) if tensor.requires_grad) if traced else ()
-    if learned and score and score.score:
-        captures = capture_texts(score.score, learned)
-        by_column = capture_texts(score.score, learned, "column")
-        graphs[-1] = capture_grad(score.score, learned).graph
+    if made.learned and score and score.score:
+        captures = capture_texts(score.score, made.learned)
+        by_column = capture_texts(score.score, made.learned, "column")
+        graphs[-1] = capture_grad(score.score, made.learned).graph
     score_text, mask_text = score.text if score else None, mask.text if mask else None
     grad_text, exponent = (score.grad_text, score.exponent_text) if score else (None, None)
     source = render(spec, score_text, mask_text, grad_text, captures)
     sources, templates = {}, []
     for way in get_args(Way):
-        own = replace(spec, backward=way == "backward")
+        own = made.spec_of(way)
         why = hopper.why_portable(own, way, hopper.TARGET, {})
         if why is None:
             mod = score_text if own.backward else exponent

@@ -24,6 +24,7 @@ def render(
     captures: CaptureTexts = NO_CAPTURES,
     template: str = "module.jinja",
     target: str = "",
+    **facts: object,
 ) -> str:
     """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
@@ -31,6 +32,7 @@ def render(
     `grad` is the derivative of the score_mod; a backward with a score_mod needs it. `captures` are those that
     make gradients of captured tensors as well, and may ask for a `diagonal_kernel` and a `scatter_kernel`.
     What the mods' texts call of `prelude.py` is in the module too, `target`'s own form of it if there is one.
+    `facts` are what another template asks for.
     """
     if not spec.backward:
         grad, captures = None, NO_CAPTURES
@@ -51,11 +53,12 @@ def render(
             terms_of=lambda kernel: terms.get(kernel, ()),
             mods=mods,
             prelude=prelude.used_by(*(mod.text for mod in mods), single=spec.exact, target=target),
-            head=_head(spec, score, mask),
+            head=facts.pop("head", None) or head_lines(spec, score, mask),
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
             in_pairs=score is not None and prelude.in_pairs(score.text, target),
             lowest_peak=lowest_peak(spec, score.bounds) if score else None,
+            **facts,
         )
     )
 
@@ -152,7 +155,7 @@ def _as_tuple(names: Sequence[str]) -> str:
     return line if len(line) < 90 else "(\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
-def _head(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:
+def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:
     """The module's docstring: what it is, and the facts that shaped it."""
     kernels = "forward and backward" if spec.backward else "forward"
     mods = " and ".join([*(["a score_mod"] if score else []), *(["a mask_mod"] if mask else [])])

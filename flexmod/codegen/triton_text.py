@@ -151,7 +151,7 @@ class Writer:
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
         main = Function(self.main, list(self.arguments))
-        _return(main, *self.returned(main))
+        give_back(main.lines, *self.returned(main))
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = self.called(main)
@@ -186,7 +186,7 @@ class Writer:
         if not nodes:
             return "", ""
         function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
-        _return(function, *[self.value(function, n) for n in nodes])
+        give_back(function.lines, *[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         return f"{targets} = {self.called(function)}", self._source(function)
 
@@ -393,11 +393,11 @@ def bind(function: Function, name: str, text: str) -> str:
     return name
 
 
-def _return(function: Function, *values: str) -> None:
+def give_back(lines: list[str], *values: str) -> None:
     """The last statement; a value that the line before has just named needs no name."""
     text = ", ".join(map(tidy, values))
-    last = function.lines[-1] if function.lines else ""
+    last = lines[-1] if lines else ""
     if last.startswith(f"{text} = "):
-        function.lines.pop()
+        lines.pop()
         text = last.removeprefix(f"{text} = ")
-    function.lines.append(f"return {text}")
+    lines.append(f"return {text}")

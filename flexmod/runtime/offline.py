@@ -38,6 +38,8 @@ class Report:
     """Registers of a thread."""
     spills: int
     """Bytes that a thread stores to and loads from local memory for want of registers."""
+    local: int
+    """Bytes of local memory of a thread. Triton calls four of them a spilled register."""
     matrix_instructions: Mapping[str, int]
     """Count in the final code by mnemonic: HMMA, HGMMA, UTCHMMA; v_mfma on AMD."""
     warnings: tuple[str, ...] = ()
@@ -106,7 +108,9 @@ def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     lines = {line.strip() for line in log.splitlines() if "warning" in line.lower() or "Potential" in line}
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
-    return Report(target, shared, registers, sum(map(int, spills)), Counter(found), tuple(sorted(lines)), asm)
+    stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
+    matrix = Counter(found)
+    return Report(target, shared, registers, sum(map(int, spills)), stack, matrix, tuple(sorted(lines)), asm)
 
 
 def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
@@ -116,7 +120,8 @@ def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
         return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
 
     spilled = 4 * (fact("vgpr_spill_count") + fact("sgpr_spill_count"))
-    return Report(target, shared, fact("vgpr_count"), spilled, Counter(_MATRIX_AMD.findall(text)), (), asm)
+    stack, matrix = fact("private_segment_fixed_size"), Counter(_MATRIX_AMD.findall(text))
+    return Report(target, shared, fact("vgpr_count"), spilled, stack, matrix, (), asm)
 
 
 def _ptxas(target: Target, ptx: str) -> str:

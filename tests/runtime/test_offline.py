@@ -69,6 +69,7 @@ def test_spills_are_counted() -> None:
     report = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 128}, "sm_80", num_warps=1)
     assert report.registers == 255
     assert report.spills > 0
+    assert report.local > 0
 
 
 def test_alignment_is_the_callers_word() -> None:
@@ -95,6 +96,7 @@ def test_in_a_process_that_interprets() -> None:
 
 
 def test_assembler_warnings_are_kept() -> None:
-    report = offline.Report(named("sm_90"), 0, 255, 8, {"HGMMA": 4}, ("ptxas info : (C7510) Potential ...",))
-    assert str(report).splitlines()[1:] == ["  ptxas info : (C7510) Potential ..."]
+    warning = "ptxas info : (C7510) Potential ..."
+    report = offline.Report(named("sm_90"), 0, 255, 8, 16, {"HGMMA": 4}, (warning,))
+    assert str(report).splitlines()[1:] == [f"  {warning}"]
     assert "255 registers, 8 bytes of spills, HGMMA=4" in str(report)

@@ -1,0 +1,217 @@
+"""Compiles the kernels of a variant ahead of time, for chips that need not be present.
+
+    for job in jobs(variant(mods.softcap(30.0), masks.causal(), head_dim=128), "sm_90"):
+        print(job.compile())
+
+Each kernel is compiled with the tile that a launch would settle on, by the same rules: the first of its
+ladder that fits the chip's shared memory and spills little, or else the one that spills least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from flexmod.backends import hopper as hopper_launcher
+from flexmod.codegen import hopper
+from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.spec import KernelName, Tile
+from flexmod.runtime import launch, offline
+from flexmod.runtime.gluon import descriptor_type
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import named
+from flexmod.variant import Variant
+
+Template = Literal["portable", "hopper"]
+
+TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1",
+}  # fmt: skip
+OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
+STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
+SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
+LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_COUNTS", "_TILES")
+ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
+
+
+class Built(NamedTuple):
+    """A kernel as it was compiled: on which template, with which tile or shape, and what the compiler says.
+
+    `report` is None where nothing compiled; `problem` says what is wrong, or is "".
+    """
+
+    kernel: str
+    template: Template
+    tile: Tile | Shape | None
+    report: Report | None
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.report is not None and self.report.fits
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel that is to be compiled."""
+
+    target: str
+    kernel: str
+    template: Template
+    compile: Callable[[], Built]
+
+
+def jobs(variant: Variant, target: str) -> list[Job]:
+    """The kernels, forward and backward, that a call runs on a chip. Raises UnknownTarget.
+
+    Kernels that have no tile to choose (statistics, rounding) are left out.
+    """
+    named(target)
+    found = []
+    for way in get_args(Way):
+        if hopper.why_portable(variant.spec_of(way), way, target, {}) is None:
+            made = HopperKernels(variant.kernels(way, "column"))
+            work = partial(_first_shape, made, way, target, variant)
+            found.append(Job(target, way, "hopper", work))
+            continue
+        kernels = variant.kernels(way)
+        for name in portable_kernels(kernels):
+            work = partial(_portable, kernels, name, target, variant)
+            found.append(Job(target, name, "portable", work))
+    return found
+
+
+def portable_kernels(kernels: Kernels) -> tuple[KernelName, ...]:
+    """Those of a forward, or of a backward, that have tiles."""
+    if not kernels.spec.backward:
+        return ("forward",)
+    names: list[KernelName] = ["delta"] if kernels.spec.exact else []
+    names += ["dq", "dkdv"]
+    names += ["diagonal"] if kernels.captures.diagonal else []
+    return (*names, "scatter") if kernels.captures.element else tuple(names)
+
+
+def _portable(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
+    tile, report = first_tile(kernels, name, target, variant)
+    problem = "" if report.fits else f"no tile fits {report.target.shared_limit} bytes of shared memory"
+    return Built(name, "portable", tile, report, problem)
+
+
+def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> tuple[Tile, Report]:
+    """The tile that a launch settles on, and its report; the last of the ladder's where none fits."""
+    found: list[tuple[Tile, Report]] = []
+    for tile in kernels.ladder(name):
+        report = compile_tile(kernels, name, tile, target, variant)
+        if not report.fits:
+            last = tile, report
+            continue
+        found.append((tile, report))
+        if report.local <= 4 * launch.SPILLS_ALLOWED or len(found) == launch.TILES_COMPARED:
+            break
+    return min(found, key=lambda pair: pair[1].local) if found else last
+
+
+def compile_tile(kernels: Kernels, name: KernelName, tile: Tile, target: str, variant: Variant) -> Report:
+    """One portable kernel with one tile, as a launch on dense aligned tensors specializes it."""
+    kernel = getattr(kernels.module, f"{name}_kernel")
+    grad = kernels.captures.by_kernel(kernels.grad).get(name)
+    types = _types_of_mods(variant, kernels, grad)
+    signature, constants = signature_of(kernel.arg_names, types, TYPES[kernels.spec.q_dtype])
+    sides = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    aligned = [n for n, kind in signature.items() if kind.startswith("*") or n.startswith("stride_")]
+    return offline.compile(
+        kernel, signature, constants | sides, target,
+        num_warps=tile.warps, num_stages=tile.stages, divisible=aligned,
+    )  # fmt: skip
+
+
+def _types_of_mods(variant: Variant, kernels: Kernels, grad: ModText | None) -> dict[str, str]:
+    of_score = captured_types(kernels.score, variant.score_tensors)
+    of_grad = captured_types(grad, variant.score_tensors)
+    return of_score | of_grad | captured_types(kernels.mask, variant.mask_tensors)
+
+
+def captured_types(text: ModText | None, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Triton's types of the parameters that a mod brings along."""
+    types = {}
+    for p in text.parameters if text else ():
+        plain = "fp32" if p.kind == "number" else "i32"
+        types[p.name] = f"*{TYPES[tensors[p.index].dtype]}" if p.kind == "pointer" else plain
+    return types
+
+
+def signature_of(
+    names: list[str], types: Mapping[str, str], operand: str
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Triton's types of the run-time parameters, and the values of the others but for the tile's sides."""
+    signature: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    for name in names:
+        if name in types:
+            signature[name] = types[name]
+        elif name in OPERANDS:
+            signature[name] = f"*{operand}"
+        elif name in STATISTICS or name.endswith(SUMS):
+            signature[name] = "*fp32"
+        elif name.endswith(LISTS):
+            signature[name] = "*i32"
+        elif name.endswith(ABSENT):
+            constants[name] = None
+        elif name.startswith("stride_") and name.endswith("d"):  # of a last dimension
+            constants[name] = 1
+        elif name not in ("BLOCK_M", "BLOCK_N"):
+            signature[name] = "fp32" if name == "scale" else "i32"
+    return signature, constants
+
+
+def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant) -> Built:
+    """As the launcher of the kernels for Hopper judges shapes."""
+    found: list[tuple[Shape, Report]] = []
+    refused = ""
+    for shape in kernels.ladder(way):
+        try:
+            report = _compile_shape(kernels, way, shape, target, variant)
+        # whatever the compiler has against a shape: the next one may do
+        except Exception as error:
+            refused = str(error).partition("\n")[0] or type(error).__name__
+            continue
+        found.append((shape, report))
+        if report.fits and report.local <= 4 * hopper_launcher.SPILLS_ALLOWED:
+            break
+    if not found:
+        return Built(way, "hopper", None, None, f"no shape compiles: {refused}")
+    shape, report = min(found, key=lambda pair: (not pair[1].fits, pair[1].local))
+    problem = "" if report.fits else f"no shape fits {report.target.shared_limit} bytes of shared memory"
+    if report.local > 4 * hopper_launcher.SPILLS_ENDURED:
+        problem = problem or "it spills so much that the portable template runs"
+    return Built(way, "hopper", shape, report, problem)
+
+
+def _compile_shape(kernels: HopperKernels, way: Way, shape: Shape, target: str, variant: Variant) -> Report:
+    portable, spec = kernels.portable, kernels.spec
+    half, rows = spec.q_dtype, shape.block_m if isinstance(shape, BackwardShape) else 64
+    wide, value = spec.head_tile, spec.value_tile
+    tiles = {
+        "Q": (rows, wide), "K": (shape.block_n, wide), "V": (shape.block_n, value), "OUT": (64, value),
+        "GRAD_OUT": (rows, value), "GRAD_K": (64, wide), "GRAD_V": (64, value),
+    }  # fmt: skip
+    types = {name: descriptor_type((1, 1, *sides), half) for name, sides in tiles.items()}
+    if way == "backward":
+        types["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, wide // 2), torch.float32)
+        types |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
+    grad = portable.captures.by_kernel(portable.grad)["dkdv"] if way == "backward" else None
+    types |= _types_of_mods(variant, portable, grad)
+    constants: dict[str, Any] = dict(shape.arguments())
+    options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    kernel = getattr(kernels.module, f"{way}_kernel")
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature, more = signature_of(names, types, TYPES[half])
+    return offline.compile(kernel, signature, {**constants, **more}, target, **options)

@@ -1,0 +1,137 @@
+"""Graph -> a plain torch function on positions that broadcast, for people and for dense checks.
+
+    def score_mod_in_torch(score, b, h, q_idx, kv_idx, slopes):
+        return score + slopes[h] * (kv_idx.float() - q_idx.float())
+
+It says what the device functions of `triton_text` say. Positions are int32 tensors of one dimension or more;
+what they broadcast to is the shape of the result.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from flexmod.codegen.expressions import fill, literal, tidy
+from flexmod.codegen.triton_text import ARGUMENTS, WIDTH, fresh, give_back
+from flexmod.ir.graph import Graph, Node, used_captures
+from flexmod.ir.ops import CAST, OPS, strong
+
+# The operators of Python that torch tensors have; all others are functions of torch.
+INFIX = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "floor_divide": "{0} // {1}", "remainder": "{0} % {1}", "pow": "{0} ** {1}", "neg": "-{0}",
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}", "logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}",
+    "logical_not": "~{0}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}",
+    "bitwise_not": "~{0}", "shift_left": "{0} << {1}", "shift_right": "{0} >> {1}",
+    "trunc_divide": 'torch.div({0}, {1}, rounding_mode="trunc")',
+}  # fmt: skip
+# torch.minimum and torch.maximum take no numbers
+CLAMPS = {"minimum": "torch.clamp({0}, max={1})", "maximum": "torch.clamp({0}, min={1})"}
+LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
+METHODS = {torch.float32: "float()", torch.int64: "long()", torch.int32: "int()", torch.bool: "bool()"}
+
+
+@dataclass(frozen=True)
+class TorchText:
+    """The text of a function, its name, and the numbers of the captures that follow its positions."""
+
+    name: str
+    text: str
+    captures: tuple[int, ...] = ()
+
+
+def write_torch(graph: Graph, name: str, names: tuple[str, ...]) -> TorchText:
+    """A function `name` of the graph's inputs and of the captures it loads from, which are called `names`.
+
+    It returns the graph's result, or a tuple of its results. A graph whose constants were promoted has none.
+    """
+    return _Writer(graph, name, names).write()
+
+
+@dataclass
+class _Writer:
+    graph: Graph
+    name: str
+    captures: tuple[str, ...]
+    lines: list[str] = field(default_factory=list)
+    known: dict[Node, str] = field(default_factory=dict)
+    quoted: set[str] = field(default_factory=set)
+
+    def write(self) -> TorchText:
+        arguments = ARGUMENTS[self.graph.kind]
+        used = used_captures(self.graph.nodes)
+        given = [*arguments, *(self.captures[number] for number in used)]
+        self.taken = {*given, "torch"}
+        self.users: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            for argument in node.args:
+                self.users[argument] = self.users.get(argument, 0) + 1
+        give_back(self.lines, *(self._result(node) for node in self.graph.results))
+        body = "\n".join(f"    {line}" for line in self.lines)
+        return TorchText(self.name, f"def {self.name}({', '.join(given)}):\n{body}\n", used)
+
+    def _result(self, node: Node) -> str:
+        """A constant becomes a tensor, so that it has a shape and a device."""
+        text = self._value(node)
+        if node.is_const:
+            like = "score" if self.graph.kind == "score" else "kv_idx"
+            return f"torch.full_like({like}, {text}, dtype={strong(node.dtype)})"
+        return text
+
+    def _value(self, node: Node) -> str:
+        if node.is_const:
+            return literal(node.value, strong(node.dtype))
+        if node.op == "input":
+            return f"{node.value}.long()" if node.dtype == torch.int64 else str(node.value)
+        if node not in self.known:
+            text = self._expression(node)
+            self._comment(node)
+            if self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
+                self.known[node] = text
+            else:
+                self.known[node] = fresh(f"{node.op}_{len(self.known)}", self.taken)
+                self.lines.append(f"{self.known[node]} = {tidy(text)}")
+        return self.known[node]
+
+    def _comment(self, node: Node) -> None:
+        if node.where is None:
+            return
+        line = f"# {os.path.basename(node.where.file)}:{node.where.line}: {node.where.text}"[:WIDTH]
+        if line not in self.quoted:
+            self.quoted.add(line)
+            self.lines.append(line)
+
+    def _expression(self, node: Node) -> str:
+        if node.op == "load":
+            capture = self.captures[node.value]  # type: ignore[call-overload]
+            indices = [self._value(a) for a in node.args]
+            return f"{capture}[{', '.join(indices)}]" if indices else capture
+        if node.op == CAST:
+            return fill(f"{{0}}.{_to(node.dtype)}", [self._value(node.args[0])])  # type: ignore[arg-type]
+        row = OPS[node.op]
+        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        # a tensor without dimensions promotes others less than torch's scalars of a mod do each other
+        said = any(not a.home and (not a.is_const or isinstance(a.dtype, torch.dtype)) for a in node.args)
+        values = []
+        for argument, dtype in zip(node.args, at, strict=True):
+            if argument.is_const:
+                values.append(literal(argument.value, row.number_dtype(dtype)))
+                continue
+            value = self._value(argument)
+            cast = strong(argument.dtype) != dtype and (said or node.op in LOGICAL)
+            values.append(fill(f"{{0}}.{_to(dtype)}", [value]) if cast else value)
+        if node.op in CLAMPS and any(a.is_const for a in node.args):
+            if node.args[0].is_const:
+                values.reverse()
+            return fill(CLAMPS[node.op], values)
+        if node.op in INFIX:
+            return fill(INFIX[node.op], values)
+        return f"torch.{row.torch_names[0]}({', '.join(map(tidy, values))})"
+
+
+def _to(dtype: torch.dtype) -> str:
+    return METHODS.get(dtype, f"to({dtype})")

@@ -1,0 +1,325 @@
+"""One file with the kernels of a variant, forward and backward, that depends on torch and triton alone.
+
+    save("my_attention.py", score_mod, mask_mod, head_dim=128)
+    python my_attention.py
+
+It has the portable kernels, a plain launcher, and a main() that checks them against dense attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from flexmod.ahead import first_tile, portable_kernels
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
+from flexmod.codegen.render import head_lines, parameters, render
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
+from flexmod.codegen.term_text import write_terms
+from flexmod.codegen.torch_text import TorchText, write_torch
+from flexmod.codegen.triton_text import fresh
+from flexmod.compiler import build, capture_grad, capture_terms
+from flexmod.errors import NoTileFits
+from flexmod.ir.graph import Graph, dtype_name, used_captures
+from flexmod.ir.passes import Extents
+from flexmod.ir.reductions import Term
+from flexmod.quotes import example, quotes
+from flexmod.variant import Variant, variant
+
+# Index arithmetic of a file is wide enough for this many batch entries, heads, queries and keys.
+EXTENTS: Extents = (1 << 10, 1 << 10, 1 << 20, 1 << 20)
+# B, HQ, HKV, M and N of main() on a GPU and in the interpreter; less where what a mod captures is smaller.
+ON_GPU = (2, 8, 4, 2000, 2100)
+INTERPRETED = (2, 2, 1, 100, 130)
+# How far a result in the dtype may be from dense attention in float64, as a ratio of norms.
+LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+# Names that the template has at the places where captured tensors have theirs.
+TAKEN = {
+    "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "peak", "total", "row", "column", "length", "dtype",
+    "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h", "q_idx", "kv_idx",
+    "score", "keep", "kept", "start", "positions", "pairs", "full", "partial", "arguments", "exact", "dense",
+    "operands", "results", "truths", "names", "agrees", "error", "name", "result", "truth", "shapes", "sizes",
+    "interpreted", "largest", "weight", "torch", "triton", "tl", "os", "sys", "warnings", "attention",
+    "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
+    "of_sums", "D", "DV",
+}  # fmt: skip
+
+
+class SumText(NamedTuple):
+    """Sums of a gradient: the launch argument that holds them, and the function of where each belongs.
+
+    `place` is None where that is plain. `given` are the captured tensors that it takes besides positions.
+    """
+
+    buffer: str
+    along: str
+    place: TorchText | None = None
+    given: tuple[str, ...] = ()
+
+
+class Learned(NamedTuple):
+    """A tensor of the score_mod that gets a gradient."""
+
+    name: str
+    terms: tuple[SumText, ...]
+
+
+def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
+    """Write `standalone(*arguments, **options)` to a file; returns its path."""
+    path = Path(path)
+    path.write_text(standalone(*arguments, **options))
+    return path
+
+
+def standalone(
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    *,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int | tuple[int, int] = 128,
+    target: str = "sm_80",
+    tiles: Mapping[KernelName, Tile] | None = None,
+) -> str:
+    """The text of a file with attention for these mods, of the portable kernels; no GPU is needed.
+
+    Args:
+        head_dim, value_dim: of query and key, and of value (head_dim if None).
+        dtype: the file takes float16 and bfloat16, or float32 where this is float32.
+        block_size: of the mask, (queries, keys).
+        target: the chip whose shared memory and registers the tiles are chosen for, by compiling them.
+        tiles: tiles of kernels, instead of chosen ones.
+
+    Tensors that the mods capture become arguments; those of the score_mod that require grad get gradients. In
+    main() small ones have their values, others random values of their range. Raises what tracing raises, and
+    UnknownTarget, NoTileFits.
+    """
+    made = variant(
+        score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
+        extents=EXTENTS, mask_form="lists", shared_kv=True,
+    )  # fmt: skip
+    return _File(made, [mod for mod in (score_mod, mask_mod) if mod], target, dict(tiles or {})).text()
+
+
+@dataclass
+class _File:
+    variant: Variant
+    mods: list[Callable[..., Any]]
+    target: str
+    tiles: dict[KernelName, Tile]
+
+    def __post_init__(self) -> None:
+        v = self.variant
+        self.score = v.score.score if v.score else None
+        self.mask = v.mask.score if v.mask else None
+        names = Names()
+        self.score_names = names.of(self.score, v.score_tensors)
+        self.mask_names = names.of(self.mask, v.mask_tensors)
+        self.terms: list[Term] = []
+        if v.learned and self.score:
+            # along diagonals there is a kernel of its own, with lists of its own: by element serves as well
+            self.terms = [
+                replace(term, along="element") if term.along == "diagonal" else term
+                for term in capture_terms(self.score, v.learned)
+            ]
+        self.captures = NO_CAPTURES
+        if self.terms and self.score:
+            self.captures = write_terms(capture_grad(self.score, v.learned), self.terms)
+        score, mask = v.score, v.mask
+        self.kernels = Kernels(
+            v.spec, self.build, score.text if score else None, mask.text if mask else None,
+            score.grad_text if score else None, captures=self.captures,
+        )  # fmt: skip
+
+    def build(self, spec: KernelSpec) -> ModuleType:
+        kernels = self.kernels
+        return build(spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
+
+    def text(self) -> str:
+        kernels, spec = self.kernels, self.variant.spec
+        score_names = used_names(self.score, self.score_names)
+        mask_names = used_names(self.mask, self.mask_names)
+        learned = self.learned()
+        places = {tensor.name: f"exact[{3 + place}]" for place, tensor in enumerate(learned)}
+        mask_only = [name for name in mask_names if name not in score_names]
+        results = ["grad_q", "grad_k", "grad_v", "None", *(["None"] if self.mask else [])]
+        results += [f"grad_{n}.to({n}.dtype)" if n in places else "None" for n in score_names]
+        return render(
+            spec, kernels.score, kernels.mask, kernels.grad, self.captures, "standalone.jinja",
+            head=self.head(),
+            quotes=quotes(self.mods),
+            of_score=self.score and write_torch(self.score, "score_mod_in_torch", self.score_names),
+            of_mask=self.mask and write_torch(self.mask, "mask_mod_in_torch", self.mask_names),
+            score_names=score_names,
+            mask_names=mask_names,
+            mask_only=mask_only,
+            mask_reads=self.mask.reads if self.mask else (),
+            parameters_of_mods=self.parameters(),
+            learned=learned,
+            by_element=self.by_element(),
+            adds=any(term.place for tensor in learned for term in tensor.terms),
+            captured_shapes=shapes(self.score, self.variant.score_tensors, self.score_names),
+            tiles=self.chosen_tiles(),
+            examples=self.examples(),
+            sizes={"gpu": self.sizes(ON_GPU), "interpreted": self.sizes(INTERPRETED)},
+            dtype=spec.q_dtype,
+            limit=LIMITS[spec.q_dtype],
+            dense_arguments=", ".join(["*exact[:3]", *(places.get(n, n) for n in score_names), *mask_only]),
+            results=", ".join(results),
+            longest=EXTENTS[2],
+        )  # fmt: skip
+
+    def head(self) -> list[str]:
+        first, *facts = head_lines(self.variant.spec, self.kernels.score, self.kernels.mask)
+        return [
+            first,
+            "",
+            "One file that needs torch and triton alone. It checks itself against dense attention, on a GPU",
+            "or, with TRITON_INTERPRET=1, on the CPU:",
+            "",
+            "    python THIS_FILE",
+            "",
+            *facts[1:-1],
+            "of the mask. BLOCK_M queries and BLOCK_N keys make a tile; TILES has them, chosen for",
+            f"{self.target}.",
+        ]
+
+    def chosen_tiles(self) -> list[tuple[str, Tile]]:
+        """Tiles by kernel; delta_kernel must add up in the order of dq_kernel."""
+        chosen: dict[str, Tile] = {}
+        for name in ("forward", *portable_kernels(self.kernels)):
+            if name == "delta":
+                continue
+            tile = self.tiles.get(name)
+            if tile is None:
+                tile, report = first_tile(self.kernels, name, self.target, self.variant)
+                if not report.fits:
+                    raise NoTileFits(
+                        limit=report.target.shared_limit, device=self.target,
+                        tried=f"{tile} last: {report.shared} bytes",
+                    )  # fmt: skip
+            chosen[name] = tile
+        if self.variant.spec.exact:
+            chosen["delta"] = chosen["dq"]
+        else:
+            chosen["statistics"] = Tile(statistics_rows(self.variant.spec), 0, 4, 3)
+        return list(chosen.items())
+
+    def parameters(self) -> list[tuple[str, str]]:
+        """The parameters that mods bring to any kernel, and what a launch gives for them."""
+        grads = self.captures.by_kernel(self.kernels.grad).values()
+        given: dict[str, str] = {}
+        for text in (self.kernels.score, *grads):
+            given |= {p.name: _argument(p, self.score_names) for p in parameters(text)}
+        given |= {p.name: _argument(p, self.mask_names) for p in parameters(self.kernels.mask)}
+        return list(given.items())
+
+    def learned(self) -> list[Learned]:
+        """What is to be done with the sums of each tensor's gradient."""
+        texts = self.captures
+        names = {along: iter(text.terms) for along, text in _by_along(texts) if text}
+        found: dict[int, list[SumText]] = {}
+        for term in self.terms:
+            text = next(names[term.along])
+            buffer = f"{text.into.upper()}_BY_{term.along.upper()}"
+            sums = found.setdefault(term.capture, [])
+            if term.along == "element":
+                if buffer not in [s.buffer for s in sums]:
+                    sums.append(SumText(buffer, term.along))
+            elif not term.indices:
+                sums.append(SumText(buffer, term.along))
+            else:
+                assert self.score is not None
+                graph = Graph("mask", term.indices, self.score.captures)
+                name = f"place_in_{self.score_names[term.capture]}" + (f"_{len(sums) + 1}" if sums else "")
+                place = write_torch(graph, name, self.score_names)
+                given = tuple(self.score_names[n] for n in place.captures)
+                sums.append(SumText(buffer, term.along, place, given))
+        return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
+
+    def by_element(self) -> list[tuple[str, str]]:
+        terms = self.captures.element.terms if self.captures.element else ()
+        return list({term.into.upper(): self.score_names[term.capture] for term in terms}.items())
+
+    def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        """B, HQ, HKV, M and N of main(): no more than what is captured has elements for."""
+        v = self.variant
+        limits = _limits(self.score, v.score_tensors)
+        for name, size in _limits(self.mask, v.mask_tensors).items():
+            limits[name] = min(size, limits.get(name, size))
+        batch, heads, shared, queries, keys = wanted
+        heads = min(heads, limits.get("h", heads))
+        return (
+            min(batch, limits.get("b", batch)),
+            heads,
+            math.gcd(heads, shared),
+            min(queries, limits.get("q_idx", queries)),
+            min(keys, limits.get("kv_idx", keys)),
+        )
+
+    def examples(self) -> list[tuple[str, str]]:
+        """A value for each captured tensor, by name."""
+        v = self.variant
+        values = [*zip(self.score_names, v.score_tensors, strict=True)]
+        values += zip(self.mask_names, v.mask_tensors, strict=True)
+        wanted = {*used_names(self.score, self.score_names), *used_names(self.mask, self.mask_names)}
+        return [(name, example(tensor)) for name, tensor in dict(values).items() if name in wanted]
+
+
+class Names:
+    """Names in the file for captured tensors: the user's own; one tensor has one name."""
+
+    def __init__(self) -> None:
+        self._taken = set(TAKEN)
+        self._known: dict[int, str] = {}
+
+    def of(self, graph: Graph | None, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        names = [capture.name for capture in graph.captures] if graph else []
+        return tuple(
+            self._known.setdefault(tensor.data_ptr(), fresh(name, self._taken))
+            for name, tensor in zip(names, tensors, strict=True)
+        )
+
+
+def used_names(graph: Graph | None, names: Sequence[str]) -> list[str]:
+    return [names[number] for number in used_captures(graph.nodes)] if graph else []
+
+
+def shapes(
+    graph: Graph | None, tensors: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Words on each captured tensor that a graph loads from."""
+    return [
+        (names[n], f"{dtype_name(tensors[n].dtype)} {list(tensors[n].shape)} where it was captured")
+        for n in (used_captures(graph.nodes) if graph else ())
+    ]
+
+
+def _argument(p: Parameter, names: Sequence[str]) -> str:
+    name = names[p.index]
+    return {"pointer": name, "size": f"{name}.shape[{p.dim}]", "stride": f"{name}.stride({p.dim})"}[p.kind]
+
+
+def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:
+    return (("row", texts.row), ("column", texts.column), ("element", texts.element))
+
+
+def _limits(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """By position, the sizes of the dimensions that it indexes by itself."""
+    limits: dict[str, int] = {}
+    for node in graph.nodes if graph else ():
+        if node.op == "load":
+            sizes = tensors[node.value].shape  # type: ignore[call-overload]
+            for index, size in zip(node.args, sizes, strict=True):
+                if index.op == "input":
+                    name = str(index.value)
+                    limits[name] = min(size, limits.get(name, size))
+    return limits

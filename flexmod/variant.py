@@ -1,0 +1,85 @@
+"""A variant of attention apart from its tensors of the day: mods traced and lowered, and a KernelSpec.
+
+What `explain`, ahead-of-time builds and standalone files start from. Constants stay as the mods have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexmod.codegen.hopper import Way
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import KernelSpec
+from flexmod.compiler import Lowered, kernels_for, lower
+from flexmod.ir.passes import Extents
+from flexmod.ir.reductions import Uniform
+from flexmod.ir.trace import Traced, trace
+
+EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`spec` is that of the backward, whose module has the forward too.
+
+    `score_tensors` and `mask_tensors` are what the mods capture, in the order of their graphs' captures;
+    `learned` the numbers of those of the score_mod that require grad.
+    """
+
+    spec: KernelSpec
+    score: Lowered | None
+    mask: Lowered | None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+    learned: tuple[int, ...] = ()
+
+    def spec_of(self, way: Way) -> KernelSpec:
+        return replace(self.spec, backward=way == "backward")
+
+    def kernels(self, way: Way, uniform: Uniform = "row") -> Kernels:
+        """The portable kernels of one direction."""
+        wanted = self.learned if way == "backward" else ()
+        return kernels_for(self.spec_of(way), self.score, self.mask, wanted=wanted, uniform=uniform)
+
+
+def variant(
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    *,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int | tuple[int, int] = 128,
+    extents: Extents = EXTENTS,
+    **facts: Any,
+) -> Variant:
+    """Trace and lower the mods; the -inf branches of a score_mod without a mask beside it become one.
+
+    `extents` are the largest B, Hq, M and N that index arithmetic must be wide enough for; `facts` further
+    fields of the KernelSpec. Raises what tracing raises.
+    """
+    traced = trace(score_mod, "score") if score_mod else None
+    score = lower(traced.graph, extents, split=mask_mod is None) if traced else None
+    of_mask = trace(mask_mod, "mask") if mask_mod else None
+    if traced is not None and score is not None and score.split is not None:
+        of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
+    mask = lower(of_mask.graph, extents, split=False) if of_mask else None
+    block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    spec = KernelSpec(
+        q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
+        mask_block=block if mask else None, backward=True, **facts,
+    )  # fmt: skip
+    tensors = traced.tensors if traced else ()
+    changes = score is not None and score.score is not None
+    return Variant(
+        spec,
+        score,
+        mask,
+        tensors,
+        of_mask.tensors if of_mask else (),
+        tuple(n for n, tensor in enumerate(tensors) if tensor.requires_grad) if changes else (),
+    )

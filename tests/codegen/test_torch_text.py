@@ -1,0 +1,88 @@
+"""The torch function of a graph computes what the evaluator does, which everything is held to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import masks, mods
+from flexmod.codegen.torch_text import write_torch
+from flexmod.compiler import lower
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.trace import trace
+
+EXTENTS = (2, 3, 40, 50)
+slopes = torch.randn(3)
+half = torch.randn(3, dtype=torch.bfloat16)
+ids = torch.arange(50) // 7
+scalar = torch.tensor(0.3, dtype=torch.float64)
+short = torch.tensor(3, dtype=torch.int8)
+
+
+def positions() -> tuple[torch.Tensor, ...]:
+    b, h, q_idx, kv_idx = (torch.arange(size, dtype=torch.int32) for size in EXTENTS)
+    return b[:, None, None, None], h[:, None, None], q_idx[:, None], kv_idx
+
+
+MASKS = {
+    "causal": masks.causal(),
+    "document": masks.document(ids, causal=True),
+    "natten": masks.natten(7, 7, 3),
+    "diffusion": masks.block_diffusion(20, 4),
+    "constant": lambda b, h, q_idx, kv_idx: torch.tensor(True),
+    "logic": lambda b, h, q_idx, kv_idx: torch.logical_xor(q_idx % 3, ~(kv_idx > h)) | torch.logical_not(b),
+    "bits": lambda b, h, q_idx, kv_idx: ((q_idx & 6) ^ (kv_idx >> 1) | (h << 2)) != 3,
+    "scalar": lambda b, h, q_idx, kv_idx: q_idx * scalar > kv_idx // short,
+    "where": lambda b, h, q_idx, kv_idx: torch.where(q_idx > 4, kv_idx, 2) < torch.minimum(q_idx, kv_idx + 1),
+}
+SCORES = {
+    "alibi": mods.alibi(slopes),
+    "formula": mods.alibi(3),
+    "softcap": mods.softcap(5.0),
+    "half": lambda s, b, h, q_idx, kv_idx: s * half[h] + (q_idx * half[-1]),
+    "scalar": lambda s, b, h, q_idx, kv_idx: s * scalar + short * q_idx,
+    "clamped": lambda s, b, h, q_idx, kv_idx: s.clamp(-1, 1) - torch.clamp(kv_idx - q_idx, min=-4).float(),
+    "wide": lambda s, b, h, q_idx, kv_idx: s + (q_idx.long() * 2**33 % 7) / 3,
+    "functions": lambda s, b, h, q_idx, kv_idx: torch.sigmoid(s) + torch.exp2(-q_idx) ** 0.5 + torch.erf(s),
+    "rounded": lambda s, b, h, q_idx, kv_idx: torch.trunc(s) + torch.div(q_idx, 3, rounding_mode="trunc"),
+    "constant": lambda s, b, h, q_idx, kv_idx: s * 0 + 1.5,
+}
+
+
+def check(mod: Any, kind: str, inputs: tuple[torch.Tensor, ...]) -> None:
+    traced = trace(mod, kind)
+    graph = lower(traced.graph, EXTENTS, split=False).score
+    assert graph is not None
+    names = tuple(capture.name for capture in graph.captures)
+    written = write_torch(graph, "function", names)
+    scope: dict[str, Any] = {"torch": torch}
+    exec(written.text, scope)
+    found = scope["function"](*inputs, *(traced.tensors[n] for n in written.captures))
+    *score, b, h, q_idx, kv_idx = inputs
+    (expected,) = evaluate(
+        graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=score[0] if score else None
+    )
+    assert found.dtype == expected.dtype, written.text
+    torch.testing.assert_close(found.expand(EXTENTS), expected.expand(EXTENTS), msg=written.text)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    check(MASKS[name], "mask", positions())
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    check(SCORES[name], "score", (torch.randn(EXTENTS), *positions()))
+
+
+def test_the_text() -> None:
+    graph = lower(trace(mods.alibi(slopes), "score").graph, EXTENTS, split=False).score
+    assert graph is not None
+    written = write_torch(graph, "score_mod_in_torch", ("slopes",))
+    head, comment, result = written.text.splitlines()
+    assert head == "def score_mod_in_torch(score, b, h, q_idx, kv_idx, slopes):"
+    assert comment.startswith("    # mods.py:")
+    assert result == "    return score + slopes[h] * (kv_idx.float() - q_idx.float())"

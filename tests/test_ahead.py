@@ -1,0 +1,80 @@
+"""Kernels compiled ahead of time are those that a launch would run, with the tile it would settle on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import ahead, errors, masks, mods
+from flexmod.ahead import first_tile, jobs
+from flexmod.codegen.spec import Tile
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import named
+from flexmod.variant import variant
+
+
+def kernels(*arguments: Any, target: str = "sm_80", **options: Any) -> list[tuple[str, str]]:
+    return [(job.kernel, job.template) for job in jobs(variant(*arguments, **options), target)]
+
+
+def test_the_kernels_of_a_chip() -> None:
+    portable = [("forward", "portable"), ("dq", "portable"), ("dkdv", "portable")]
+    assert kernels(None, masks.causal()) == portable
+    assert kernels(None, masks.causal(), target="sm_90") == [("forward", "hopper"), ("backward", "hopper")]
+    wide = kernels(None, masks.causal(), target="sm_90", head_dim=256)
+    assert wide == [("forward", "hopper"), *portable[1:]]
+    exact = kernels(dtype=torch.float32, target="sm_90")
+    assert exact == [portable[0], ("delta", "portable"), *portable[1:]]
+
+
+def test_kernels_for_captured_tensors() -> None:
+    table = torch.zeros(4, 64, 64, requires_grad=True)
+    by_distance = kernels(lambda s, b, h, q_idx, kv_idx: s + table[h, 0, q_idx - kv_idx])
+    assert by_distance[-1] == ("diagonal", "portable")
+    by_element = kernels(lambda s, b, h, q_idx, kv_idx: s + table[h, q_idx, kv_idx])
+    assert by_element[-1] == ("scatter", "portable")
+
+
+def test_an_unknown_chip() -> None:
+    with pytest.raises(errors.UnknownTarget):
+        jobs(variant(), "sm_9000")
+
+
+def test_compiled_for_chips() -> None:
+    """Forward kernels alone: others take long."""
+    ids = torch.arange(64, dtype=torch.uint8)
+    small = variant(mods.softcap(20.0), masks.document(ids), head_dim=64, dtype=torch.float16)
+    for target, instruction in (("sm_80", "HMMA"), ("sm_90", "HGMMA")):
+        built = next(iter(jobs(small, target))).compile()
+        assert (built.kernel, built.fits, built.problem) == ("forward", True, "")
+        assert built.report is not None and built.report.matrix_instructions[instruction] > 0
+        assert "ptx" in built.report.asm
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected", "tried"),
+    [
+        ([(True, 0)], 0, 1),
+        ([(False, 0), (True, 4 * 64), (True, 0)], 1, 2),  # what little it spills is no reason to go on
+        ([(True, 400), (False, 0), (True, 300), (True, 500), (True, 0)], 2, 4),  # three that fit are compared
+        ([(False, 0)] * 5, 4, 5),
+    ],
+)
+def test_tiles_are_judged_as_a_launch_does(
+    outcomes: list[tuple[bool, int]], expected: int, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = variant(None, masks.causal(), head_dim=128)
+    rungs = made.kernels("forward").ladder("forward")
+    seen: list[Tile] = []
+
+    def compiled(kernels: Any, name: str, tile: Tile, target: str, of: Any) -> Report:
+        seen.append(tile)
+        fits, local = outcomes[len(seen) - 1]
+        return Report(named(target), 0 if fits else 1 << 20, 255, local, local, {})
+
+    monkeypatch.setattr(ahead, "compile_tile", compiled)
+    tile, report = first_tile(made.kernels("forward"), "forward", "sm_80", made)
+    assert (tile, len(seen)) == (rungs[expected], tried)
+    assert report.fits == outcomes[expected][0]

@@ -1,0 +1,162 @@
+"""The standalone file: it runs where flexmod is not, and checks its kernels against dense attention."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import errors, masks, mods
+from flexmod.codegen.spec import KernelName, Tile
+from flexmod.quotes import example
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import named
+from flexmod.standalone import save, standalone
+
+KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
+SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}
+
+# Runs a file as a program, with flexmod out of reach.
+ALONE = """
+import runpy, sys
+sys.modules["flexmod"] = None
+try:
+    runpy.run_path(sys.argv[1], run_name="__main__")
+except SystemExit as end:
+    assert [name for name in sys.modules if name.split(".")[0] == "flexmod"] == ["flexmod"]
+    raise
+"""
+
+
+def run(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", ALONE, str(path)]
+    switches = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+
+
+slopes = torch.rand(2, requires_grad=True)
+temperature = torch.tensor(0.5, requires_grad=True)
+bias = torch.randn(2, 4, 260, requires_grad=True)
+table = torch.randn(4, 16, 16, requires_grad=True)
+ids = torch.arange(300, dtype=torch.int32) // 77
+
+
+def by_place(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Sums by row, by column, and along diagonals, which a file adds up by element."""
+    near = torch.clamp(q_idx - kv_idx + 100, 0, 250)
+    return score * temperature + bias[b, h, near] + bias[b, h, kv_idx]
+
+
+def by_element(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + table[h, q_idx % 16, kv_idx % 16]
+
+
+def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Some queries have nothing to attend to; the mask is another for each head."""
+    return (q_idx >= kv_idx) & (q_idx > 30 * h)
+
+
+CASES: dict[str, tuple[Any, Any, list[str]]] = {
+    "plain": (None, None, []),
+    "softcap": (mods.softcap(20.0), None, []),
+    "split": (mods.causal_score(), None, []),
+    "alibi": (mods.alibi(slopes), masks.document(ids, causal=True), ["table"]),
+    "places": (by_place, of_heads, ["temperature", "bias"]),
+    "elements": (by_element, masks.sliding_window(40), ["table"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in CASES), ("split", torch.float32), ("places", torch.float32)],
+)
+def test_it_runs_without_flexmod(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    score_mod, mask_mod, learned = CASES[name]
+    path = save(
+        tmp_path / "mine.py", score_mod, mask_mod,
+        head_dim=24, value_dim=16, dtype=dtype, block_size=64, tiles=SMALL,
+    )  # fmt: skip
+    done = run(path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first == "B=2 HQ=2 HKV=1 M=100 N=130, torch.float32 on cpu"
+    shown = [line.split(" relative error ")[0].strip() for line in lines]
+    assert shown == ["out", *(f"grad of {x}" for x in ("q", "k", "v", *learned))]
+    assert done.stderr == ""
+
+
+def test_it_sees_a_wrong_kernel(tmp_path: Path) -> None:
+    text = standalone(None, masks.causal(), head_dim=16, block_size=64, tiles=SMALL)
+    wrong, count = re.subn(r"(\ndef mask_mod\(.*?\n    return q_idx) >=", r"\1 >", text, flags=re.DOTALL)
+    assert count == 1
+    path = tmp_path / "wrong.py"
+    path.write_text(wrong)
+    done = run(path, TRITON_INTERPRET="1")
+    assert done.returncode == 1
+    assert "DIFFERS" in done.stdout
+    assert "attention differs from dense attention" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+    done = run(save(tmp_path / "mine.py", head_dim=16, tiles=SMALL), TRITON_INTERPRET="0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU\n"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_tiles_are_chosen_for_a_chip(target: str) -> None:
+    """Each kernel of the file compiles for it, and fits."""
+    text = standalone(None, masks.causal(), head_dim=32, target=target)
+    assert f"TILES has them, chosen for\n{target}.\n" in text
+    tiles: dict[str, Any] = {}
+    start = text.index("TILES = {")
+    exec(text[start : text.index("}", start) + 1], tiles)
+    assert set(tiles["TILES"]) == {"forward", "dq", "dkdv", "statistics"}
+
+
+def test_an_unknown_chip() -> None:
+    with pytest.raises(errors.UnknownTarget):
+        standalone(None, masks.causal(), target="sm_9000")
+
+
+def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(named("sm_86"), 200_000, 255, 0, 0, {})
+    module = sys.modules["flexmod.standalone"]
+    monkeypatch.setattr(module, "first_tile", lambda *_: (SMALL["dq"], report))
+    with pytest.raises(errors.NoTileFits) as raised:
+        standalone(head_dim=16, target="sm_86")
+    assert str(raised.value).startswith(
+        "no tile size fits the 101376 bytes of shared memory of sm_86; tried 64x64 (4 warps, 1 stages) last: "
+        "200000 bytes."
+    )
+
+
+def test_the_users_functions_are_quoted() -> None:
+    window = 40
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx <= window
+
+    text = standalone(mods.softcap(20.0), near, tiles=SMALL)
+    assert "#     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:\n" in text
+    assert "#         return q_idx - kv_idx <= window\n#     where window = 40\n" in text
+    assert "#         return cap * torch.tanh(score / cap)\n#     where cap = 20.0\n" in text
+
+
+def test_values_of_captured_tensors() -> None:
+    assert example(torch.tensor([0.1, 0.2])) == "torch.tensor([0.1, 0.2], dtype=torch.float32, device=device)"
+    runs = torch.arange(300) // 100
+    scope: dict[str, Any] = {"torch": torch, "device": "cpu"}
+    assert torch.equal(eval(example(runs), scope), runs)
+    mixed = torch.randint(3, 9, (300, 2), dtype=torch.int32)
+    drawn = eval(example(mixed), scope)
+    assert (drawn.shape, drawn.dtype) == (mixed.shape, mixed.dtype)
+    assert mixed.min() <= drawn.min() and drawn.max() <= mixed.max()
+    assert eval(example(torch.randn(100, dtype=torch.float64)), scope).dtype == torch.float64
