@@ -29,6 +29,7 @@ from flexmod.compiler import compile_mod, kernels_for
 from flexmod.ir.trace import trace
 from flexmod.runtime import offline
 
+
 @dataclass(frozen=True)
 class Part:
     row: str

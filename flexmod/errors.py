@@ -379,11 +379,6 @@ class NoTileFits(FlexmodError, RuntimeError):
     )
 
 
-class UnknownComparison(FlexmodError, ValueError):
-    what = "compare knows no mask or score mod named {name!r}.{close}"
-    instead = "use one of: {known}; or pass a function."
-
-
 class FlexOnCpuError(FlexmodError, NotImplementedError):
     what = "compare(flex=True) times torch's compiled flex_attention, which has no backward on {device}."
     instead = "run it on a CUDA device, or leave flex out."

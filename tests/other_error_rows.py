@@ -13,7 +13,6 @@ from triton.runtime.errors import OutOfResources
 from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
-from flexmod.compare import NAMED
 from flexmod.ir.kept import graph_of
 from flexmod.ir.record import Recorder
 from flexmod.runtime import launch, target
@@ -87,12 +86,6 @@ ROWS: list[Row] = [
         "stages): 200000 bytes.\n"
         "  Instead: use a smaller head_dim, a half-precision dtype, or kernel_options with smaller "
         "BLOCK_M and BLOCK_N.",
-    ),
-    (
-        errors.UnknownComparison,
-        lambda: compare("causual"),
-        "compare knows no mask or score mod named 'causual'. Did you mean 'causal'?\n"
-        f"  Instead: use one of: {', '.join(NAMED)}; or pass a function.",
     ),
     (
         errors.FlexOnCpuError,

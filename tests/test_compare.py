@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from flexmod import errors
-from flexmod.cli import main
-from flexmod.compare import NAMED, compare, usual_setting
+from flexmod.command_errors import UnknownModName
+from flexmod.compare import compare
+from flexmod.mod_names import NAMED, usual_setting
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
 
@@ -72,7 +72,7 @@ def test_rows_with_nothing_to_attend_to() -> None:
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["flexmod.compare"]
+    module = sys.modules["flexmod.peers"]
     attend = module.flex_attention
 
     def wrong(q, k, v, *rest, **options):
@@ -108,12 +108,18 @@ def test_an_image_is_square() -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(errors.UnknownComparison) as raised:
+    with pytest.raises(UnknownModName):
         compare("causual")
-    assert str(raised.value) == (
-        "compare knows no mask or score mod named 'causual'. Did you mean 'causal'?\n"
-        f"  Instead: use one of: {', '.join(NAMED)}; or pass a function."
-    )
+
+
+def test_names_with_parameters() -> None:
+    comparison = compare("causal & sliding_window(40)", score_mod="softcap:20", **SMALL)
+    assert comparison.name == "causal & sliding_window(40) with softcap:20"
+    assert comparison.reference == "the dense reference"
+    assert comparison.agrees, str(comparison)
+    beside = compare(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, score_mod="alibi", **SMALL)
+    assert beside.name == "<lambda> with alibi"
+    assert beside.agrees, str(beside)
 
 
 def test_flex_wants_cuda() -> None:
@@ -128,40 +134,3 @@ def test_flex_wants_cuda() -> None:
 def test_the_usual_size_fits_the_device() -> None:
     assert str(usual_setting("cpu")) == "B=1 H=4 S=2048 D=64 float32 on cpu"
     assert str(usual_setting("cuda")) == "B=4 H=16 S=8192 D=128 bfloat16 on cuda"
-
-
-SIZES = ["--heads", "2", "--seq", "256", "--dim", "16", "--device", "cpu"]
-
-
-def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "causal", "softcap", *SIZES]) == 0
-    printed = capsys.readouterr().out
-    assert "causal, B=1 H=2 S=256 D=16 float32 on cpu" in printed
-    assert "\n\nsoftcap, B=1 H=2 S=256 D=16 float32 on cpu" in printed
-
-
-def test_the_command_reports_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "causal_", *SIZES]) == 2
-    assert "Did you mean 'causal'?" in capsys.readouterr().err
-
-
-def test_the_command_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "softcap"]) == 0
-    printed = capsys.readouterr().out
-    assert "tanh" in printed
-    assert "@triton.jit" in printed
-
-
-@pytest.mark.parametrize("arguments", [[], ["compare", "--seq", "0"], ["compare", "--dtype", "int8"]])
-def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert "usage: flexmod" in capsys.readouterr().err
-
-
-def test_python_dash_m() -> None:
-    command = [sys.executable, "-m", "flexmod", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "compare" in result.stdout

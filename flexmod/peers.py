@@ -1,0 +1,157 @@
+"""Attentions that are timed beside each other: flexmod's, SDPA's, and torch's compiled flex_attention."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexmod.attention import flex_attention
+from flexmod.block_mask.build import create_block_mask, create_mask
+from flexmod.block_mask.format import BlockMask
+from flexmod.ir.trace import trace
+from flexmod.mod_names import Mod, Mods, Setting
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+# Floating-point operations of attention for each pair of a query and a key and each element of the head
+# dimension: two products forward, five backward.
+FORWARD_FLOPS = 4
+BACKWARD_FLOPS = 10
+
+
+class Attention(NamedTuple):
+    """One way to compute attention, and the share of all pairs of positions that it is credited with."""
+
+    name: str
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    density: float = 1.0
+
+
+class Timing(NamedTuple):
+    """Medians in milliseconds, and the TFLOP/s that they mean for the tiles that the mask keeps."""
+
+    attention: str
+    forward_ms: float
+    forward_tflops: float
+    backward_ms: float
+    backward_tflops: float
+
+
+def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
+    if mask_mod is None:
+        return None
+    batch, heads = mask_extent(mask_mod, setting)
+    return create_block_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
+
+
+def mask_extent(mask_mod: Mod, setting: Setting) -> tuple[int, int]:
+    """The batch and head counts of a mask: 1 where it is the same for all."""
+    reads = trace(mask_mod, "mask").graph.reads
+    return (setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1)
+
+
+def random_inputs(setting: Setting) -> Inputs:
+    generator = torch.Generator(setting.device).manual_seed(0)
+    shape = (setting.batch, setting.heads, setting.seq, setting.dim)
+
+    def tensor() -> Tensor:
+        values = torch.randn(shape, generator=generator, device=setting.device, dtype=setting.dtype)
+        return values.requires_grad_()
+
+    return tensor(), tensor(), tensor()
+
+
+def flexmod_attention(
+    name: str, score_mod: Mod | None, block_mask: BlockMask | None, density: float, **options: str
+) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cast(Tensor, flex_attention(q, k, v, score_mod, block_mask, kernel_options=options))
+
+    return Attention(name, call, density)
+
+
+def sdpa_causal(setting: Setting) -> Attention:
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return causal(q, k, v)
+
+    if setting.device.type == "cuda" and setting.dtype in (torch.float16, torch.bfloat16):
+        return Attention("SDPA causal (flash)", flash, 0.5)
+    return Attention("SDPA causal", causal, 0.5)
+
+
+def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Attention:
+    """SDPA with the materialized mask, [1 or B, 1 or H, S, S] booleans; a row with no key gives 0."""
+    if mask_mod is None:
+        return Attention("SDPA", F.scaled_dot_product_attention)
+    batch, heads = mask_extent(mask_mod, setting)
+    dense = create_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
+    alive = dense.any(-1, keepdim=True)
+    all_alive = bool(alive.all())
+    # SDPA's kernels differ on dead rows (0 or NaN): here such a row attends to all, and counts for nothing.
+    widened = dense if all_alive else dense | ~alive
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, widened)
+        return out if all_alive else out * alive
+
+    return Attention("SDPA + mask", call, density)
+
+
+def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Attention:
+    from torch.nn.attention import flex_attention as torch_flex
+
+    block_mask = None
+    if chosen.mask is not None:
+        batch, heads = mask_extent(chosen.mask, setting)
+        block_mask = torch_flex.create_block_mask(
+            chosen.mask, batch, heads, setting.seq, setting.seq, device=setting.device
+        )
+    # Dynamo counts recompilations of a function, and after a few runs it dense without a word.
+    torch.compiler.reset()
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
+    return Attention(
+        "flex_attention (torch)", lambda q, k, v: compiled(q, k, v, chosen.score, block_mask), density
+    )
+
+
+def timed(attention: Attention, inputs: Inputs, setting: Setting) -> Timing:
+    out = attention.call(*inputs)
+    grad_out = torch.randn_like(out)
+    forward_ms = median_ms(lambda: attention.call(*inputs), setting.device)
+    backward_ms = median_ms(
+        lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True), setting.device
+    )
+    pairs = attention.density * setting.batch * setting.heads * setting.seq**2
+    tera = 1e-9 * pairs * setting.dim  # a thousandth of 1e-12: times are in milliseconds
+    return Timing(
+        attention.name,
+        forward_ms,
+        FORWARD_FLOPS * tera / forward_ms,
+        backward_ms,
+        BACKWARD_FLOPS * tera / backward_ms,
+    )
+
+
+def median_ms(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(call, return_mode="median"))
+    call()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < 0.3 and len(times) < 50):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)

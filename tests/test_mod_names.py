@@ -1,0 +1,241 @@
+"""Masks and score mods by their names: what is read, and every mistake by its whole message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from flexmod import command_errors, create_mask, masks, mods
+from flexmod.bench import Benchmark
+from flexmod.errors import FlexmodError, ModArityError
+from flexmod.explain import explain
+from flexmod.mod_names import KNOWN, NAMED, Setting, choose, choose_mask, fitting
+
+SETTING = Setting(1, 4, 64, 16, torch.float32, torch.device("cpu"))
+
+MINE = """
+import torch
+
+SHIFT = 3
+
+
+def near(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx <= SHIFT
+
+
+def warm(score, b, h, q_idx, kv_idx):
+    return score / 2
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def dense(mod: Any) -> torch.Tensor:
+    return create_mask(mod, 1, 4, 64, 64, device="cpu")
+
+
+SAME: list[tuple[str, Any]] = [
+    ("causal", masks.causal()),
+    (" causal() ", masks.causal()),
+    ("sliding_window", masks.sliding_window(8)),
+    ("sliding_window:5", masks.sliding_window(5)),
+    ("sliding_window(5, causal=False)", masks.sliding_window(5, causal=False)),
+    ("dilated_window:4,3", masks.dilated_window(4, 3)),
+    (
+        "causal & (sliding_window(5) | prefix_lm(7))",
+        lambda b, h, q, k: (q >= k) & ((q - k <= 5) & (q >= k) | (k < 7) | (q >= k)),
+    ),
+    ("noop", lambda b, h, q, k: q >= 0),
+]
+
+
+@pytest.mark.parametrize(("text", "same"), SAME)
+def test_masks(text: str, same: Any) -> None:
+    assert torch.equal(dense(choose_mask(text, SETTING)), dense(same))
+
+
+def test_lists_are_integer_tensors() -> None:
+    ids = "[" + ", ".join(str(i // 20) for i in range(64)) + "]"
+    found = dense(choose_mask(f"document({ids}, causal=True)", SETTING))
+    assert torch.equal(found, dense(masks.document(torch.arange(64) // 20, causal=True)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_alone_is_sized_by_the_setting(name: str) -> None:
+    found = choose(name, SETTING)
+    assert explain(found.score, found.mask).source
+
+
+def test_every_function_of_the_library_has_a_name() -> None:
+    public = {"causal", "document", "tree", "vision_cross", "alibi", "softcap", "causal_score"}
+    assert public <= set(KNOWN)
+    assert not {"MaskMod", "ScoreMod", "Any", "Tensor"} & set(KNOWN)
+
+
+def test_score_mods_come_with_the_causal_mask() -> None:
+    capped = choose("softcap:20", SETTING)
+    assert torch.equal(dense(capped.mask), dense(masks.causal()))
+    assert str(explain(capped.score).graphs) == str(explain(mods.softcap(20)).graphs)
+    assert choose("causal_score", SETTING).mask is None
+    assert choose("noop", SETTING) == (None, None)
+    both = choose("sliding_window:5", SETTING, "alibi")
+    assert torch.equal(dense(both.mask), dense(masks.sliding_window(5)))
+    assert both.score is not None
+    alone = choose("noop", SETTING, "alibi:4")
+    assert (alone.mask, alone.score is None) == (None, False)
+
+
+def test_functions_of_a_file(mine: Path) -> None:
+    near = choose(f"{mine}:near", SETTING)
+    assert near.score is None
+    assert torch.equal(dense(near.mask), dense(lambda b, h, q, k: q - k <= 3))
+    warm = choose(f"{mine}:warm", SETTING)
+    assert warm.mask is None and warm.score is not None
+    assert choose("causal", SETTING, f"{mine}:warm").score is not None
+
+
+def test_images_are_square() -> None:
+    odd = Setting(1, 1, 150, 16, torch.float32, torch.device("cpu"))
+    assert (fitting("natten", odd), fitting("natten(12, 12, 3)", odd), fitting("causal", odd)) == (
+        144,
+        150,
+        150,
+    )
+
+
+def test_nothing_but_literals_is_evaluated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for text in (
+        f"sliding_window(open({str(trace)!r}, 'w'))",
+        f"open({str(trace)!r}, 'w')",
+        "sliding_window(__import__('os').getpid())",
+        "causal.__class__",
+        "(lambda: 1)()",
+        "sliding_window(*[5])",
+        "sliding_window(**{'window': 5})",
+        "[causal for causal in ()]",
+        "sliding_window(1 if 1 else 2)",
+        "",
+    ):
+        with pytest.raises(FlexmodError):
+            choose(text, SETTING)
+    assert not trace.exists()
+
+
+known = ", ".join(KNOWN)
+FORMS = (
+    "  Instead: write a name, a name with parameters (sliding_window:1024 or 'sliding_window(1024)'), masks "
+    "joined by & and |, or file.py:function."
+)
+ROWS: list[tuple[type[FlexmodError], Any, str]] = [
+    (
+        command_errors.UnknownModName,
+        lambda folder: choose("causual & causal", SETTING),
+        "there is no mask or score mod named 'causual'. Did you mean 'causal'?\n"
+        f"  Instead: use one of: {known}; or file.py:function for one of your own.",
+    ),
+    (
+        command_errors.ModExpressionError,
+        lambda folder: choose("causal & 3", SETTING),
+        "'causal & 3' names no mask or score mod: 3 is neither a name nor a name with parameters.\n" + FORMS,
+    ),
+    (
+        command_errors.ModExpressionError,
+        lambda folder: choose("causal & softcap(3.0)", SETTING),
+        "'causal & softcap(3.0)' names no mask or score mod: & and | combine masks alone.\n" + FORMS,
+    ),
+    (
+        command_errors.ModExpressionError,
+        lambda folder: choose("sliding_window(2 ** 9)", SETTING),
+        "'sliding_window(2 ** 9)' names no mask or score mod: 2 ** 9 is no number, tuple or list.\n" + FORMS,
+    ),
+    (
+        command_errors.ModParametersError,
+        lambda folder: choose("tree", SETTING),
+        "tree(parents, context) does not take the parameters (): missing a required argument: 'parents'.\n"
+        "  Instead: give numbers, tuples, and lists for integer tensors, as in tree(...).",
+    ),
+    (
+        command_errors.ModParametersError,
+        lambda folder: choose("sliding_window(4, width=[1, 2])", SETTING),
+        "sliding_window(window, causal) does not take the parameters (4, width=[1, 2]): got an unexpected "
+        "keyword argument 'width'.\n"
+        "  Instead: give numbers, tuples, and lists for integer tensors, as in sliding_window(...).",
+    ),
+    (
+        command_errors.ModFileError,
+        lambda folder: choose(f"{folder}/none.py:near", SETTING),
+        "'FOLDER/none.py:near': there is no file FOLDER/none.py.\n"
+        "  Instead: write path/to/file.py:function, with a function of the file's own.",
+    ),
+    (
+        command_errors.ModFileError,
+        lambda folder: choose(f"{folder}/mine.py:nera", SETTING),
+        "'FOLDER/mine.py:nera': FOLDER/mine.py has no function nera. Did you mean 'near'?\n"
+        "  Instead: write path/to/file.py:function, with a function of the file's own.",
+    ),
+    (
+        command_errors.ModPlaceError,
+        lambda folder: choose_mask("softcap", SETTING),
+        "'softcap' is a score_mod, and a mask_mod is wanted here.\n  Instead: name a mask, such as causal.",
+    ),
+    (
+        command_errors.ModPlaceError,
+        lambda folder: choose("softcap", SETTING, "alibi"),
+        "'softcap' is a score_mod, and a mask_mod is wanted here.\n"
+        "  Instead: name a mask first, and one score mod by --score.",
+    ),
+    (
+        command_errors.ModPlaceError,
+        lambda folder: choose("noop", SETTING, "causal"),
+        "'causal' is a mask_mod, and a score_mod is wanted here.\n"
+        "  Instead: name it in the place of the mask.",
+    ),
+    (
+        command_errors.MissingPlots,
+        lambda folder: plotted_without_matplotlib(),
+        "--plot draws with matplotlib, which is not installed.\n"
+        "  Instead: pip install matplotlib, or take the numbers from --json.",
+    ),
+]
+
+
+def plotted_without_matplotlib() -> None:
+    with mock.patch.dict("sys.modules", {"matplotlib.figure": None}):
+        Benchmark("causal", SETTING, "cpu", ()).plot("none.png")
+
+
+@pytest.mark.parametrize(("error", "mistake", "message"), ROWS)
+def test_message(error: type[FlexmodError], mistake: Any, message: str, mine: Path) -> None:
+    with pytest.raises(FlexmodError) as raised:
+        mistake(mine.parent)
+    assert str(raised.value).replace(str(mine.parent), "FOLDER") == message
+    assert type(raised.value) is error
+
+
+# tests/test_tune.py and tests/test_cli.py have these.
+ELSEWHERE = {"TuneDeviceError", "NotTunedError", "NoSourceError"}
+
+
+def test_no_class_is_missing() -> None:
+    every = {
+        name
+        for name, value in vars(command_errors).items()
+        if isinstance(value, type) and issubclass(value, FlexmodError)
+    }
+    assert {row[0].__name__ for row in ROWS} | ELSEWHERE == every - {"FlexmodError"}
+
+
+def test_a_function_of_a_file_that_is_no_mod(mine: Path) -> None:
+    with pytest.raises(ModArityError):
+        mine.write_text("def two(a, b):\n    return a\n")
+        choose(f"{mine}:two", SETTING)
