@@ -58,7 +58,7 @@ def explain(
     captures = by_column = NO_CAPTURES
     if made.learned and score and score.score:
         captures = capture_texts(score.score, made.learned)
-        by_column = capture_texts(score.score, made.learned, "column")
+        by_column = capture_texts(score.score, made.learned, True)
         graphs[-1] = capture_grad(score.score, made.learned).graph
     score_text, mask_text = score.text if score else None, mask.text if mask else None
     grad_text, exponent = (score.grad_text, score.exponent_text) if score else (None, None)

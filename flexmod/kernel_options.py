@@ -1,7 +1,7 @@
 """The `kernel_options` of flex_attention: one table, checked before anything else happens.
 
-Names are torch's, but for BLOCK_M3, BLOCK_N3 and TEMPLATE. Each may carry the prefix `fwd_` or `bwd_`, which
-wins over the bare name in its kernels.
+Names are torch's, but for BLOCK_M3, BLOCK_N3, TEMPLATE and tuned. Each may carry the prefix `fwd_` or `bwd_`,
+which wins over the bare name in its kernels.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ OPTIONS: Mapping[str, Option] = {
     "BLOCK_N2": Option(_TILE, _power_of_two, "keys of a tile, dQ"),
     "BLOCK_M3": Option(_TILE, _power_of_two, "queries of a tile, gradients of captured tensors alone"),
     "BLOCK_N3": Option(_TILE, _power_of_two, "keys of a tile, gradients of captured tensors alone"),
+    "tuned": Option("True or False", _flag, "the tiles that flexmod tune found on this device"),
     "deterministic": Option("True or False", _flag, "bit-equal reruns, of the backward too"),
     "PRESCALE_QK": Option("True or False", _flag, _INFERRED),
     "ROWS_GUARANTEED_SAFE": Option("True or False", _flag, _INFERRED),

@@ -16,7 +16,6 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import Uniform
 from flexmod.ir.trace import Traced, trace
 
 EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
@@ -40,10 +39,10 @@ class Variant:
     def spec_of(self, way: Way) -> KernelSpec:
         return replace(self.spec, backward=way == "backward")
 
-    def kernels(self, way: Way, uniform: Uniform = "row") -> Kernels:
-        """The portable kernels of one direction."""
+    def kernels(self, way: Way, fused: bool = False) -> Kernels:
+        """The portable kernels of one direction; `fused`: those that run beside Hopper's."""
         wanted = self.learned if way == "backward" else ()
-        return kernels_for(self.spec_of(way), self.score, self.mask, wanted=wanted, uniform=uniform)
+        return kernels_for(self.spec_of(way), self.score, self.mask, wanted=wanted, fused=fused)
 
 
 def variant(

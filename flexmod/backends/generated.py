@@ -7,7 +7,7 @@ backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,9 +22,11 @@ from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.hopper import Way, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Captured, Kernels
+from flexmod.codegen.spec import KernelSpec, option
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
+from flexmod.runtime import tuned
 from flexmod.runtime.target import target_of
 
 
@@ -118,7 +120,23 @@ class Generated:
             wanted,
         )
         given = (problem.scale, problem.mask, score_captured, mask_captured)
+        if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
+            self._tune(problem, spec, [make(fused) for fused in (False, True)], q.device)
         return _Compiled(make, score, *given, wanted, extents)
+
+    def _tune(
+        self, problem: Problem, spec: KernelSpec, kernels: Sequence[Kernels], device: torch.device
+    ) -> None:
+        """Have kernels run with the tiles that were found for them; raises where none were."""
+        key = tuned.Key(
+            "backward" if spec.backward else "forward",
+            tuned.device_name(device, self.interpreted),
+            spec,
+            problem.score.graph if problem.score else None,
+            problem.mask.traced.graph if problem.mask else None,
+        )
+        for each in kernels:
+            tuned.apply(each, key, device)
 
 
 @dataclass(frozen=True)

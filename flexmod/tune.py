@@ -1,0 +1,240 @@
+"""tune(): times tiles of a variant's kernels on this device, and keeps the fastest in the cache folder.
+
+Calls use what was found where they ask for it, with kernel_options={"tuned": True}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from flexmod.attention import flex_attention
+from flexmod.codegen.hopper import BackwardShape, Shape, Way, hopper_kernels, why_portable
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import SMALLEST_TILE, KernelName, Tile
+from flexmod.command_errors import TuneDeviceError
+from flexmod.mod_names import Mods, Setting
+from flexmod.peers import block_mask_of, median_ms, random_inputs
+from flexmod.runtime import tuned
+from flexmod.runtime.target import target_of
+from flexmod.runtime.tuned import Choice
+from flexmod.variant import variant
+
+# A choice whose result differs by more, as a ratio of norms, from that of flexmod's own is left out.
+TOLERANCE = 1e-2
+SIDES = (32, 64, 128)
+WARPS = (4, 8)
+STAGES = (1, 2, 3, 4)
+# Scores of a tile: less is lost in its overhead, more has no room in registers.
+FEWEST, MOST = 32 * 64, 128 * 128
+
+
+class Search(NamedTuple):
+    """Choices for one kernel, `part`; `wanted` are the operands whose gradients it makes."""
+
+    part: str
+    way: Way
+    wanted: tuple[int, ...]
+    choices: Sequence[Choice]
+
+
+class Trial(NamedTuple):
+    """A choice and its time in milliseconds, or why it has none."""
+
+    choice: Choice
+    ms: float | None
+    problem: str = ""
+
+
+@dataclass
+class Tuning:
+    """What `tune` found: the trials of each part, and the files in which the fastest are kept."""
+
+    name: str
+    setting: Setting
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+    paths: list[Path] = field(default_factory=list)
+
+    def best(self, part: str) -> Trial:
+        """The fastest; the first one, which is flexmod's own choice, where none is faster."""
+        return min(self.trials[part], key=lambda trial: float("inf") if trial.ms is None else trial.ms)
+
+    def __str__(self) -> str:
+        rows = []
+        for part, trials in self.trials.items():
+            own, best = trials[0].ms, self.best(part)
+            timed = sum(trial.ms is not None for trial in trials)
+            gain = f"{own / best.ms:.2f}x" if own and best.ms else "-"
+            rows.append((part, timed, str(best.choice), _ms(own), _ms(best.ms), gain))
+        header = ("kernel", "timed", "fastest", "own choice ms", "fastest ms", "gain")
+        table = tabulate(
+            rows, header, disable_numparse=True, colalign=("left",) + ("right", "left") + ("right",) * 3
+        )
+        kept = "\n".join(f"kept in {path}" for path in self.paths)
+        return f"{self.name}, {self.setting}\n\n{table}\n\n{kept}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def tune(
+    mods: Mods,
+    setting: Setting,
+    *,
+    name: str = "",
+    seconds: float = 60.0,
+    options: dict[str, Any] | None = None,
+    progress: Callable[[str, int, int], None] = lambda part, done, count: None,
+) -> Tuning:
+    """Search the tiles of the forward and of the backward, and keep the fastest of each.
+
+    Args:
+        mods, setting: the variant, and the sizes at which it is timed.
+        seconds: of the search for each kernel; choices that are nearest to flexmod's own come first.
+        options: kernel_options of all calls.
+        progress: called with the kernel, the number of choices that are done, and that of all.
+
+    Raises:
+        TuneDeviceError: there is no GPU, and the kernels are not to be interpreted either.
+    """
+    options = options or {}
+    if options.get("BACKEND") != "INTERPRET":
+        check_device(setting.device)
+    found = Tuning(name, setting)
+    bench = _Bench(mods, setting, options)
+    for _, searches in itertools.groupby(_searches(mods, setting), key=lambda search: search.way):
+        best, keys = Choice(), set[tuned.Key]()
+        for search in searches:
+            trials = found.trials[search.part] = []
+            stop = time.monotonic() + seconds
+            for number, choice in enumerate(search.choices):
+                if number and time.monotonic() > stop:
+                    break
+                trials.append(bench.trial(search, _merged(best, choice), choice, keys))
+                progress(search.part, number + 1, len(search.choices))
+            progress(search.part, len(search.choices), len(search.choices))
+            best = _merged(best, found.best(search.part).choice)
+        (key,) = keys
+        facts = {"name": name, "setting": str(setting), "device": key.device}
+        found.paths.append(tuned.write(key, best, facts))
+    return found
+
+
+def check_device(device: torch.device) -> None:
+    """Raises TuneDeviceError where it is no GPU."""
+    if device.type != "cuda":
+        raise TuneDeviceError(device=device)
+
+
+def _merged(first: Choice, second: Choice) -> Choice:
+    return replace(second, tiles={**first.tiles, **second.tiles})
+
+
+class _Bench:
+    """Times calls of one variant."""
+
+    def __init__(self, mods: Mods, setting: Setting, options: dict[str, Any]) -> None:
+        self.mods, self.setting, self.options = mods, setting, options
+        self.inputs = random_inputs(setting)
+        self.block_mask = block_mask_of(mods.mask, setting)
+        self.grad_out = torch.randn_like(self.inputs[0])
+        self._expected: dict[str, list[Tensor]] = {}
+
+    def trial(self, search: Search, choice: Choice, shown: Choice, keys: set[tuned.Key]) -> Trial:
+        """Time a choice; its first result is held to that of flexmod's own, which comes first."""
+        with tuned.trying(search.way, choice) as seen:
+            try:
+                call = self._call(search)
+                results = call()
+                if not all(_runs(choice, *applied) for applied in seen):
+                    return Trial(shown, None, "does not fit")
+                expected = self._expected.setdefault(search.part, results)
+                for ours, theirs in zip(results, expected, strict=True):
+                    error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+                    if not error < TOLERANCE:
+                        return Trial(shown, None, f"wrong by {float(error):.1e}")
+                return Trial(shown, median_ms(call, self.setting.device))
+            # whatever the compiler or the device has against a choice: another one may do
+            except Exception as error:
+                if search.choices and shown is search.choices[0]:
+                    raise
+                return Trial(shown, None, str(error).partition("\n")[0])
+            finally:
+                keys.update(applied.key for applied in seen)
+
+    def _call(self, search: Search) -> Callable[[], list[Tensor]]:
+        prefix = "fwd_" if search.way == "forward" else "bwd_"
+        options = {**self.options, f"{prefix}tuned": True}
+
+        # a backward makes the gradients of all that require them
+        q, k, v = (x.detach().requires_grad_(n in search.wanted) for n, x in enumerate(self.inputs))
+
+        def forward() -> Tensor:
+            out = flex_attention(q, k, v, self.mods.score, self.block_mask, kernel_options=options)
+            assert isinstance(out, Tensor)
+            return out
+
+        if search.way == "forward":
+            return lambda: [forward()]
+        out, wanted = forward(), [(q, k, v)[n] for n in search.wanted]
+        return lambda: list(torch.autograd.grad(out, wanted, self.grad_out, retain_graph=True))
+
+
+def _runs(choice: Choice, key: tuned.Key, kernels: Kernels) -> bool:
+    """Did a launch keep the tiles? One that does not fit gives way to flexmod's own, as in any call."""
+    taken = {name: tile for (name, _), tile in kernels.tiles.items()}
+    return all(taken.get(name, tile) == tile for name, tile in choice.tiles.items())
+
+
+def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
+    """What there is to choose on the device, flexmod's own choice first."""
+    made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
+    target = target_of(setting.device).name if setting.device.type == "cuda" else ""
+    ways: tuple[Way, ...] = ("forward", "backward")
+    for way in ways:
+        kernels = made.kernels(way)
+        if why_portable(kernels.spec, way, target, {}) is None:
+            shapes = (Choice(shape=shape) for shape in _shapes(kernels, way))
+            choices = [Choice(), *shapes, Choice(portable=True)]
+            yield Search(way, way, (0, 1, 2), choices)
+            continue
+        parts: dict[KernelName, tuple[int, ...]] = {"forward": ()}
+        if way == "backward":
+            parts = {"dq": (0,), "dkdv": (1, 2)}
+        for part, wanted in parts.items():
+            rungs = kernels.ladder(part)
+            tiles = dict.fromkeys(
+                [*rungs, *sorted(_tiles(kernels.spec.mask_block), key=lambda t: _far(t, rungs[0]))]
+            )
+            yield Search(part, way, wanted, [Choice(), *(Choice({part: tile}) for tile in tiles)])
+
+
+def _tiles(block: tuple[int, int] | None) -> Iterator[Tile]:
+    for m, n, warps, stages in itertools.product(SIDES, SIDES, WARPS, STAGES):
+        divides = block is None or not (block[0] % m or block[1] % n)
+        if divides and FEWEST <= m * n <= MOST and min(m, n) >= SMALLEST_TILE:
+            yield Tile(m, n, warps, stages)
+
+
+def _far(tile: Tile, first: Tile) -> float:
+    """How far a tile is from the first of the ladder: halvings and doublings, and stages."""
+    pairs = zip(
+        (tile.block_m, tile.block_n, tile.warps), (first.block_m, first.block_n, first.warps), strict=True
+    )
+    return sum(abs(a.bit_length() - b.bit_length()) for a, b in pairs) + 0.5 * abs(tile.stages - first.stages)
+
+
+def _shapes(kernels: Kernels, way: Way) -> list[Shape]:
+    """The ladder's, and those of a backward in the other order too."""
+    rungs = hopper_kernels(kernels).ladder(way)
+    late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
+    return list(dict.fromkeys([*rungs, *late]))

@@ -1,0 +1,183 @@
+"""The search for tiles, in the interpreter: what it tries, keeps, and when calls use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import command_errors, config, flex_attention
+from flexmod import tune as tune_module
+from flexmod.codegen.hopper import ForwardShape
+from flexmod.codegen.spec import Tile
+from flexmod.mod_names import Setting, choose
+from flexmod.runtime import launch, tuned
+from flexmod.tune import tune
+
+INTERPRET = {"BACKEND": "INTERPRET"}
+SETTING = Setting(1, 1, 64, 16, torch.float16, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
+    config.config.cache_clear()
+    yield tmp_path / "tuned"
+    monkeypatch.undo()
+    config.config.cache_clear()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) by kernel, as they were launched last."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    start = launch.start
+
+    def spy(kernels: Any, name: str, device: Any, grid: Any, arguments: Any) -> int:
+        seen[name] = tuple(arguments.get(a) for a in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+        return start(kernels, name, device, grid, arguments)
+
+    monkeypatch.setattr(launch, "start", spy)
+    return seen
+
+
+def times(monkeypatch: pytest.MonkeyPatch, launched: dict[str, tuple[Any, ...]], fastest: Tile) -> None:
+    """Every tile takes 2 ms, but for one, which takes 1."""
+
+    def median(call: Any, device: torch.device) -> float:
+        launched.clear()
+        call()
+        sides = (fastest.block_m, fastest.block_n, fastest.warps, fastest.stages)
+        return 1.0 if sides in launched.values() else 2.0
+
+    monkeypatch.setattr(tune_module, "median_ms", median)
+
+
+def few(monkeypatch: pytest.MonkeyPatch, *tiles: Tile) -> None:
+    monkeypatch.setattr(tune_module, "_tiles", lambda block: iter(tiles))
+
+
+def attend(**options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 1, 64, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    score_mod = choose("noop", SETTING, "softcap(3.0)").score
+    out = flex_attention(*inputs, score_mod, kernel_options={**INTERPRET, **options})
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+def test_what_is_found_is_kept_and_used_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, Any], folder: Path
+) -> None:
+    fastest = Tile(16, 32, 8, 4)
+    few(monkeypatch, Tile(32, 32, 4, 1), fastest)
+    times(monkeypatch, launched, fastest)
+    steps: list[tuple[str, int, int]] = []
+    mods = choose("noop", SETTING, "softcap(2.0)")
+    found = tune(mods, SETTING, name="capped", options=INTERPRET, progress=lambda *step: steps.append(step))
+    assert list(found.trials) == ["forward", "dq", "dkdv"]
+    assert {part: found.best(part).choice.tiles for part in found.trials} == {
+        part: {part: fastest} for part in found.trials
+    }
+    # flexmod's own choice, the rungs of the ladder, these two
+    counts = [len(trials) for trials in found.trials.values()]
+    assert counts == [1 + 4 + 2, 1 + 3 + 2, 1 + 4 + 2]
+    assert steps[-1] == ("dkdv", 7, 7)
+    text = str(found)
+    assert text.startswith("capped, B=1 H=1 S=64 D=16 float16 on cpu\n\nkernel ")
+    assert "forward" in text and "16x32 (8 warps, 4 stages)" in text and "2.00x" in text
+
+    forward, backward = sorted(folder.iterdir(), key=lambda path: "backward" in path.name)
+    assert [forward, backward] == found.paths
+    assert forward.name.startswith("Triton_s_interpreter_forward_")
+    kept = json.loads(backward.read_text())
+    assert kept["name"] == "capped"
+    assert set(kept["tiles"]) == {"dq", "dkdv"}
+
+    sides = (16, 32, 8, 4)
+    launched.clear()
+    plain = attend()
+    assert sides not in launched.values()
+    # another cap, and other lengths, are the same variant
+    launched.clear()
+    for ours, theirs in zip(attend(tuned=True), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    assert [launched[f"{name}_kernel"] for name in ("forward", "dq", "dkdv")] == [sides] * 3
+    launched.clear()
+    attend(fwd_tuned=True)
+    assert [launched[f"{name}_kernel"] == sides for name in ("forward", "dq")] == [True, False]
+
+
+def test_a_variant_that_was_not_tuned(folder: Path) -> None:
+    with pytest.raises(command_errors.NotTunedError) as raised:
+        attend(tuned=True)
+    assert str(raised.value) == (
+        "kernel option tuned is True, but nothing was tuned for the forward of this variant on Triton's "
+        "interpreter.\n"
+        "  Instead: run flexmod tune with the same mods, dtype and head dimension (what it finds is in "
+        f"{folder}), or leave the option out."
+    )
+
+
+def test_choices_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch, launched: dict[str, Any]) -> None:
+    few(monkeypatch, Tile(32, 32, 4, 1), Tile(24, 32, 4, 1))  # no power of two
+    times(monkeypatch, launched, Tile(24, 32, 4, 1))
+    found = tune(choose("noop", SETTING), SETTING, options=INTERPRET)
+    problems = [trial.problem for trial in found.trials["forward"]]
+    assert [bool(problem) for problem in problems] == [False] * (len(problems) - 1) + [True]
+    assert str(found.best("forward").choice) == "flexmod's own choice"
+
+
+def test_a_wrong_result_is_left_out(monkeypatch: pytest.MonkeyPatch, launched: dict[str, Any]) -> None:
+    few(monkeypatch)
+    times(monkeypatch, launched, Tile(64, 64, 4, 2))
+    attend_ = tune_module.flex_attention
+    calls = iter(range(1000))
+    monkeypatch.setattr(
+        tune_module, "flex_attention", lambda *a, **k: attend_(*a, **k) * (1 + 0.1 * (next(calls) > 1))
+    )
+    found = tune(choose("noop", SETTING), SETTING, options=INTERPRET)
+    assert [trial.problem for trial in found.trials["forward"]][1:] == ["wrong by 1.0e-01"] * 4
+
+
+def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, launched: dict[str, Any]) -> None:
+    times(monkeypatch, launched, Tile(0, 0, 0, 0))
+    found = tune(choose("causal", SETTING), SETTING, seconds=0.0, options=INTERPRET)
+    assert [len(trials) for trials in found.trials.values()] == [1, 1, 1]
+
+
+def test_tiles_divide_the_blocks_of_the_mask() -> None:
+    tiles = list(tune_module._tiles((64, 128)))
+    assert max(tile.block_m for tile in tiles) == 64
+    assert max(tile.block_n for tile in tiles) == 128
+    assert len(set(tiles)) == len(tiles)
+
+
+def test_on_the_cpu_it_says_why_it_cannot() -> None:
+    with pytest.raises(command_errors.TuneDeviceError) as raised:
+        tune(choose("causal", SETTING), SETTING)
+    assert str(raised.value) == (
+        "tune times kernels on a GPU, and cpu is none.\n"
+        "  Instead: run it on a machine with CUDA; flexmod build compiles for chips that are not here."
+    )
+
+
+def test_a_shape_for_hopper_comes_back_from_its_file() -> None:
+    key = tuned.Key("forward", "a chip", _spec(), None, None)
+    assert tuned.read(key) is None
+    choice = tuned.Choice(shape=ForwardShape(3, 128))
+    tuned.write(key, choice, {})
+    again = tuned.read(key)
+    assert again is not None and (again.shape, again.portable, again.tiles) == (choice.shape, False, {})
+    tuned.write(key, tuned.Choice(portable=True), {})
+    again = tuned.read(key)
+    assert again is not None and again.portable and str(again) == "portable template"
+
+
+def _spec() -> Any:
+    from flexmod.variant import variant
+
+    return variant(head_dim=64).spec_of("forward")
