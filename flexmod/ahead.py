@@ -78,7 +78,7 @@ def jobs(variant: Variant, target: str) -> list[Job]:
     found = []
     for way in get_args(Way):
         if hopper.why_portable(variant.spec_of(way), way, target, {}) is None:
-            made = HopperKernels(variant.kernels(way, "column"))
+            made = HopperKernels(variant.kernels(way, fused=True))
             work = partial(_first_shape, made, way, target, variant)
             found.append(Job(target, way, "hopper", work))
             continue

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flexmod"
 
 ROOMS = (
-    ("errors",),
+    ("errors", "command_errors"),
     ("config",),
     ("kernel_options",),
     ("transforms",),
@@ -87,7 +87,11 @@ ROOMS = (
     ("packed",),
     ("sinks",),
     ("integrations",),
+    ("mod_names",),
+    ("peers",),
     ("compare",),
+    ("bench",),
+    ("tune",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -1,0 +1,77 @@
+"""flexmod source: the kernels as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+
+from flexmod.cli.options import (
+    KERNEL_DTYPES,
+    POSITIVE,
+    dim_option,
+    dtype_option,
+    kernel_setting,
+    mask_argument,
+    score_option,
+)
+from flexmod.command_errors import NoSourceError
+from flexmod.explain import explain
+from flexmod.mod_names import choose
+from flexmod.runtime.target import NAMES
+from flexmod.standalone import standalone as standalone_text
+
+HOPPER = {"hopper-forward": "forward", "hopper-backward": "backward"}
+
+
+@click.command()
+@mask_argument
+@score_option
+@dim_option
+@dtype_option(KERNEL_DTYPES)
+@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+@click.option("--template", type=click.Choice(["portable", *HOPPER]), default="portable", show_default=True)
+@click.option(
+    "--standalone", is_flag=True, help="A file that needs torch and triton alone and checks itself."
+)
+@click.option(
+    "--target", type=click.Choice(NAMES), default="sm_80", show_default=True,
+    help="The chip that the tiles of --standalone are chosen for.",
+)  # fmt: skip
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="A file, not the screen."
+)
+def source(
+    mask: str,
+    score: str | None,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    seq: int | None,
+    template: str,
+    standalone: bool,
+    target: str,
+    output: Path | None,
+) -> int:
+    """The module of kernels, forward and backward, as it runs; or a file of its own."""
+    setting = kernel_setting(dim, dtype, seq)
+    mods = choose(mask, setting, score)
+    if standalone:
+        text = standalone_text(
+            mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, target=target
+        )
+    else:
+        explanation = explain(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
+        text = explanation.source
+        if template in HOPPER:
+            way = HOPPER[template]
+            if way not in explanation.hopper:
+                why = next(line for line in explanation.templates if line.startswith(way))
+                raise NoSourceError(template=template, why=why)
+            text = explanation.hopper[way]  # type: ignore[index]
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text)
+        click.echo(f"{output}: {len(text.splitlines())} lines")
+    return 0

@@ -1,0 +1,205 @@
+"""The command line: the transcripts of docs/command_line.md, and what they do not show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import ahead, command_errors, config
+from flexmod.cli import main
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import Target, named
+
+PAGE = Path(__file__).parents[1] / "docs" / "command_line.md"
+BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SIZES = ["--heads", "2", "--seq", "256", "--dim", "16", "--device", "cpu"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the file of the page."""
+    config.cache_dir()
+    found = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "my_mods.py").write_text(found[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(config.CACHE_DIR)  # it is known by now
+    return tmp_path
+
+
+def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a line of a transcript prints. Of a command that goes well that is not the progress bar."""
+    words = shlex.split(line)
+    if words[0] == "flexmod":
+        status = main(words[1:])
+        printed = capsys.readouterr()
+        return printed.err if status == 2 else printed.out
+    switches = dict(word.split("=") for word in words if "=" in word)
+    command = [sys.executable, *words[len(switches) + 1 :]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **switches}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200).stdout
+
+
+def without_numbers(text: str) -> str:
+    """Numbers as #, however wide the columns that they stand in."""
+    text = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", text)
+    return re.sub(r"-{2,}", "--", re.sub(r" +", " ", text))
+
+
+TRANSCRIPTS = [match for match in BLOCK.finditer(PAGE.read_text()) if match[1] != "gpu"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a machine without a GPU")
+@pytest.mark.parametrize("place", range(len(TRANSCRIPTS)))
+def test_transcripts(
+    place: int, folder: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    kind, shown = TRANSCRIPTS[place].groups()
+    commands = [line for line in shown.splitlines() if line.startswith("$ ")]
+    printed = "".join(f"{line}\n{output(line[2:], capsys)}" for line in commands)
+    printed = printed.replace(str(folder), "~").replace(str(config.cache_dir()), "~/.cache/flexmod")
+    printed = "".join(line.rstrip() + "\n" for line in printed.splitlines())
+    if request.config.getoption("--update-golden"):
+        text = PAGE.read_text()
+        start = [match for match in BLOCK.finditer(text) if match[1] != "gpu"][place].start(2)
+        end = text.index("```", start)
+        PAGE.write_text(text[:start] + printed + text[end:])
+        return
+    if kind == "numbers":
+        printed, shown = without_numbers(printed), without_numbers(shown)
+    if kind != "example":
+        assert printed == shown, f"{PAGE} differs; if the new text is right: pytest --update-golden"
+
+
+def test_every_command_has_a_section() -> None:
+    page = PAGE.read_text()
+    for name in ("show", "explain", "source", "compare", "bench", "build", "tune", "doctor"):
+        assert f"\n## {name}\n" in page and f"| `{name}` |" in page
+
+
+def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "causal", "softcap", *SIZES]) == 0
+    printed = capsys.readouterr().out
+    assert "causal, B=1 H=2 S=256 D=16 float32 on cpu" in printed
+    assert "\n\nsoftcap, B=1 H=2 S=256 D=16 float32 on cpu" in printed
+
+
+def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["flexmod.peers"]
+    attend = module.flex_attention
+    monkeypatch.setattr(module, "flex_attention", lambda q, k, v, *a, **o: attend(q, k, 1.01 * v, *a, **o))
+    assert main(["compare", *SIZES]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["compare", "--seq", "0"], "--seq"),
+        (["compare", "--dtype", "int8"], "--dtype"),
+        (["show"], "MASK"),
+        (["build", "causal", "--target", "sm_9000"], "--target"),
+        (["draw"], "draw"),
+    ],
+)
+def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "Usage: flexmod" in printed and word in printed
+
+
+def test_show_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("mask.png", "mask.svg"):
+        assert main(["show", "my_mods.py:near", "--seq", "300", "--plot", name]) == 0
+        assert (folder / name).stat().st_size > 500
+    assert main(["show", "natten", "--seq", "150"]) == 0
+    assert "natten, 144 queries x 144 keys" in capsys.readouterr().out
+
+
+def test_source_is_what_explain_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["source", "causal", "--dim", "64"]) == 0
+    assert "def forward_kernel(" in capsys.readouterr().out
+    assert main(["source", "causal", "--template", "hopper-backward"]) == 0
+    assert "def backward_kernel(" in capsys.readouterr().out
+
+
+def test_source_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["source", "causal", "--template", "hopper-forward", "--dtype", "fp32"]) == 2
+    assert capsys.readouterr().err == (
+        "there is no hopper-forward for this variant: forward template: portable everywhere: float32 "
+        "operands.\n"
+        "  Instead: ask for the portable template, which every chip runs.\n"
+    )
+    assert issubclass(command_errors.NoSourceError, ValueError)
+
+
+def test_build_says_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(*arguments: Any) -> Report:
+        return Report(named("sm_86"), 200_000, 255, 8, 8, {"HMMA": 4})
+
+    monkeypatch.setattr(ahead, "compile_tile", compiled)
+    assert main(["build", "causal", "--target", "sm_86"]) == 1
+    assert capsys.readouterr().out.count("no tile fits 101376 bytes of shared memory") == 3
+    assert main(["build", "causal", "--target", "sm_86", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kernel"] for row in rows] == ["forward", "dq", "dkdv"]
+    assert rows[0]["shared"] == 200_000 and rows[0]["matrix"] == {"HMMA": 4}
+
+
+def test_bench_plots(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    lengths = ["--seq", "64", "--seq", "128"]
+    assert main(["bench", "causal", "--heads", "1", *lengths, "--plot", "chart.png"]) == 0
+    assert (folder / "chart.png").stat().st_size > 5000
+    assert capsys.readouterr().out.startswith("causal, B=1 H=1 D=64 float32 on cpu\n")
+
+
+def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "causal", "--device", "cpu", "--flex"]) == 2
+    assert "compare(flex=True)" in capsys.readouterr().err
+
+
+def test_doctor_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Target("sm_90", "cuda", 227 << 10)
+    rows = [(torch.device("cuda", 0), chip), (torch.device("cuda", 1), named("sm_80"))]
+    module = sys.modules["flexmod.cli.doctor"]
+    monkeypatch.setattr(module, "_targets", lambda: rows)
+    runs = list(module._runs())
+    on_first = [row[1:] for row in runs if row[0] == "cuda:0"]
+    assert on_first[0] == (
+        "forward, bfloat16, head dimension 64: kernels made for Hopper",
+        "it is a Hopper chip (sm_90)",
+    )
+    assert on_first[-1] == (
+        "backward, bfloat16, head dimension 256: portable Triton kernels",
+        "a head dimension of 256, above 128",
+    )
+    assert {row[2] for row in runs if row[0] == "cuda:1"} == {"sm_80 is no Hopper chip (sm_90)"}
+
+
+def test_doctor_sees_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    assert "nothing is amiss" in capsys.readouterr().out
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["doctor"]) == 1
+    assert "trouble: TRITON_INTERPRET=1" in capsys.readouterr().out
+
+
+def test_python_dash_m() -> None:
+    command = [sys.executable, "-m", "flexmod", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "compare" in result.stdout
