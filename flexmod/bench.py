@@ -61,11 +61,11 @@ class Benchmark:
         """For JSON: times in milliseconds, rates in TFLOP/s of the tiles that are kept."""
         setting = {**asdict(self.setting), "dtype": str(self.setting.dtype), "device": self.device}
         del setting["seq"]
-        rows = [
-            {"seq": row.seq, "sparsity": row.sparsity}
-            | {k: x if isinstance(x, str) else float(f"{x:.4g}") for k, x in row.timing._asdict().items()}
-            for row in self.rows
-        ]
+        rows: list[dict[str, Any]] = []
+        for row in self.rows:
+            name, *numbers = row.timing
+            timing = zip(Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
+            rows.append({"seq": row.seq, "sparsity": row.sparsity, **dict(timing)})
         return {"name": self.name, **setting, "rows": rows}
 
     def plot(self, path: str | Path) -> None:

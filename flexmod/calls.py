@@ -31,6 +31,7 @@ from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
+from flexmod.runtime import tuned
 
 KNOWN = 1024  # calls that are kept without a mask, and for each mask
 
@@ -124,6 +125,7 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
     return (
         of_query, of_key, of_value, of_mask, score.seen.key, scale, bool(enable_gqa), options, want_max,
         torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
+        tuned.state() if options.tiles else None,
     )  # fmt: skip
 
 

@@ -16,26 +16,32 @@ WRITTEN_OUT = 64
 def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
     """The source of the mods and of the functions in their closures, with the numbers there."""
     found: dict[object, list[str]] = {}
-    queue = list(mods)
+    seen: set[int] = set()
+    queue: list[Any] = list(mods)
     while queue:
         mod = queue.pop(0)
-        code = getattr(mod, "__code__", None)
-        if code is None or code in found:
+        if isinstance(mod, (tuple, list)):
+            queue += mod
             continue
-        try:
-            lines = textwrap.dedent(inspect.getsource(mod)).rstrip().splitlines()
-        except (OSError, TypeError):
-            lines = [f"{mod.__qualname__}: its source is not at hand"]
-        cells = [cell.cell_contents for cell in mod.__closure__ or ()]
-        numbers = [
-            f"{name} = {value!r}"
-            for name, value in zip(code.co_freevars, cells, strict=True)
-            if isinstance(value, (bool, int, float, str))
-        ]
-        found[code] = [*lines, *([f"where {', '.join(numbers)}"] if numbers else [])]
-        held = [item for value in cells for item in (value if isinstance(value, (tuple, list)) else [value])]
-        queue += [value for value in held if inspect.isfunction(value)]
+        if id(mod) in seen or isinstance(mod, type) or not callable(mod):
+            continue
+        seen.add(id(mod))
+        code = getattr(mod, "__code__", None)
+        if code is None:  # an object that is called, such as a mask that combines others
+            queue += getattr(mod, "__dict__", {}).values()
+            continue
+        cells = dict(zip(code.co_freevars, (c.cell_contents for c in mod.__closure__ or ()), strict=True))
+        numbers = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]
+        found.setdefault(code, [*_source(mod), *([f"where {', '.join(numbers)}"] if numbers else [])])
+        queue += cells.values()
     return list(found.values())
+
+
+def _source(function: Callable[..., Any]) -> list[str]:
+    try:
+        return textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()
+    except (OSError, TypeError):
+        return [f"{function.__qualname__}: its source is not at hand"]
 
 
 def example(tensor: torch.Tensor) -> str:

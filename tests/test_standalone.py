@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import errors, masks, mods
+from flexmod import and_masks, errors, masks, mods
 from flexmod.codegen.spec import KernelName, Tile
-from flexmod.quotes import example
+from flexmod.quotes import example, quotes
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.standalone import save, standalone
@@ -148,6 +148,24 @@ def test_the_users_functions_are_quoted() -> None:
     assert "#     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:\n" in text
     assert "#         return q_idx - kv_idx <= window\n#     where window = 40\n" in text
     assert "#         return cap * torch.tanh(score / cap)\n#     where cap = 20.0\n" in text
+
+
+def test_functions_that_a_mask_is_combined_of_are_quoted() -> None:
+    class Held:
+        def __init__(self, function: Any) -> None:
+            self.function = function
+
+        def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return self.function(b, h, q_idx, kv_idx)
+
+    both = and_masks(Held(masks.causal()), masks.sliding_window(9))
+    lines = [line.strip() for quote in quotes([both]) for line in quote]
+    assert "def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:" in lines
+    assert "return q_idx >= kv_idx" in lines
+    assert "where window = 9" in lines
+    namespace: dict[str, Any] = {}
+    exec("def made(b, h, q_idx, kv_idx): return q_idx > 0", namespace)
+    assert quotes([namespace["made"]]) == [["made: its source is not at hand"]]
 
 
 def test_values_of_captured_tensors() -> None:

@@ -92,6 +92,7 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
         file.write(text + "\n")
     os.replace(temporary, key.path)
     _read.cache_clear()
+    _renew()
     return key.path
 
 
@@ -123,15 +124,31 @@ class Applied(NamedTuple):
 _tried: dict[Way, tuple[Choice, list[Applied]]] = {}
 
 
+# Replaced whenever something is found or tried: calls that ask for tuned kernels are known by it.
+_state = object()
+
+
+def state() -> object:
+    """The same object as long as calls that ask for tuned kernels run with the same ones."""
+    return _state
+
+
+def _renew() -> None:
+    global _state
+    _state = object()
+
+
 @contextmanager
 def trying(way: Way, choice: Choice) -> Iterator[list[Applied]]:
     """Within it, calls that ask for tuned kernels run with this choice; gives the kernels that took it."""
     seen: list[Applied] = []
     _tried[way] = choice, seen
+    _renew()
     try:
         yield seen
     finally:
         del _tried[way]
+        _renew()
 
 
 # The choice that kernels run with now.
