@@ -43,7 +43,7 @@ def test_an_unknown_chip() -> None:
 
 
 def test_compiled_for_chips() -> None:
-    """Forward kernels alone: others take long."""
+    """Forward kernels, and one backward: others take long."""
     ids = torch.arange(64, dtype=torch.uint8)
     small = variant(mods.softcap(20.0), masks.document(ids), head_dim=64, dtype=torch.float16)
     for target, instruction in (("sm_80", "HMMA"), ("sm_90", "HGMMA")):
@@ -51,6 +51,9 @@ def test_compiled_for_chips() -> None:
         assert (built.kernel, built.fits, built.problem) == ("forward", True, "")
         assert built.report is not None and built.report.matrix_instructions[instruction] > 0
         assert "ptx" in built.report.asm
+    (backward,) = (job for job in jobs(variant(None, masks.causal()), "sm_90") if job.kernel == "backward")
+    built = backward.compile()
+    assert (built.template, built.fits, built.problem) == ("hopper", True, "")
 
 
 @pytest.mark.parametrize(
