@@ -123,7 +123,7 @@ def compile_tile(kernels: Kernels, name: KernelName, tile: Tile, target: str, va
     """One portable kernel with one tile, as a launch on dense aligned tensors specializes it."""
     kernel = getattr(kernels.module, f"{name}_kernel")
     grad = kernels.captures.by_kernel(kernels.grad).get(name)
-    types = _types_of_mods(variant, kernels, grad)
+    types = _types_of_mods(variant, kernels.score, grad, kernels.mask)
     signature, constants = signature_of(kernel.arg_names, types, TYPES[kernels.spec.q_dtype])
     sides = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or n.startswith("stride_")]
@@ -133,10 +133,11 @@ def compile_tile(kernels: Kernels, name: KernelName, tile: Tile, target: str, va
     )  # fmt: skip
 
 
-def _types_of_mods(variant: Variant, kernels: Kernels, grad: ModText | None) -> dict[str, str]:
-    of_score = captured_types(kernels.score, variant.score_tensors)
-    of_grad = captured_types(grad, variant.score_tensors)
-    return of_score | of_grad | captured_types(kernels.mask, variant.mask_tensors)
+def _types_of_mods(
+    variant: Variant, score: ModText | None, grad: ModText | None, mask: ModText | None
+) -> dict[str, str]:
+    of_score = captured_types(score, variant.score_tensors) | captured_types(grad, variant.score_tensors)
+    return of_score | captured_types(mask, variant.mask_tensors)
 
 
 def captured_types(text: ModText | None, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
@@ -205,10 +206,10 @@ def _compile_shape(kernels: HopperKernels, way: Way, shape: Shape, target: str, 
     }  # fmt: skip
     types = {name: descriptor_type((1, 1, *sides), half) for name, sides in tiles.items()}
     if way == "backward":
-        types["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, wide // 2), torch.float32)
+        types["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, min(wide // 2, 64)), torch.float32)
         types |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
     grad = portable.captures.by_kernel(portable.grad)["dkdv"] if way == "backward" else None
-    types |= _types_of_mods(variant, portable, grad)
+    types |= _types_of_mods(variant, kernels.score, grad, portable.mask)
     constants: dict[str, Any] = dict(shape.arguments())
     options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     kernel = getattr(kernels.module, f"{way}_kernel")

@@ -14,13 +14,13 @@ class ModExpressionError(FlexmodError, ValueError):
     what = "{text!r} names no mask or score mod: {problem}."
     instead = (
         "write a name, a name with parameters (sliding_window:1024 or 'sliding_window(1024)'), masks joined "
-        "by & and |, or file.py:function."
+        "by & and |, ~ of one, or file.py:function."
     )
 
 
 class ModParametersError(FlexmodError, TypeError):
     what = "{name}{signature} does not take the parameters {given}: {problem}."
-    instead = "give numbers, tuples, and lists for integer tensors, as in {name}(...)."
+    instead = "give numbers, tuples, and lists for tensors, as in {name}(...)."
 
 
 class ModFileError(FlexmodError, ValueError):

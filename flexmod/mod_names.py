@@ -2,8 +2,8 @@
 
     causal                               what it needs follows from the sizes at hand
     sliding_window:1024                  parameters after a colon, with commas between
-    "sliding_window(1024)"               or as in Python: numbers, tuples, and lists for integer tensors
-    "causal & sliding_window(1024)"      masks, combined
+    "sliding_window(1024)"               or as in Python: numbers, tuples, and lists for tensors
+    "causal & sliding_window(1024)"      masks, combined by &, | and ~
     my_mods.py:near                      a function of a file, which is run for it
 
 Nothing but names of the library and literals is evaluated. A score mod of the library where a mask is named
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from flexmod import masks, mods
-from flexmod.block_mask.build import and_masks, or_masks
+from flexmod.block_mask.build import noop_mask
 from flexmod.command_errors import (
     ModExpressionError,
     ModFileError,
@@ -88,13 +88,16 @@ def _eight_documents(setting: Setting) -> Tensor:
 USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
     "sliding_window": lambda s: (s.seq // 8,),
     "dilated_window": lambda s: (s.seq // 32, 4),
+    "global_window": lambda s: (s.seq // 8, 4),
     "prefix_lm": lambda s: (s.seq // 4,),
     "document": lambda s: (_eight_documents(s), True),
     "block_diffusion": lambda s: (s.seq // 2, max(1, s.seq // 32)),
     "standalone_window": lambda s: (s.side, s.side, 8),
     "natten": lambda s: ((s.side, s.side), 7),
     "alibi": lambda s: (s.heads,),
+    "sandwich": lambda s: (s.heads, s.seq, 128, s.device),
     "softcap": lambda s: (30.0,),
+    "temperature": lambda s: (2.0,),
 }
 # Names alone whose sequence is an image of pixels, a square one.
 IMAGES = ("standalone_window", "natten")
@@ -154,7 +157,7 @@ def choose(text: str, setting: Setting, score: str | None = None) -> Mods:
 def choose_mask(text: str, setting: Setting) -> Mod:
     """The mask_mod that a text names. Raises as `choose` does."""
     if text == NOTHING:
-        return and_masks()
+        return noop_mask
     mod, kind = _Reader(text, setting).mod()
     if kind == "score":
         raise ModPlaceError(text=text, kind="score", wanted="mask", advice="name a mask, such as causal")
@@ -187,13 +190,19 @@ class _Reader:
             raise self._error(f"it cannot be read, {error.msg}") from None
         return self._expression(node)
 
-    def _expression(self, node: ast.expr) -> tuple[Mod, str]:
+    def _expression(self, node: ast.expr) -> tuple[Any, str]:
+        """A mask or score mod of the library, and its kind."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             sides = [self._expression(side) for side in (node.left, node.right)]
             if any(kind == "score" for _, kind in sides):
                 raise self._error("& and | combine masks alone")
-            combine = and_masks if isinstance(node.op, ast.BitAnd) else or_masks
-            return combine(*(mod for mod, _ in sides)), "mask"
+            (first, _), (second, _) = sides
+            return (first & second if isinstance(node.op, ast.BitAnd) else first | second), "mask"
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            inverted, kind = self._expression(node.operand)
+            if kind == "score":
+                raise self._error("~ is of masks alone")
+            return ~inverted, kind
         if isinstance(node, ast.Name):
             return self._made(node.id, None, {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -204,7 +213,7 @@ class _Reader:
         raise self._error(f"{ast.unparse(node)} is neither a name nor a name with parameters")
 
     def _parameter(self, node: ast.expr) -> Any:
-        """A literal, an integer tensor from a list of them, or a mod."""
+        """A literal, a tensor from a list of numbers, or a mod."""
         if isinstance(node, (ast.Name, ast.Call)):
             return self._expression(node)[0]
         try:

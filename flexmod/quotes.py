@@ -39,9 +39,10 @@ def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
 
 def _source(function: Callable[..., Any]) -> list[str]:
     try:
-        return textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()
+        lines = textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()
     except (OSError, TypeError):
-        return [f"{function.__qualname__}: its source is not at hand"]
+        lines = []
+    return lines or [f"{function.__qualname__}: its source is not at hand"]
 
 
 def example(tensor: torch.Tensor) -> str:

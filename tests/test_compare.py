@@ -113,8 +113,8 @@ def test_an_unknown_name() -> None:
 
 
 def test_names_with_parameters() -> None:
-    comparison = compare("causal & sliding_window(40)", score_mod="softcap:20", **SMALL)
-    assert comparison.name == "causal & sliding_window(40) with softcap:20"
+    comparison = compare("causal & sliding_window(40)", score_mod="softcap:15", **SMALL)
+    assert comparison.name == "causal & sliding_window(40) with softcap:15"
     assert comparison.reference == "the dense reference"
     assert comparison.agrees, str(comparison)
     beside = compare(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, score_mod="alibi", **SMALL)

@@ -64,7 +64,7 @@ def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "plain": (None, None, []),
-    "softcap": (mods.softcap(20.0), None, []),
+    "softcap": (mods.softcap(15.0), None, []),
     "split": (mods.causal_score(), None, []),
     "alibi": (mods.alibi(slopes), masks.document(ids, causal=True), ["table"]),
     "places": (by_place, of_heads, ["temperature", "bias"]),
@@ -144,10 +144,10 @@ def test_the_users_functions_are_quoted() -> None:
     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx - kv_idx <= window
 
-    text = standalone(mods.softcap(20.0), near, tiles=SMALL)
+    text = standalone(mods.softcap(15.0), near, tiles=SMALL)
     assert "#     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:\n" in text
     assert "#         return q_idx - kv_idx <= window\n#     where window = 40\n" in text
-    assert "#         return cap * torch.tanh(score / cap)\n#     where cap = 20.0\n" in text
+    assert "#         return cap * torch.tanh(score / cap)\n#     where cap = 15.0\n" in text
 
 
 def test_functions_that_a_mask_is_combined_of_are_quoted() -> None:
@@ -164,7 +164,7 @@ def test_functions_that_a_mask_is_combined_of_are_quoted() -> None:
     assert "return q_idx >= kv_idx" in lines
     assert "where window = 9" in lines
     namespace: dict[str, Any] = {}
-    exec("def made(b, h, q_idx, kv_idx): return q_idx > 0", namespace)
+    exec(compile("def made(b, h, q_idx, kv_idx): return q_idx > 0", "<nowhere>", "exec"), namespace)
     assert quotes([namespace["made"]]) == [["made: its source is not at hand"]]
 
 

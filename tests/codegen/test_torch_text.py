@@ -29,7 +29,7 @@ def positions() -> tuple[torch.Tensor, ...]:
 MASKS = {
     "causal": masks.causal(),
     "document": masks.document(ids, causal=True),
-    "natten": masks.natten(7, 7, 3),
+    "natten": masks.natten((7, 7), 3),
     "diffusion": masks.block_diffusion(20, 4),
     "constant": lambda b, h, q_idx, kv_idx: torch.tensor(True),
     "logic": lambda b, h, q_idx, kv_idx: torch.logical_xor(q_idx % 3, ~(kv_idx > h)) | torch.logical_not(b),
@@ -84,5 +84,5 @@ def test_the_text() -> None:
     written = write_torch(graph, "score_mod_in_torch", ("slopes",))
     head, comment, result = written.text.splitlines()
     assert head == "def score_mod_in_torch(score, b, h, q_idx, kv_idx, slopes):"
-    assert comment.startswith("    # mods.py:")
+    assert comment.startswith("    # positions.py:")
     assert result == "    return score + slopes[h] * (kv_idx.float() - q_idx.float())"
