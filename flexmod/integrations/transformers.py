@@ -22,6 +22,7 @@ from flexmod.attention import flex_attention
 from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.errors import TransformersArgumentError
+from flexmod.sinks import apply_sink
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
 FEW_QUERIES = 16
@@ -192,7 +193,7 @@ def attention(
         query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
         return_lse=s_aux is not None, kernel_options=kernel_options,
     )  # fmt: skip
-    out = found if s_aux is None else _with_sink(found[0], found[1], s_aux)
+    out = found if s_aux is None else apply_sink(found[0], found[1], s_aux.flatten())[0]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -248,9 +249,3 @@ def _score_mod(softcap: float | None, biases: list[Tensor]) -> mods.ScoreMod | N
         return score
 
     return score_mod
-
-
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """A sink takes exp(sink) / (exp(lse) + exp(sink)) of each row's weight, and leaves the rest of it."""
-    left = torch.sigmoid(lse - sink.reshape(-1, 1).to(lse.dtype))
-    return (out * left[..., None]).to(out.dtype)
