@@ -176,16 +176,21 @@ def test_doctor_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["flexmod.cli.doctor"]
     monkeypatch.setattr(module, "_targets", lambda: rows)
     runs = list(module._runs())
-    on_first = [row[1:] for row in runs if row[0] == "cuda:0"]
-    assert on_first[0] == (
-        "forward, bfloat16, head dimension 64: kernels made for Hopper",
-        "it is a Hopper chip (sm_90)",
-    )
-    assert on_first[-1] == (
-        "backward, bfloat16, head dimension 256: portable Triton kernels",
-        "a head dimension of 256, above 128",
-    )
-    assert {row[2] for row in runs if row[0] == "cuda:1"} == {"sm_80 is no Hopper chip (sm_90)"}
+    why = "head dimensions of 32 and 32: the tiles are 64 wide"
+    assert [row[1:] for row in runs if row[0] == "cuda:0"][:2] == [
+        ("forward, bfloat16, head dimension 32: portable Triton kernels", why),
+        (
+            "forward, bfloat16, head dimension 64, 128, 256: kernels made for Hopper",
+            "it is a Hopper chip (sm_90)",
+        ),
+    ]
+    assert [row[1:] for row in runs if row[0] == "cuda:1"] == [
+        (
+            f"{way}, bfloat16, head dimension 32, 64, 128, 256: portable Triton kernels",
+            "sm_80 is no Hopper chip (sm_90)",
+        )
+        for way in ("forward", "backward")
+    ]
 
 
 def test_doctor_sees_trouble(

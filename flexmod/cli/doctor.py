@@ -23,7 +23,7 @@ from flexmod.variant import variant
 # What flexmod needs, and what a part of it needs.
 NEEDED = ("torch", "triton", "jinja2", "tabulate", "click")
 FOR_A_PART = {"numpy": "Triton's interpreter", "matplotlib": "plots", "transformers": "its models"}
-DIMS = (64, 128, 256)
+DIMS = (32, 64, 128, 256)
 
 
 @click.command()
@@ -91,11 +91,13 @@ def _runs() -> Iterator[tuple[str, str, str]]:
         yield "cuda", "nothing", why
     for device, target in _targets():
         for way in get_args(Way):
+            dims: dict[str | None, list[str]] = {}
             for dim in DIMS:
-                spec = variant(head_dim=dim).spec_of(way)
-                obstacle = why_portable(spec, way, target.name, {})
+                obstacle = why_portable(variant(head_dim=dim).spec_of(way), way, target.name, {})
+                dims.setdefault(obstacle, []).append(str(dim))
+            for obstacle, alike in dims.items():
                 kernels = "portable Triton kernels" if obstacle else "kernels made for Hopper"
-                runs = f"{way}, bfloat16, head dimension {dim}: {kernels}"
+                runs = f"{way}, bfloat16, head dimension {', '.join(alike)}: {kernels}"
                 yield str(device), runs, obstacle or f"it is a Hopper chip ({target.name})"
 
 
