@@ -202,9 +202,10 @@ def _backward_ladder(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
             for ahead, late in ((True, False), (True, True), (False, True))
         )
+    late = score is not None and mask is not None
     shapes = [
-        BackwardShape(64, ahead=True, shared_operand=True, late=False),
-        BackwardShape(64, ahead=True, shared_operand=True, late=True),
+        BackwardShape(64, ahead=True, shared_operand=True, late=late),
+        BackwardShape(64, ahead=True, shared_operand=True, late=not late),
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
     if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:

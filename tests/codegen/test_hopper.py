@@ -243,7 +243,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
-        ("forward", None, None, 64, 0, 48, "runs"),
+        ("forward", None, None, 64, 288, 48, "runs"),
         ("forward", mods.softcap(12.5), near, 128, 64, 48, "runs"),
         ("forward", SLOPES, near, 128, 64, 48, "runs"),
         ("forward", None, near, 64, 0, 48, "lists"),
