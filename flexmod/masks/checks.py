@@ -32,13 +32,22 @@ def check_image(function: str, height: int, width: int) -> None:
 
 
 def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
-    if isinstance(value, Tensor) and value.dim() in ranks and value.dtype in INTEGERS:
-        return value
-    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise LibraryArgumentError(
-        function=function, name=name, value=given, rule=f"an integer tensor of shape {shapes}",
+    """An integer tensor of one of these ranks."""
+    return check_kind(
+        function, name, value, ranks, isinstance(value, Tensor) and value.dtype in INTEGERS,
+        rule=f"an integer tensor of shape {shapes}",
         advice="convert it, e.g. torch.as_tensor(values, dtype=torch.int32, device=query.device)",
     )  # fmt: skip
+
+
+def check_kind(
+    function: str, name: str, value: Any, ranks: tuple[int, ...], fits: bool, *, rule: str, advice: str
+) -> Tensor:
+    """A tensor of one of these ranks, whose dtype `fits`."""
+    if isinstance(value, Tensor) and value.dim() in ranks and fits:
+        return value
+    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise LibraryArgumentError(function=function, name=name, value=given, rule=rule, advice=advice)
 
 
 def check_counts(function: str, name: str, value: Any, shape: str) -> None:

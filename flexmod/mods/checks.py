@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.masks.checks import check_kind
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -22,10 +23,8 @@ def check_positive(function: str, name: str, value: Any) -> None:
 
 def check_float(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
     """A floating-point tensor of one of these ranks."""
-    if isinstance(value, Tensor) and value.dim() in ranks and value.is_floating_point():
-        return value
-    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise LibraryArgumentError(
-        function=function, name=name, value=given, rule=f"a floating-point tensor of shape {shapes}",
+    return check_kind(
+        function, name, value, ranks, isinstance(value, Tensor) and value.is_floating_point(),
+        rule=f"a floating-point tensor of shape {shapes}",
         advice="make it e.g. with torch.zeros(..., device=query.device), a parameter if it is learned",
     )  # fmt: skip
