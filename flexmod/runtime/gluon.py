@@ -7,7 +7,6 @@ Triton 3.9 renamed copies by the TMA unit, and exports the sum into memory that 
     add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
     stores_read()                                                until no store reads shared memory any more
     made_anew(number)                                            the int32, as one not seen before
-    rounded(weights, dtype)                                      float32 to a half type, two in a register
 """
 
 from __future__ import annotations
@@ -46,19 +45,6 @@ def stores_read():  # type: ignore[no-untyped-def]
 def made_anew(number):  # type: ignore[no-untyped-def]
     # what follows from it is computed where it is used, and not held in registers since an earlier use
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def rounded(weights, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    # rounded one by one, a loop that hands them on to another may hold pairs in either order, and turn them
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=True, pack=2
-        )
-    else:  # noqa: RET505  one of the two is compiled
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.float16, is_pure=True, pack=2
-        )
 
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
