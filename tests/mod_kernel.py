@@ -107,11 +107,11 @@ def run_exponent(
     """The exponent of a score graph, with what its rows share, for keys from `start` on: [B, H, M, N]."""
     batch, heads, length, keys = extents
     mod = write_exponent(graph)
-    kernel = (
-        EXPONENT_KERNEL.replace("value = {mod.call}", "value, shift = {mod.call}\n    value += shift")
-        if mod.shift
-        else EXPONENT_KERNEL
-    )
+    factor = "1.0" if mod.in_base_2 else "1.4426950408889634"
+    value = f"value, shift = {{mod.call}}\n    value = value * {factor} + shift"
+    if not mod.shift:
+        value = f"value = {{mod.call}} * {factor}"
+    kernel = EXPONENT_KERNEL.replace("value = {mod.call}", value)
     out = torch.empty(extents)
     values = {p.name: p.value([t.detach() for t in tensors], ()) for p in mod.parameters}
     interpreted(cache.load(source(mod, kernel), "mod_kernel")).run[(batch * heads,)](

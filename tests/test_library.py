@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
-from flexmod.block_mask import in_graph
+from flexmod.block_mask import generated, in_graph
 from flexmod.ir.kept import REMEMBERED, graph_of, numbered
 from flexmod.ir.record import record, record_of
 from flexmod.ir.trace import trace
@@ -22,6 +22,7 @@ HEADS = 4
 LENGTH = 40
 INTERPRET = {"BACKEND": "INTERPRET"}
 WINDOW = masks.sliding_window(9)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -299,10 +300,20 @@ def test_what_a_mod_may_not_do_keeps_its_class() -> None:
 def test_a_mask_made_inside_is_the_mask() -> None:
     """Its runs, for a mask that reads b and h and for one that does not."""
     for mask_mod in (WINDOW, lambda b, h, q_idx, kv_idx: (q_idx + 3 * h >= kv_idx) | (b == 1)):
-        made = in_graph.create(mask_mod, (2, 3, 70, 50), (16, 16), torch.device("cpu"), True)
+        made = in_graph.create(mask_mod, (2, 3, 70, 50), (16, 16), CPU, True)
         held = in_graph.held_of(made.tiles, trace(mask_mod, "mask").graph, (2, 3), (5, 4))
         wanted = create_block_mask(mask_mod, 2, 3, 70, 50, "cpu", BLOCK_SIZE=16)
         assert torch.equal(held.table(4), wanted.table())
+
+
+def test_a_graph_has_room_for_the_runs_of_a_gpu() -> None:
+    """There a line of tiles has room for a run of both kinds in each pair of tiles, begun or whole."""
+    for rows, columns in ((3, 3), (5, 4), (1, 7), (2, 2)):
+        sizes = (2, 1, 16 * rows, 16 * columns)
+        mask = trace(lambda b, h, q, k: q >= k + b, "mask")
+        made = generated.build(mask, sizes, (16, 16), CPU, True, interpreted=True)
+        room = in_graph.most_runs(sizes, rows, columns)
+        assert all(runs is not None and len(runs.spans) <= room for runs in made.values())
 
 
 def test_graphs_are_kept_by_number() -> None:

@@ -19,7 +19,8 @@ from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.ir.record import record, record_of
 from flexmod.ir.trace import Traced
 
-# A graph needs the size of the runs before they are known: each tile might be one.
+# A graph needs the size of the runs before they are known: each tile might be one. On a GPU a line of tiles
+# has room for as many of both kinds.
 MOST_RUNS = 1 << 24
 
 
@@ -110,13 +111,17 @@ def _(
 
 
 def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
-    most = sizes[0] * sizes[1] * rows * columns
+    most = sizes[0] * sizes[1] * max(rows * _even(columns), columns * _even(rows))
     if most > MOST_RUNS:
         raise InGraphMaskError(
             problem=f"create_block_mask makes a mask of {most} tiles",
             advice="build it before the call, and hand it to the compiled function",
         )
     return most
+
+
+def _even(tiles: int) -> int:
+    return tiles + tiles % 2
 
 
 def held_of(tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]) -> Held:

@@ -39,9 +39,10 @@ FLOAT_RULES = bounds.ROUNDED | {bounds.within_one, bounds.share}
 class Exponent:
     """`graph` has the result of an element, and where there is one that of its row.
 
-    Their sum is the exponent, or if not `in_base_2` the score, still to be multiplied by log2(e): where
-    elements that are not the score's own would each need a multiplication for it. Beside a score's inputs, of
-    which `score` is the product of a query and a key, the graph may read `scale`, `start` and `offset`.
+    Their sum is the exponent, once the element's result is multiplied by log2(e), if it is not `in_base_2`:
+    where elements that are not the score's own would each need a multiplication for it. Beside a score's
+    inputs, of which `score` is the product of a query and a key, the graph may read `scale`, `start` and
+    `offset`.
     """
 
     graph: Graph
@@ -127,14 +128,17 @@ class _Rewriter:
         elif (steps := _steps_of_kv(node)) is not None and steps:
             offset = self._as_float(self.builder.input("offset", torch.int32))
             self.columns.append(self._times(offset, factor.times(float(steps))))
-            self.rows.append(self._times(self._as_float(self._at_start(node)), factor))
+            self._add_to_row(self._as_float(self._at_start(node)), factor)
         elif node.home <= ROW:
-            self.rows.append(self._scaled(factor, node))
+            self._add_to_row(self._float(node), factor)
         elif node.home <= COLUMN:
             self.columns.append(self._scaled(factor, node))
         else:
             self.extra += not _is_score(node) and factor == self.unit
             self.elements.append(self._scaled(factor, node))
+
+    def _add_to_row(self, node: Node, factor: _Factor) -> None:
+        self.rows.append(self._times(node, factor.times(LOG2_E / self.unit.number)))
 
     def _place_squashed(self, factor: _Factor, node: Node) -> None:
         """tanh(x) = 1 - 2 / (1 + e^2x), sigmoid(x) = 1 / (1 + e^-x)."""
@@ -142,7 +146,7 @@ class _Rewriter:
         argument = self._sum([self._scaled(f, n) for f, n in self._terms(node.args[0], inner)])
         squashed = self.builder.node("logistic", (argument,), torch.float32, None, node.where)
         if node.op == "tanh":
-            self.rows.append(self._times(self._number(1.0), factor))
+            self._add_to_row(self._number(1.0), factor)
             factor = factor.times(-2.0)
         self.elements.append(self._times(squashed, factor))
 

@@ -31,6 +31,7 @@ MODS = {
     "temperature": lambda s, b, h, q, k: s * slopes[h] / 3,
     "row and column": lambda s, b, h, q, k: 0.5 * (s + of_row[q] - of_column[k]),
     "table": lambda s, b, h, q, k: s + table[h, q - k + 64],
+    "table, row, steps": lambda s, b, h, q, k: s + table[h, q - k + 64] + of_row[q] - 3 * k,
     "capped sum": lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + q,
     "gate": lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]),
     "no score": lambda s, b, h, q, k: q * 1.5,
@@ -56,7 +57,7 @@ def test_the_text_says_the_score(name: str) -> None:
         b=torch.arange(batch)[:, None, None, None], h=torch.arange(heads)[:, None, None],
         q_idx=torch.arange(length)[:, None], kv_idx=start + torch.arange(keys),
     )  # fmt: skip
-    expected = expected.expand(EXTENTS) * (LOG2_E if write_exponent(graph).in_base_2 else 1.0)
+    expected = expected.expand(EXTENTS) * LOG2_E
     torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=2e-5)
 
 

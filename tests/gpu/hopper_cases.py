@@ -102,6 +102,11 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.sigmoid(score * slopes[h]) * 3.0 + by_column[kv_idx]
 
+    def two_ways(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Elements that would each need a factor for base 2, beside what is added to a row."""
+        near = torch.where(q_idx > kv_idx, score * slopes[h], score + slopes[h] ** 2)
+        return near + 0.3 * (kv_idx - q_idx) + by_row[q_idx]
+
     def loads(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         near = (q_idx - kv_idx).clamp(-128, 128) + 128
         return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
@@ -138,6 +143,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "relative": (relative, None, False),
         "capped sum": (capped_sum, causal, False),
         "gate": (gate, window, False),
+        "two ways": (two_ways, causal, False),
         "loads": (loads, causal, False),
         "risky": (risky, None, False),
         "lowest": (lowest, None, False),
@@ -175,7 +181,7 @@ CASES = [
     # scores as exponents: bounded ones, and float16, which has no room for a fixed peak
     *(
         HopperCase(name, (dim, dim), dtype=dtype)
-        for name in ("softcap", "wide softcap", "relative", "capped sum", "gate")
+        for name in ("softcap", "wide softcap", "relative", "capped sum", "gate", "two ways")
         for dim in (128, 64)
         for dtype in ("bfloat16", "float16")
     ),

@@ -42,6 +42,7 @@ MODS: dict[str, tuple[Callable[..., Any], int, bool]] = {
     "row and column": (lambda s, b, h, q, k: 0.5 * (s + of_row[q] - of_column[k]), 2, True),
     "a difference": (lambda s, b, h, q, k: s + (of_row[q] - of_column[k]), 3, False),
     "table": (lambda s, b, h, q, k: s + table[h, q - k + 64], 5, False),
+    "table, row, steps": (lambda s, b, h, q, k: s + table[h, q - k + 64] + of_row[q] - 3 * k, 6, False),
     "scaled table": (lambda s, b, h, q, k: 2 * (s + table[h, q - k + 64]), 6, True),
     "distance": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), 5, True),
     "capped sum": (lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + q, 6, True),
@@ -93,9 +94,8 @@ def test_an_exponent_is_the_score_in_base_2(name: str) -> None:
     parts = evaluate(found.graph, tensors, score=product, others=others, **given)
     for row in parts[1:]:
         assert row.shape[-1:] in ((), (1,))
-    expected = expected * (LOG2_E if in_base_2 else 1.0)
-    expected = expected.expand(B, H, M, N)
-    total = sum(parts).expand(B, H, M, N)  # type: ignore[union-attr]
+    expected = (expected * LOG2_E).expand(B, H, M, N)
+    total = sum((parts[0] * (1.0 if in_base_2 else LOG2_E), *parts[1:])).expand(B, H, M, N)
     torch.testing.assert_close(total.double(), expected.double(), rtol=1e-12, atol=1e-10)
 
 
