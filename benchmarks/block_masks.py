@@ -12,7 +12,8 @@ elements to be found empty or full. Each builder has a process of its own; a cas
 --case-seconds, takes no other along. Where there is no number the table says why. torch's compiled builder
 takes 2 to 40 s to compile, for each mask and length: three masks are measured unless --every-compiled is
 given. With --compiling, so many processes compile side by side before anything is measured: "first" is theirs
-then, and the measured calls find the kernels in Inductor's cache. All results go to OUT/block_masks.json (--out), after every case.
+then, and the measured calls find the kernels in Inductor's cache. All results go to OUT/block_masks.json
+(--out), after every case.
 """
 
 from __future__ import annotations

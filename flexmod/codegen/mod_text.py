@@ -14,8 +14,8 @@ a float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term
 
 An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
 `offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
-all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives for a tile is the exponent, and not the
-score. `bounds` are those of the score.
+all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives for a tile is the exponent, and not
+the score. `bounds` are those of the score.
 """
 
 from __future__ import annotations

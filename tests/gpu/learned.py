@@ -57,7 +57,12 @@ HOPPER_CASES = [
         for dtype, causal in (("bfloat16", True), ("float16", False))
     ),
     *(Case(name, "bfloat16", 128, 1024, 1024, causal=True, template="hopper") for name in OWN + BESIDE),
-    *(Case(name, "bfloat16", 256, 517, 1031, causal=True, template="hopper") for name in OWN + OWN_BY_SCORE),
+    # "several" spills too much there: insisted on, it is refused by name
+    *(
+        Case(name, "bfloat16", 256, 517, 1031, causal=True, template="hopper")
+        for name in OWN + OWN_BY_SCORE
+        if name != "several"
+    ),
 ]
 CASES = [
     *(Case(name, "bfloat16", 128, 1031, 1031, causal=True) for name in NAMES),
