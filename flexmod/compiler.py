@@ -43,6 +43,7 @@ from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
+from flexmod.ir.ranges import as_ranges
 from flexmod.ir.reductions import Term, terms_of
 
 Numbers = tuple[bool | int | float, ...]
@@ -66,7 +67,7 @@ class Lowered:
 
     @cached_property
     def text(self) -> ModText | None:
-        return _staged("write", write, self.score)
+        return _staged("write", _written, self.score)
 
     @cached_property
     def exponent_text(self) -> ModText | None:
@@ -75,6 +76,10 @@ class Lowered:
     @cached_property
     def grad_text(self) -> ModText | None:
         return _staged("write", write, self.grad)
+
+
+def _written(graph: Graph) -> ModText:
+    return write(as_ranges(graph) if graph.kind == "mask" else graph)
 
 
 def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | None:

@@ -135,6 +135,18 @@ def shift_right(a, b):
     """a >> b; the sign alone where b is negative, or as much as the number is wide."""
     return tl.where((b < 0) | (b >= a.dtype.primitive_bitwidth), -(a < 0).to(a.dtype), a >> b)
 ''',
+    "unsigned_lt": '''
+@triton.jit
+def unsigned_lt(a, b):
+    """a < b, where negative numbers of 32 bits are larger than all others."""
+    return tl.cast(a, tl.uint32) < tl.cast(b, tl.uint32)
+''',
+    "unsigned_max": '''
+@triton.jit
+def unsigned_max(a, b):
+    """The larger of two, where negative numbers of 32 bits are larger than all others."""
+    return tl.maximum(tl.cast(a, tl.uint32), tl.cast(b, tl.uint32)).to(tl.int32)
+''',
     "wrap": '''
 @triton.jit
 def wrap(index, size):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["block"] = _block
     environment.globals.update(
         hoisted=_hoisted,
+        shared_out=_shared_out,
         parameters=parameters,
         unspecialized=_unspecialized,
         query_order=schedule.query_order,
@@ -132,6 +134,15 @@ def _block(text: str, width: int = 0) -> str:
 def _hoisted(home: str, *mods: ModText | None) -> list[str]:
     """The statements that the mods place at one home: "program", "row" or "column"."""
     return [line for mod in mods if mod for line in getattr(mod, home).splitlines()]
+
+
+def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) -> list[str]:
+    """The statement of a home for a thread's `own` positions, and its results brought to a layout."""
+    names, call = getattr(mod, home).split(" = ", 1)
+    for position, place in own.items():
+        call = re.sub(rf"\b{position}\b", place, call)
+    brought = [f"{name} = gl.convert_layout({name}, {layout})" for name in names.split(", ")]
+    return [*f"{names} = {call}".splitlines(), *brought]
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.codegen import prelude
+from flexmod.codegen.costs import costly, dear
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
     asks_for_dtype,
@@ -155,12 +156,12 @@ class Writer:
         texts.append(self._source(main))
         text = "\n\n".join(t for t in texts if t)
         call = self.called(main)
-        held = sum(home_of(n) == "column" and _costly(n) for n in self.hoisted)
         return ModText(
             text=text,
             call=call,
             parameters=tuple(self.parameters.values()),
-            held_by_column=held,
+            held_by_column=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
+            dear=frozenset(home_of(n) for n in self.graph.nodes if dear(n)),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),
@@ -354,11 +355,6 @@ class Writer:
         name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)
         return name
-
-
-def _costly(node: Node) -> bool:
-    """Does a value cost a register where it is held? A position as a float is made again, a bool is a bit."""
-    return node.op != CAST and strong(node.dtype) != torch.bool
 
 
 def together(guards: list[str]) -> str:

@@ -130,7 +130,7 @@ class Forms:
             return CONVEX | CONCAVE
         if node.op in COMPARISONS:
             return self._comparison(node)
-        if not _is_logic(node):
+        if not is_logic(node):
             return frozenset()
         inner = [self.shapes(a) for a in node.args]
         if node.op in AND:
@@ -184,35 +184,35 @@ def regroup(graph: Graph, forms: Forms) -> Graph:
     builder = Builder()
     new: dict[Node, Node] = {}
     for node in graph.nodes:
-        chain = next((names for names in (AND, OR) if node.op in names and _is_logic(node)), None)
+        chain = next((names for names in (AND, OR) if node.op in names and is_logic(node)), None)
         if chain is None:
             new[node] = keep(builder, node, tuple(new[a] for a in node.args))
             continue
         groups: dict[str, list[Node]] = {}
-        for link in _links(node, chain):
+        for link in links(node, chain):
             groups.setdefault(forms.kind(link), []).append(new[link])
-        ends = [_joined(builder, chain[0], group) for kind, group in groups.items() if kind != "mixed"]
-        new[node] = _joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
+        ends = [joined(builder, chain[0], group) for kind, group in groups.items() if kind != "mixed"]
+        new[node] = joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
     return Graph(graph.kind, tuple(new[r] for r in graph.results), graph.captures)
 
 
-def _is_logic(node: Node) -> bool:
+def is_logic(node: Node) -> bool:
     return strong(node.dtype) == torch.bool and all(strong(a.dtype) == torch.bool for a in node.args)
 
 
-def _links(node: Node, chain: tuple[str, ...]) -> list[Node]:
+def links(node: Node, chain: tuple[str, ...]) -> list[Node]:
     found: list[Node] = []
     stack = [node]
     while stack:
         one = stack.pop()
-        if one.op in chain and _is_logic(one):
+        if one.op in chain and is_logic(one):
             stack.extend(reversed(one.args))
         else:
             found.append(one)
     return found
 
 
-def _joined(builder: Builder, op: str, nodes: list[Node]) -> Node:
+def joined(builder: Builder, op: str, nodes: list[Node]) -> Node:
     result = nodes[0]
     for node in nodes[1:]:
         result = builder.node(op, (result, node), torch.bool, None, node.where)

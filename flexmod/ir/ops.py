@@ -171,6 +171,10 @@ def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     return by_base, by_exponent
 
 
+def _unsigned_lt(a: Any, b: Any) -> Any:
+    return (a < b) ^ (a < 0) ^ (b < 0)
+
+
 def _bits(text: str) -> dict[str, str]:
     """A text for whole numbers alone."""
     return {"bool": text, "int": text}
@@ -226,6 +230,10 @@ _ROWS = [
     Op("le", ("le", "less_equal"), "common", _bool, "{0} <= {1}", torch.le, _zero, bounds.le),
     Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt),
     Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge),
+    # numbers of 32 bits as unsigned ones, what ranges come down to, see `ranges.py`; torch has no name for it
+    Op("unsigned_lt", (), "common", _bool, {"int": "unsigned_lt({0}, {1})"}, _unsigned_lt, _zero),
+    Op("unsigned_max", (), "result", promote, {"int": "unsigned_max({0}, {1})"},
+       lambda a, b: torch.where(_unsigned_lt(a, b), b, a), _zero),
     # logic and bits
     Op("logical_and", ("logical_and",), "bool", _bool, "{0} & {1}", torch.logical_and, _zero, bounds.both),
     Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either),
