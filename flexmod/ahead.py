@@ -143,9 +143,9 @@ def _types_of_mods(
 def captured_types(text: ModText | None, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
     """Triton's types of the parameters that a mod brings along."""
     types = {}
+    plain = {"number": "fp32", "size": "i32", "stride": "i32", "found": "*i64"}
     for p in text.parameters if text else ():
-        plain = "fp32" if p.kind == "number" else "i32"
-        types[p.name] = f"*{TYPES[tensors[p.index].dtype]}" if p.kind == "pointer" else plain
+        types[p.name] = f"*{TYPES[tensors[p.index].dtype]}" if p.kind == "pointer" else plain[p.kind]
     return types
 
 

@@ -93,6 +93,7 @@ class Call:
             )
             return (*result, *keep)
 
+        tensors = tuple(map(torch.resolve_neg, tensors))
         if self.backend not in GENERATED:
             return attend(*tensors)
         return self._forward(attend, tensors, launched_tensors(mask))
@@ -114,6 +115,7 @@ class Call:
             asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
             return (*found[:3], *(gradient if need else None for gradient, need in asked))
 
+        tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
         if self.backend not in GENERATED:
             return differentiate(*tensors)
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]

@@ -107,7 +107,9 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
     score, scale, enable_gqa, options, want_max = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
         return None
-    if transforms.active() or forward_ad._current_level >= 0 or config.debug_level():
+    if transforms.active() or forward_ad._current_level >= 0:
+        return None
+    if config.debug_level() or config.check_bounds():
         return None
     of_query, of_key, of_value = tensor_key(query), tensor_key(key), tensor_key(value)
     if of_query is None or of_key is None or of_value is None:

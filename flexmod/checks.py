@@ -29,6 +29,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             raise errors.NotATensor(name=name, type=type(tensor).__name__)
         if tensor.is_nested:
             raise errors.NestedTensorInput(name=name)
+        if tensor.layout is not torch.strided:
+            raise errors.NotStrided(name=name, layout=tensor.layout)
         if tensor.dim() != 4:
             raise errors.NotFourDimensional(name=name, rank=tensor.dim(), shape=tuple(tensor.shape))
         if 0 in tensor.shape:
@@ -70,6 +72,7 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
 def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
     """The mask's shape, device and captures against the call."""
     _same_device("query", query, "block_mask", mask.device)
+    mask.look()
     if len(mask.held.batch) != 2:
         shape = tuple(mask.kv_indices.shape)
         raise errors.BlockMaskPartsError(

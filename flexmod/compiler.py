@@ -55,11 +55,13 @@ class Lowered:
     """A mod after the graph stages.
 
     `score` is None where a score_mod leaves the score as it is; `split` is the mask that its -inf branches
-    make. For a mask_mod `score` is the mask's own graph and `split` None.
+    make. For a mask_mod `score` is the mask's own graph and `split` None. `checked`: the texts check what
+    indexes captured tensors.
     """
 
     score: Graph | None
     split: Graph | None
+    checked: bool = False
 
     @cached_property
     def grad(self) -> Graph | None:
@@ -67,19 +69,19 @@ class Lowered:
 
     @cached_property
     def text(self) -> ModText | None:
-        return _staged("write", _written, self.score)
+        return _staged("write", lambda graph: _written(graph, self.checked), self.score)
 
     @cached_property
     def exponent_text(self) -> ModText | None:
-        return _staged("write", write_exponent, self.score)
+        return _staged("write", lambda score: write_exponent(score, self.checked), self.score)
 
     @cached_property
     def grad_text(self) -> ModText | None:
-        return _staged("write", write, self.grad)
+        return _staged("write", lambda grad: write(grad, self.checked), self.grad)
 
 
-def _written(graph: Graph) -> ModText:
-    return write(as_ranges(graph) if graph.kind == "mask" else graph)
+def _written(graph: Graph, checked: bool) -> ModText:
+    return write(as_ranges(graph) if graph.kind == "mask" else graph, checked)
 
 
 def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | None:
@@ -87,21 +89,26 @@ def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | N
 
 
 def lower(
-    graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = (), *, split: bool
+    graph: Graph,
+    extents: Extents,
+    numbers: tuple[tuple[int, int | float], ...] = (),
+    *,
+    split: bool,
+    checked: bool = False,
 ) -> Lowered:
     """A traced graph through the graph stages. `numbers` are places and values of its parameters."""
-    return _lower(fitted(graph, extents, numbers), split)
+    return _lower(fitted(graph, extents, numbers), split, checked)
 
 
 @lru_cache(4096)
-def _lower(graph: Graph, split: bool) -> Lowered:
+def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
     show("traced", graph)
     graph = stage("optimize", lambda: optimize(graph))
     show("optimized", graph)
     if split:
-        return Lowered(*split_mask(graph))
+        return Lowered(*split_mask(graph), checked)
     unchanged = graph.kind == "score" and graph.result.op == "input"
-    return Lowered(None if unchanged else graph, None)
+    return Lowered(None if unchanged else graph, None, checked)
 
 
 @lru_cache(4096)
@@ -121,10 +128,12 @@ def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) ->
 
 
 @lru_cache(4096)
-def capture_texts(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> CaptureTexts:
+def capture_texts(
+    graph: Graph, wanted: tuple[int, ...], fused: bool = False, checked: bool = False
+) -> CaptureTexts:
     """`capture_terms` as device functions."""
     terms = capture_terms(graph, wanted, fused)
-    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms, fused))
+    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms, fused, checked))
 
 
 class Constants:
@@ -171,14 +180,14 @@ class Mod:
 
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
     """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
-    return _compiled_mod(graph, extents, CONSTANTS.version)
+    return _compiled_mod(graph, extents, CONSTANTS.version, config.check_bounds())
 
 
 @lru_cache(4096)
-def _compiled_mod(graph: Graph, extents: Extents, version: object) -> Mod:
+def _compiled_mod(graph: Graph, extents: Extents, version: object, checked: bool) -> Mod:
     promoted, numbers = CONSTANTS.promote(graph)
     places = tuple(enumerate(numbers)) if promoted is not graph else ()
-    return Mod(lower(promoted, extents, places, split=False), numbers)
+    return Mod(lower(promoted, extents, places, split=False, checked=checked), numbers)
 
 
 @lru_cache(4096)
@@ -201,7 +210,7 @@ def kernels_for(
     exponent = score.exponent_text if score and not spec.backward else None
     captures = NO_CAPTURES
     if wanted and score and score.score:
-        captures = capture_texts(score.score, wanted, fused)
+        captures = capture_texts(score.score, wanted, fused, score.checked)
     # its own dK/dV kernel does not run beside Hopper's
     portable = replace(captures, column=None) if fused else captures
     return Kernels(
@@ -212,11 +221,11 @@ def kernels_for(
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
-    return _builder(graph, extents, CONSTANTS.version)
+    return _builder(graph, extents, CONSTANTS.version, config.check_bounds())
 
 
 @lru_cache(4096)
-def _builder(graph: Graph, extents: Extents, version: object) -> Builder:
+def _builder(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
     analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
     terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
@@ -229,8 +238,8 @@ def _builder(graph: Graph, extents: Extents, version: object) -> Builder:
 
 @lru_cache(4096)
 def _builder_kernels(bounds: Graph, terms: tuple[intervals.Term, ...], mask: Lowered) -> BuilderKernels:
-    written = tuple(map(write_term, terms))
-    of_bounds = write_bounds(bounds, written)
+    written = tuple(write_term(term, mask.checked) for term in terms)
+    of_bounds = write_bounds(bounds, written, mask.checked)
     of_mask = mask.text
     assert of_mask is not None
 

@@ -1,9 +1,10 @@
 """The environment switches, read once.
 
-| variable            | values     | meaning                                                                 |
-|---------------------|------------|-------------------------------------------------------------------------|
-| `FLEXMOD_DEBUG`     | 0, 1, 2, 3 | what is printed: nothing; timings; graphs too; the source's path too    |
-| `FLEXMOD_CACHE_DIR` | a folder   | where generated kernels are kept; default `flexmod` in the user's cache |
+| variable               | values     | meaning                                                              |
+|------------------------|------------|----------------------------------------------------------------------|
+| `FLEXMOD_DEBUG`        | 0, 1, 2, 3 | printed: nothing; timings; graphs too; the source's path too         |
+| `FLEXMOD_CACHE_DIR`    | a folder   | of generated kernels; default `flexmod` in the user's cache          |
+| `FLEXMOD_CHECK_BOUNDS` | 0, 1       | kernels check what indexes captured tensors; the host waits for them |
 
 An empty value means the default. A wrong one raises `EnvironmentSwitchError` at the first use of any switch.
 """
@@ -21,12 +22,14 @@ from flexmod.errors import EnvironmentSwitchError
 
 DEBUG = "FLEXMOD_DEBUG"
 CACHE_DIR = "FLEXMOD_CACHE_DIR"
+CHECK_BOUNDS = "FLEXMOD_CHECK_BOUNDS"
 
 
 @dataclass(frozen=True)
 class Config:
     debug: int
     cache_dir: Path
+    check_bounds: bool = False
 
 
 def read(environment: Mapping[str, str]) -> Config:
@@ -38,13 +41,20 @@ def read(environment: Mapping[str, str]) -> Config:
     debug = environment.get(DEBUG) or "0"
     if debug not in ("0", "1", "2", "3"):
         raise EnvironmentSwitchError(name=DEBUG, value=debug, accepted="0, 1, 2 or 3")
+    check = environment.get(CHECK_BOUNDS) or "0"
+    if check not in ("0", "1"):
+        raise EnvironmentSwitchError(name=CHECK_BOUNDS, value=check, accepted="0 or 1")
+    return Config(int(debug), _cache_dir(environment), check == "1")
+
+
+def _cache_dir(environment: Mapping[str, str]) -> Path:
     folder = environment.get(CACHE_DIR)
     if not folder:
-        return Config(int(debug), _user_cache(environment) / "flexmod")
+        return _user_cache(environment) / "flexmod"
     path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise EnvironmentSwitchError(name=CACHE_DIR, value=folder, accepted="a folder; this is a file")
-    return Config(int(debug), path.absolute())
+    return path.absolute()
 
 
 def _user_cache(environment: Mapping[str, str]) -> Path:
@@ -71,3 +81,8 @@ def debug_level() -> int:
 def cache_dir() -> Path:
     """Absolute path of the folder of generated kernels; it need not exist."""
     return config().cache_dir
+
+
+def check_bounds() -> bool:
+    """FLEXMOD_CHECK_BOUNDS: do kernels check each index into a captured tensor?"""
+    return config().check_bounds

@@ -10,6 +10,7 @@ file and line of the user's own code. All of it is the message: tests hold the m
 from __future__ import annotations
 
 import linecache
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -64,6 +65,11 @@ class NotATensor(FlexmodError, TypeError):
 class EmptyTensor(FlexmodError, ValueError):
     what = "{name} has no elements, shape {shape}."
     instead = "give every dimension at least one element."
+
+
+class NotStrided(FlexmodError, TypeError):
+    what = "{name} has layout {layout}; attention takes strided tensors."
+    instead = "pass {name}.to_dense()."
 
 
 class NestedTensorInput(FlexmodError, ValueError):
@@ -312,6 +318,20 @@ class IndexDtypeError(FlexmodError, TypeError):
 class CaptureIndexError(FlexmodError, IndexError):
     what = "{name}, of shape {shape}, is indexed {problem}."
     instead = "{advice}"
+
+
+class CaptureBoundsError(FlexmodError, IndexError):
+    what = "{name}, of shape {shape}, captured by {mod}, is indexed with {index} in dimension {dim}, which has {size} elements."
+    instead = "use an index from -{size} to {last}, e.g. index.clamp(0, {last}): what a mask rules out counts too."
+
+    @classmethod
+    def of(
+        cls, name: str, mod: str, shape: Sequence[int], dim: int, index: int, where: Where | None
+    ) -> CaptureBoundsError:
+        """For an index into dimension `dim` of a tensor of this shape."""
+        size = shape[dim]
+        facts = {"name": name, "mod": mod, "shape": tuple(shape), "dim": dim, "index": index, "size": size}
+        return cls(where=where, last=size - 1, **facts)
 
 
 class ModDtypeError(FlexmodError, TypeError):

@@ -75,10 +75,31 @@ def captured_by_mask(tensor: Tensor) -> Any:
     return call(block_mask=mask(mod=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx]))
 
 
+def short_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + captured_bias[kv_idx]
+
+
+captured_bias = torch.zeros(30)
+IN_SHORT_BIAS = f"{__file__}:{short_bias.__code__.co_firstlineno + 1}: return score + captured_bias[kv_idx]"
+
+
 def parts(**changed: Any) -> flexmod.BlockMask:
     one, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     given = {"kv_num_blocks": one, "kv_indices": index, "BLOCK_SIZE": 32, **changed}
     return flexmod.BlockMask.from_kv_blocks(**given)
+
+
+def written_list() -> Any:
+    """A list that was right when the mask was made."""
+    block_mask = parts()
+    block_mask.kv_indices.fill_(9)
+    return call(block_mask=block_mask)
+
+
+def assigned_list() -> Any:
+    block_mask = parts()
+    block_mask.kv_num_blocks = torch.full((1, 1, 1), 2)
+    return call(block_mask=block_mask)
 
 
 def second_derivative() -> Any:
@@ -106,6 +127,12 @@ TENSORS: list[Row] = [
         lambda: call(key=[1.0]),
         "key is a list, not a torch.Tensor.\n"
         "  Instead: pass a tensor of shape [batch, heads, length, head_dim].",
+    ),
+    (
+        errors.NotStrided,
+        lambda: call(value=x().to_sparse()),
+        "value has layout torch.sparse_coo; attention takes strided tensors.\n"
+        "  Instead: pass value.to_dense().",
     ),
     (
         errors.NotFourDimensional,
@@ -157,6 +184,17 @@ TENSORS: list[Row] = [
         errors.DeviceMismatch,
         lambda: call(key=x(device="meta")),
         "query is on cpu but key is on meta.\n  Instead: move one of them, e.g. key.to('cpu').",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: call(value=x(device="meta")),
+        "query is on cpu but value is on meta.\n  Instead: move one of them, e.g. value.to('cpu').",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: captured_by_mask(x(32, device="meta")),
+        "the mask is on cpu but limits is on meta.\n"
+        "  Instead: move one of them, e.g. limits.to('cpu').",
     ),
     (
         errors.DeviceMismatch,
@@ -316,6 +354,18 @@ BLOCK_MASKS: list[Row] = [
         "each.",
     ),
     (
+        errors.BlockMaskPartsError,
+        written_list,
+        "kv_indices lists a tile that is not one of the 1.\n"
+        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+    ),
+    (
+        errors.BlockMaskPartsError,
+        assigned_list,
+        "kv_indices lists a tile that is not one of the 1.\n"
+        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+    ),
+    (
         errors.LengthError,
         lambda: mask(length=0),
         "Q_LEN is 0; it must be a positive integer.\n"
@@ -382,6 +432,14 @@ MODS: list[Row] = [
         lambda: or_masks(causal, None),  # type: ignore[arg-type]
         "None is a NoneType, which cannot be called.\n"
         "  Instead: pass a function of scalars, e.g. lambda b, h, q_idx, kv_idx: q_idx >= kv_idx.",
+    ),
+    (
+        errors.CaptureBoundsError,
+        lambda: call(score_mod=short_bias),
+        "captured_bias, of shape (30,), captured by score_mod, is indexed with 31 in dimension 0, which has "
+        "30 elements.\n"
+        f"  at {IN_SHORT_BIAS}\n"
+        "  Instead: use an index from -30 to 29, e.g. index.clamp(0, 29): what a mask rules out counts too.",
     ),
     (
         errors.MaskCaptureGradientError,

@@ -148,3 +148,35 @@ def test_mistakes_keep_their_class_under_torch_compile(compiled: Any) -> None:
         compiled(flex_attention)(q, k, v, kernel_options={"BACKEND": "FLASH"})
     with pytest.raises(errors.ReturnArgumentsError):
         compiled(flex_attention)(q, k, v, return_lse=True, return_aux=AuxRequest())
+
+
+def negative_view(*shape: int) -> Tensor:
+    """float32 whose memory holds its negative: torch keeps the sign of a conjugate as a flag."""
+    pairs = torch.linspace(-1, 1, 2 * math.prod(shape)).sin().view(*shape, 2)
+    view = torch.view_as_complex(pairs).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
+def test_tensors_whose_sign_is_a_flag(backend: str) -> None:
+    """query, what a score mod captures, what a mask captures, the gradient of the output."""
+    case, bias, limits = negative_view(2, 4, 40, 16), negative_view(40), negative_view(40)
+    grad_out = negative_view(2, 4, 40, 16)
+
+    def attended(query: Tensor, bias: Tensor, limits: Tensor, grad_out: Tensor) -> list[Tensor]:
+        inputs = [query.detach().requires_grad_(), bias.detach().requires_grad_()]
+        mask = create_block_mask(
+            lambda b, h, q_idx, kv_idx: (limits[q_idx] > 0) | (q_idx >= kv_idx),
+            None, None, 40, 40, device="cpu",
+        )  # fmt: skip
+        out = flex_attention(
+            inputs[0], inputs[0], inputs[0], lambda s, b, h, q_idx, kv_idx: s + inputs[1][kv_idx], mask,
+            kernel_options={"BACKEND": backend},
+        )  # fmt: skip
+        return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+    found = attended(case, bias, limits, grad_out)
+    plain = attended(*(x.resolve_neg() for x in (case, bias, limits, grad_out)))
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one, other)

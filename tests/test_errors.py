@@ -39,6 +39,40 @@ def test_no_class_is_missing() -> None:
     assert {row[0].__name__ for row in ROWS} | IN_A_MOD == every - {"FlexmodError"}
 
 
+# What the peers refuse, and flexmod refuses too.
+REFUSALS = {
+    "not 4-D": "NotFourDimensional",
+    "nested tensors passed straight in": "NestedTensorInput",
+    "q, k, v, the mask or a capture on another device": "DeviceMismatch",
+    "head dimensions of q and k": "HeadDimMismatch",
+    "heads without enable_gqa": "HeadCountMismatch",
+    "heads that are no multiple": "HeadRatioError",
+    "a batch or head count of the mask": "MaskBroadcastError",
+    "a mask of one batch or head that reads it": "MaskReadsBroadcastIndex",
+    "a mask for other lengths": "MaskLengthError",
+    "the number of a mod's arguments": "ModArityError",
+    "a mask mod that returns a float": "MaskResultError",
+    "a result that is no scalar": "NotScalarError",
+    "if, and, not, while on an index": "ControlFlowError",
+    ".item()": "ConcreteValueError",
+    ".sum()": "ReductionError",
+    "random numbers": "RandomNumberError",
+    "in-place writes": "MutationError",
+    "both return_lse and return_aux": "ReturnArgumentsError",
+    "an unknown option": "UnknownOption",
+    "a value that an option does not take": "OptionValueError",
+    "an unknown operation": "UnknownOperationError",
+    "FLASH": "FlashBackendError",
+    "TRITON_DECODE": "DecodeBackendError",
+    "gradients of mask captures": "MaskCaptureGradientError",
+    "a backward through keys of lower precision": "LowerPrecisionBackward",
+}
+
+
+def test_every_refusal_has_a_row() -> None:
+    assert set(REFUSALS.values()) <= {row[0].__name__ for row in ROWS} | IN_A_MOD
+
+
 def test_the_rows_of_mods_are_there() -> None:
     rows = (Path(__file__).parent / "ir" / "test_trace_errors.py").read_text()
     assert [name for name in sorted(IN_A_MOD) if name not in rows] == []

@@ -41,7 +41,7 @@ def test_every_kernel_option_is_documented() -> None:
 
 
 def test_every_switch_is_documented() -> None:
-    assert first_column("environment.md") == {config.DEBUG, config.CACHE_DIR}
+    assert first_column("environment.md") == {config.DEBUG, config.CACHE_DIR, config.CHECK_BOUNDS}
 
 
 def test_every_mask_is_documented() -> None:

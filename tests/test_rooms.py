@@ -68,6 +68,7 @@ ROOMS = (
     ("codegen.spec",),
     ("codegen.schedule",),
     ("codegen.render",),
+    ("codegen.watch",),
     ("codegen.kernels", "codegen.builder_kernels"),
     ("codegen.cache",),
     ("codegen.hopper",),

@@ -23,6 +23,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.hopper import Way, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Captured, Kernels
 from flexmod.codegen.spec import KernelSpec, option
+from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
@@ -48,12 +49,16 @@ class Generated:
     ) -> Forward:
         compiled = self._compile(problem, q, k, v, backward=False)
         given = {**compiled.arguments, "want_max": want_max}
+        found = None
         if self._for_hopper("forward", compiled, q, k, v):
             try:
-                return hopper.forward(hopper_kernels(compiled.kernels), q, k, v, **given)
+                found = hopper.forward(hopper_kernels(compiled.kernels), q, k, v, **given)
             except hopper.NoShape as none:
                 _portable("forward", compiled.kernels, str(none))
-        return triton.forward(compiled.kernels, q, k, v, keep=keep, **given)
+        if found is None:
+            found = triton.forward(compiled.kernels, q, k, v, keep=keep, **given)
+        compiled.look()
+        return found
 
     def backward(
         self,
@@ -80,6 +85,7 @@ class Generated:
                 _portable("backward", compiled.kernels, str(none))
         if found is None:
             found = triton.backward(compiled.kernels, *tensors, kept, **given)
+        compiled.look()
         return Gradients(found.query, found.key, found.value, compiled.capture_gradients(found.sums))
 
     def _for_hopper(self, way: Way, compiled: _Compiled, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -98,14 +104,15 @@ class Generated:
 
     def _compile(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Compiled:
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        watch = Watch(extents[2:], q.device) if config.check_bounds() else None
         score = mask = None
         score_captured = mask_captured = Captured()
         if problem.score is not None:
             score = compile_mod(problem.score.graph, extents)
-            score_captured = Captured(problem.score.tensors, score.numbers)
+            score_captured = Captured(problem.score.tensors, score.numbers, watch)
         if problem.mask is not None:
             mask = compile_mod(problem.mask.traced.graph, extents)
-            mask_captured = Captured(problem.mask.traced.tensors, mask.numbers)
+            mask_captured = Captured(problem.mask.traced.tensors, mask.numbers, watch)
         spec = triton.kernel_spec(
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
@@ -122,7 +129,7 @@ class Generated:
         given = (problem.scale, problem.mask, score_captured, mask_captured)
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
             self._tune(problem, spec, [make(fused) for fused in (False, True)], q.device)
-        return _Compiled(make, score, *given, wanted, extents)
+        return _Compiled(make, score, *given, wanted, extents, watch)
 
     def _tune(
         self, problem: Problem, spec: KernelSpec, kernels: Sequence[Kernels], device: torch.device
@@ -144,7 +151,7 @@ class _Compiled:
     """A call's kernels and what its mods close over.
 
     `make(fused)` makes the kernels; `wanted` are the captures that get gradients, and `fused` says that
-    Hopper's backward makes them.
+    Hopper's backward makes them. `watch` is there where the kernels check indices.
     """
 
     make: Callable[[bool], Kernels]
@@ -155,6 +162,7 @@ class _Compiled:
     mask_captured: Captured
     wanted: tuple[int, ...]
     extents: Extents
+    watch: Watch | None
     fused: bool = False
 
     @cached_property
@@ -166,6 +174,11 @@ class _Compiled:
         """What every launch is given."""
         names = ("scale", "mask", "score_captured", "mask_captured")
         return {name: getattr(self, name) for name in names}
+
+    def look(self) -> None:
+        """Raises CaptureBoundsError where kernels that check found something."""
+        if self.watch is not None:
+            self.watch.look()
 
     def capture_gradients(self, sums: Sums) -> tuple[Tensor | None, ...]:
         """See `interface.Gradients`."""

@@ -127,6 +127,7 @@ class BlockMask(Drawn):
         mask._seq_lengths = seq_lengths
         mask.full_tiles_padded = full_tiles_padded
         mask._classified = True
+        mask._seen = held.written()
         mask._mask_mod = mask_mod
         mask._know(traced)
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
@@ -230,9 +231,23 @@ class BlockMask(Drawn):
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
-        check_lengths(pair, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
-        self.full_tiles_padded = check_values(self._parts(LISTS), pair, self.BLOCK_SIZE)
+        self._check_lists(pair)
         self._seq_lengths = pair
+
+    def look(self) -> None:
+        """Checks lists that were assigned or written to since they were last looked at.
+
+        While a CUDA graph is captured nobody can look. Raises BlockMaskPartsError, DeviceMismatch.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing and self.held.written() != self._seen:
+            checked_lists(self._parts(LISTS))
+            self._check_lists(self.seq_lengths)
+
+    def _check_lists(self, lengths: tuple[int, int]) -> None:
+        check_lengths(lengths, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
+        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, self.BLOCK_SIZE)
+        self._seen = self.held.written()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod import config
 from flexmod.block_mask import tiles
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
+from flexmod.codegen.watch import Watch
 from flexmod.compiler import builder, runs_module
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
@@ -142,7 +144,10 @@ class _Part:
 
     def _run(self, separate: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows and spans in both directions."""
-        kinds = self._kinds(tensors)
+        watch = Watch(self.lengths, self.device) if config.check_bounds() else None
+        kinds = self._kinds(tensors, watch)
+        if watch is not None:
+            watch.look()
         if not separate:
             kinds.clamp_(max=tiles.PARTIAL)
         by_row, by_column = (self._new((self.groups, lines, 2, 3), torch.int32) for lines in self.grid)
@@ -161,20 +166,23 @@ class _Part:
         """Are runs counted before room for them is made? A CUDA graph cannot wait for a count."""
         return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
 
-    def _kinds(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _kinds(self, tensors: Sequence[Tensor], watch: Watch | None) -> Tensor:
         """What each tile is, uint8 [groups, Qb, KVb]."""
         found, module = self.found, self.found.kernels.module
         kinds = self._new((self.groups, *self.grid), torch.uint8)
         states = self._new((self.squares,), torch.uint8)
-        terms = self._terms(module, tensors) if found.kernels.terms else {}
+        terms = self._terms(module, tensors, watch) if found.kernels.terms else {}
         known = {"KINDS": kinds, "STATES": states}
-        arguments = {**self.for_squares, **known, **terms, **found.captured("squares_kernel", tensors)}
+        captured = found.captured("squares_kernel", tensors, watch)
+        arguments = {**self.for_squares, **known, **terms, **captured}
         self._start(module, "squares_kernel", self.squares, arguments)
-        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", tensors)}
+        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", tensors, watch)}
         self._start(module, "elements_kernel", self.squares * self.parts, arguments)
         return kinds
 
-    def _terms(self, module: ModuleType, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _terms(
+        self, module: ModuleType, tensors: Sequence[Tensor], watch: Watch | None
+    ) -> dict[str, Tensor]:
         """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
         terms = self.found.kernels.terms
         made = {term.name.upper(): self._bounds(term) for term in terms}
@@ -184,7 +192,8 @@ class _Part:
             + ("column" in axes) * self.grid[1]
             + ("diagonal" in axes) * -(-sum(self.lengths) // CHUNK)
         )
-        arguments = {**self.for_terms, **made, **self.found.captured("terms_kernel", tensors)}
+        captured = self.found.captured("terms_kernel", tensors, watch)
+        arguments = {**self.for_terms, **made, **captured}
         self._start(module, "terms_kernel", self.groups * programs, arguments)
         for term in terms:
             if term.axis == "diagonal":

@@ -145,6 +145,16 @@ class Held:
                 self._versions[name] = version(made)
         return self._lists[name]
 
+    def written(self) -> tuple[object, ...]:
+        """Another value whenever a list that was given is assigned or written to.
+
+        A tensor of inference mode does not know what is written to it.
+        """
+        if self.form == "runs":
+            return ()
+        parts = (self._lists[name] for name in LISTS)
+        return tuple([None if part is None else (id(part), _known_version(part)) for part in parts])
+
     def assign(self, name: str, part: Tensor | None) -> None:
         """The mask holds lists from now on, this one among them."""
         self.settle()
@@ -214,6 +224,10 @@ class ListPart:
 
     def __set__(self, mask: Any, part: Tensor | None) -> None:
         mask.held.assign(self._name, part)
+
+
+def _known_version(part: Tensor) -> int:
+    return -1 if part.is_inference() else part._version
 
 
 def version(part: Tensor) -> float:

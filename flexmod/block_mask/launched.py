@@ -31,6 +31,6 @@ def launch_key(mask: BlockMask) -> tuple[object, ...] | None:
     keys = [tensor_key(tensor) for tensor in (*lists, *traced.tensors)]
     if None in keys:
         return None
-    parts = (len(lists), held.separate, held.by_column)
+    parts = (len(lists), held.separate, held.by_column, held.written())
     rows, columns = mask.BLOCK_SIZE
     return held, *parts, traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys

@@ -10,8 +10,9 @@ from types import ModuleType
 from torch import Tensor
 
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
-from flexmod.codegen.mod_text import ModText, Parameter
-from flexmod.codegen.render import parameters
+from flexmod.codegen.kernels import Captured
+from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.watch import Watch
 
 Numbers = Sequence[bool | int | float]
 
@@ -29,21 +30,11 @@ class BuilderKernels:
     def module(self) -> ModuleType:
         return self.build()
 
-    @cached_property
-    def by_kernel(self) -> dict[str, list[tuple[Parameter, int]]]:
-        """The parameters that a kernel's texts need, and the text that each belongs to.
-
-        Texts are numbered: the bounds, the mask, then the terms.
-        """
-        owners = [self.bounds.text, self.mask, *(term.text for term in self.terms)]
-        wanted = {"terms_kernel": owners[2:], "squares_kernel": owners[:2], "elements_kernel": owners[1:2]}
-        return {
-            kernel: [
-                (p, next(i for i, text in enumerate(owners) if p in text.parameters))
-                for p in parameters(*texts)
-            ]
-            for kernel, texts in wanted.items()
-        }
+    def texts(self, kernel: str) -> list[tuple[int, ModText]]:
+        """The texts that a kernel calls, by their numbers: the bounds, the mask, then the terms."""
+        texts = [self.bounds.text, self.mask, *(term.text for term in self.terms)]
+        first, stop = {"terms_kernel": (2, None), "squares_kernel": (0, 2), "elements_kernel": (1, 2)}[kernel]
+        return list(enumerate(texts))[first:stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +44,9 @@ class Builder:
     kernels: BuilderKernels
     numbers: tuple[Numbers, ...]
 
-    def captured(self, kernel: str, tensors: Sequence[Tensor]) -> dict[str, object]:
-        """The launch arguments that a kernel's texts need, by name."""
-        wanted = self.kernels.by_kernel[kernel]
-        return {p.name: p.value(tensors, self.numbers[owner]) for p, owner in wanted}
+    def captured(self, kernel: str, tensors: Sequence[Tensor], watch: Watch | None) -> dict[str, object]:
+        """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
+        given: dict[str, object] = {}
+        for number, text in self.kernels.texts(kernel):
+            given |= Captured(tensors, self.numbers[number], watch).arguments(text)
+        return given

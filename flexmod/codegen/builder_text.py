@@ -79,10 +79,12 @@ PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
 class _Whole(Writer):
     """One device function of all a graph's inputs. In a kernel captures have the names of a mask's."""
 
-    def __init__(self, graph: Graph, main: str, signed: bool = False) -> None:
+    def __init__(self, graph: Graph, main: str, checked: bool, signed: bool = False) -> None:
         inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
-        super().__init__(graph, main, ("b", "h", *inputs), PLACES[int(signed) :])
-        self.suffix, self.owner, self.numbers = "_of_mask", "mask_mod", f"{main}_number"
+        super().__init__(graph, main, ("b", "h", *inputs), PLACES[int(signed) :], checked)
+        self.suffix, self.owner = "_of_mask", "mask_mod"
+        self.numbers, self.found = f"{main}_number", f"{main}_found"
+        self.signed = signed
         self.hoisted = {}
 
     def returned(self, main: Function) -> list[str]:
@@ -92,22 +94,26 @@ class _Whole(Writer):
         names = ("certain", "possible")
         return [bind(main, fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
 
+    def live(self, index: Node, found: str) -> str:
+        """Nothing past an end is asked for here, but where q_idx is a difference."""
+        return f"q_idx < tl.load({found})" if self.signed and "q_idx" in index.home else "True"
+
     def shaped(self, value: str, result: Node) -> str:
         """A constant must be a tensor."""
         constant = {"True": "b >= 0", "False": "b < 0"} if strong(result.dtype) == torch.bool else {}
         return constant.get(value, value)
 
 
-def write_term(term: Term) -> BuilderTerm:
+def write_term(term: Term, checked: bool = False) -> BuilderTerm:
     """The text of a term: the function `name`_at of its position."""
     name = term.low.removesuffix("_low")
-    text = _Whole(term.graph, f"{name}_at", term.axis == "diagonal").write()
+    text = _Whole(term.graph, f"{name}_at", checked, term.axis == "diagonal").write()
     return BuilderTerm(name, term.axis, term.dtype, text)
 
 
-def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...]) -> BoundsText:
+def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...], checked: bool = False) -> BoundsText:
     """The text of a graph of bounds: the function tile_bounds, and its two calls."""
-    text = _Whole(graph, "tile_bounds").write()
+    text = _Whole(graph, "tile_bounds", checked).write()
     by_name = {f"{term.name}_{end}": term for term in terms for end in ("low", "high")}
     square, tiles = [], []
     for name in text.arguments[2:]:

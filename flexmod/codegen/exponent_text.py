@@ -14,10 +14,10 @@ from flexmod.ir.graph import Graph
 INDENT = "    "
 
 
-def write_exponent(graph: Graph) -> ModText:
+def write_exponent(graph: Graph, checked: bool = False) -> ModText:
     """That of an optimized score graph."""
     found = exponent(graph)
-    text = _ExponentWriter(found.graph).write()
+    text = _ExponentWriter(found.graph, checked).write()
     return replace(text, shift=_shift(found.graph), in_base_2=found.in_base_2, bounds=score_bounds(graph))
 
 
@@ -29,8 +29,8 @@ def _shift(graph: Graph) -> Literal["", "row", "tile"]:
 
 
 class _ExponentWriter(Writer):
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph, "score_exponent")
+    def __init__(self, graph: Graph, checked: bool) -> None:
+        super().__init__(graph, "score_exponent", checked=checked)
         self.owner = "score_mod"
 
     def called(self, function: Function) -> str:

@@ -10,16 +10,30 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.render import parameters
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
+from flexmod.codegen.watch import Watch
 
 
 class Captured(NamedTuple):
-    """What a mod closes over in one call: its tensors (`Traced.tensors`) and its promoted numbers."""
+    """What a mod closes over in one call: its tensors (`Traced.tensors`) and its promoted numbers.
+
+    `watch` is there for kernels that check what indexes the tensors.
+    """
 
     tensors: Sequence[torch.Tensor] = ()
     numbers: Sequence[bool | int | float] = ()
+    watch: Watch | None = None
+
+    def arguments(self, text: ModText) -> dict[str, object]:
+        """The launch arguments that a text's parameters stand for, by name."""
+        tensors = [tensor.resolve_neg() for tensor in self.tensors]  # a kernel reads memory as it is
+        given = {p.name: p.value(tensors, self.numbers) for p in text.parameters if p.kind != "found"}
+        if text.checks:
+            assert self.watch is not None
+            (name,) = (p.name for p in text.parameters if p.kind == "found")
+            given[name] = self.watch.room(text.checks, self.tensors)
+        return given
 
 
 NOTHING = Captured()
@@ -66,20 +80,14 @@ class Kernels:
         self, kernel: KernelName | Literal["hopper_forward"], score: Captured, mask: Captured
     ) -> dict[str, object]:
         """The launch arguments that the mods of a kernel need, by name."""
-        if kernel not in self._parameters:
-            grad = self.captures.by_kernel(self.grad).get(kernel)
-            own = (self.exponent,) if kernel == "hopper_forward" else (self.score, grad)
-            self._parameters[kernel] = parameters(*own)
-        values = {p.name: p.value(score.tensors, score.numbers) for p in self._parameters[kernel]}
-        for p in self.mask.parameters if self.mask else ():
-            values[p.name] = p.value(mask.tensors, mask.numbers)
+        grad = self.captures.by_kernel(self.grad).get(kernel)
+        own = (self.exponent,) if kernel == "hopper_forward" else (self.score, grad)
+        values: dict[str, object] = {}
+        for text, captured in (*((text, score) for text in own), (self.mask, mask)):
+            if text is not None:
+                values |= captured.arguments(text)
         return values
 
     @cached_property
     def _ladders(self) -> dict[KernelName, tuple[Tile, ...]]:
-        return {}
-
-    @cached_property
-    def _parameters(self) -> dict[str, tuple[Parameter, ...]]:
-        """By kernel, those of the score_mod and of its derivative there."""
         return {}

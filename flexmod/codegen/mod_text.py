@@ -17,6 +17,8 @@ An exponent's call takes the raw product of a query and a key as `score`, and ma
 `offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
 all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives for a tile is the exponent, and not
 the score. `bounds` are those of the score.
+
+`checks` are there where FLEXMOD_CHECK_BOUNDS asks for them, in the order of their places.
 """
 
 from __future__ import annotations
@@ -28,9 +30,26 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from flexmod.errors import Where
 from flexmod.ir.reductions import Along
 
-Kind = Literal["pointer", "size", "stride", "number"]
+Kind = Literal["pointer", "size", "stride", "number", "found"]
+
+# Numbers of a "found" parameter before those of the checks: M and N.
+FOUND_HEAD = 2
+
+
+class Check(NamedTuple):
+    """An index of a load that a kernel checks: into dimension `dim` of captured tensor `capture`.
+
+    `mod` is "score_mod" or "mask_mod", `where` the user's line.
+    """
+
+    name: str
+    mod: str
+    capture: int
+    dim: int
+    where: Where | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Parameter:
     """A kernel parameter that a mod needs.
 
     `index` counts captured tensors, or for kind "number" the promoted constants; `dim` is the dimension whose
-    size or stride (in elements) it is.
+    size or stride (in elements) it is. Kind "found" is what checks write to, see `codegen/watch.py`.
     """
 
     name: str
@@ -88,6 +107,7 @@ class ModText:
     shift: Literal["", "row", "tile"] = ""
     in_base_2: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,14 @@ def wrap(index, size):
     """A negative index counts from the end."""
     return tl.where(index < 0, index + size, index)
 ''',
+    "check_bounds": '''
+@triton.jit
+def check_bounds(found, index, size, live):
+    """Keeps the index that a live position has met furthest outside: 2 * index + 1, or -2 * index below 0."""
+    place = tl.cast(index, tl.int64)
+    met = tl.where(place < 0, -2 * place, 2 * place + 1)
+    tl.atomic_max(found + place * 0, met, mask=((place < 0) | (place >= size)) & live, sem="relaxed")
+''',
 }
 
 

@@ -33,7 +33,9 @@ MAIN: dict[Along, str] = {
 }
 
 
-def write_terms(found: CaptureGrad, terms: Sequence[Term], fused: bool = False) -> CaptureTexts:
+def write_terms(
+    found: CaptureGrad, terms: Sequence[Term], fused: bool = False, checked: bool = False
+) -> CaptureTexts:
     """The device functions for all terms of a CaptureGrad.
 
     `fused`: one kernel sums by column and along diagonals, from one text.
@@ -46,16 +48,16 @@ def write_terms(found: CaptureGrad, terms: Sequence[Term], fused: bool = False) 
             if along == ("column" if fused and term.along == "diagonal" else term.along)
         ]
         if chosen:
-            texts[along] = _TermWriter(found.graph, along, chosen).write()
+            texts[along] = _TermWriter(found.graph, along, chosen, checked).write()
     return CaptureTexts(**texts)
 
 
 class _TermWriter(Writer):
-    def __init__(self, graph: Graph, along: Along, terms: Sequence[Term]) -> None:
+    def __init__(self, graph: Graph, along: Along, terms: Sequence[Term], checked: bool) -> None:
         results = [graph.result] if along in ("row", "column") else []
         for term in terms:
             results += [term.gradient, *(term.indices if along == "element" else ())]
-        super().__init__(Graph(graph.kind, tuple(results), graph.captures), MAIN[along])
+        super().__init__(Graph(graph.kind, tuple(results), graph.captures), MAIN[along], checked=checked)
         self._along = along
         self._terms = terms
 

@@ -31,7 +31,8 @@ from flexmod.codegen.expressions import (
     rounded,
     tidy,
 )
-from flexmod.codegen.mod_text import Kind, ModText, Parameter, TermText
+from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
+from flexmod.ir.evaluate import mod_name
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import integer_bounds
@@ -60,9 +61,12 @@ OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 WIDTH = 96
 
 
-def write(graph: Graph) -> ModText:
-    """The device functions of a mask, score or grad graph and the lines that splice them into a kernel."""
-    return Writer(graph).write()
+def write(graph: Graph, checked: bool = False) -> ModText:
+    """The device functions of a mask, score or grad graph and the lines that splice them into a kernel.
+
+    `checked`: indices into captured tensors are checked, see `codegen/watch.py`.
+    """
+    return Writer(graph, checked=checked).write()
 
 
 def home_of(node: Node) -> str:
@@ -98,15 +102,18 @@ class Writer:
         main: str = "",
         arguments: Sequence[str] = (),
         places: Sequence[str] = POSITIONS,
+        checked: bool = False,
     ) -> None:
         """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on."""
+        self.checked = checked
+        self.checks: list[Check] = []
         self.graph = graph
         self.arguments = tuple(arguments or ARGUMENTS[graph.kind])
         self.suffix = f"_of_{graph.kind}"
         self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
         self.owner = self.main  # of the captures
-        self.numbers = "number"
+        self.numbers, self.found = "number", "found"
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
         self.taken = RESERVED | {*self.captures, *self.arguments, *self.given}
@@ -169,6 +176,7 @@ class Writer:
             program=statements["program"],
             row=statements["row"],
             column=statements["column"],
+            checks=tuple(self.checks),
         )
 
     def returned(self, main: Function) -> list[str]:
@@ -298,6 +306,8 @@ class Writer:
         for dim in range(len(node.args)):
             value, its_guards = self.index(function, node, dim)
             guards += its_guards
+            if self.checked and its_guards:
+                self._check(function, node, dim, value)
             if value != "0":
                 stride = self.parameter(function, f"{capture}_stride{dim}", "stride", number, dim)
                 place = f"tl.cast({value}, tl.int64)" if spec.wide else value
@@ -335,6 +345,23 @@ class Writer:
                 size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
                 guards.append(f"{value} < {size}")
         return value, guards
+
+    def _check(self, function: Function, node: Node, dim: int, value: str) -> None:
+        """A statement that keeps an index of a load which lies outside."""
+        number: int = node.value  # type: ignore[assignment]
+        capture = self.graph.captures[number].name
+        place = FOUND_HEAD + len(self.checks)
+        self.checks.append(Check(capture, mod_name(self.graph), number, dim, node.where))
+        found = self.parameter(function, self.found, "found", 0, comment="int64, see check_bounds")
+        size = self.parameter(function, f"{self.captures[number]}_size{dim}", "size", number, dim)
+        self._comment(function, node)
+        live = self.live(node.args[dim], found)
+        function.lines.append(f"check_bounds({found} + {place}, {value}, {size}, {live})")
+
+    def live(self, index: Node, found: str) -> str:
+        """Where an index counts: not in a tile's padding, of which nothing is asked."""
+        ends = {"q_idx": f"q_idx < tl.load({found})", "kv_idx": f"kv_idx < tl.load({found} + 1)"}
+        return together([end for name, end in ends.items() if name in index.home] or ["True"])
 
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """A line of its own for a part of a load, the same one where it is used again."""

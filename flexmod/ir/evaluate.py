@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flexmod.errors import CaptureBoundsError
 from flexmod.ir.graph import DType, Graph, Node
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.proxy import Proxy
@@ -35,6 +36,8 @@ def evaluate(
     position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is what float32 means:
     float64 gives the truth that kernels are judged against. `numbers` are the values of parameters, by place.
     `guarded`: a load outside of a tensor gives 0, as in a kernel. Everything is differentiable torch.
+
+    Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
     inputs.update(others or {})
@@ -42,11 +45,12 @@ def evaluate(
     for node in graph.nodes:
         if node.op == "param":
             values[node] = numbers[_number(node)]
-        elif node.op == "load" and guarded:
-            loaded = _guarded(tensors[_number(node)], [values[a] for a in node.args])
+        elif node.op == "load":
+            tensor, indices = tensors[_number(node)], [values[a] for a in node.args]
+            loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
             values[node] = loaded.to(real_dtype(node.dtype, real))
         else:
-            values[node] = _value(node, values, inputs, tensors, real)
+            values[node] = _value(node, values, inputs, real)
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
 
 
@@ -78,17 +82,12 @@ def _value(
     node: Node,
     values: dict[Node, Any],
     inputs: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
     real: torch.dtype,
 ) -> Any:
     if node.op == "input":
         return inputs[node.value].to(real_dtype(node.dtype, real))  # type: ignore[index]
     if node.op == "const":
         return node.value
-    if node.op == "load":
-        tensor = tensors[node.value]  # type: ignore[call-overload]
-        loaded = tensor[tuple(_index(values[a]) for a in node.args)] if node.args else tensor
-        return loaded.to(real_dtype(node.dtype, real))
     if node.op == CAST:
         return _argument(values[node.args[0]], real_dtype(node.dtype, real))
     row = OPS[node.op]
@@ -100,6 +99,27 @@ def _value(
     if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch's own do it
         return row.torch(*(a.float() for a in arguments)).to(at[0])
     return row.torch(*arguments)
+
+
+def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    """`tensor[indices]`."""
+    if not indices:
+        return tensor
+    try:
+        return tensor[tuple(map(_index, indices))]
+    except IndexError:
+        for dim, (index, size) in enumerate(zip(map(torch.as_tensor, indices), tensor.shape, strict=True)):
+            least, most = int(index.min()), int(index.max())
+            if least < -size or most >= size:
+                name, mod = graph.captures[_number(node)].name, mod_name(graph)
+                found = most if most >= size else least
+                raise CaptureBoundsError.of(name, mod, tensor.shape, dim, found, node.where) from None
+        raise
+
+
+def mod_name(graph: Graph) -> str:
+    """The mod that a graph is of, as messages call it."""
+    return "score_mod" if graph.kind in ("score", "grad") else "mask_mod"
 
 
 def _guarded(tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:

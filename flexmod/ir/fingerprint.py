@@ -81,9 +81,10 @@ def fingerprint(mod: Any) -> Seen | None:
 def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
     """What a kernel may depend on of a tensor, but for its values and where they are.
 
-    None for a tensor of another kind: a subclass, one that is not strided, a wrapper of torch.func.
+    None for a tensor of another kind: a subclass, one that is not strided, one whose memory holds what it is
+    the negative of, a wrapper of torch.func.
     """
-    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or is_wrapped(tensor):
+    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
         return None
     return (
         tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
