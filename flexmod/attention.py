@@ -57,7 +57,7 @@ def flex_attention(
         value         [B or 1, Hkv, N, Dv] key's dtype
         output        [B, Hq, M, Dv]      query's dtype
         lse           [B, Hq, M]          natural logarithm, float32 (float64 for float64)
-    Any lengths and head dims from 1 on, any strides. Hq is Hkv, or with `enable_gqa` a multiple of it.
+    Any lengths, head dims from 1 on, any strides. Hq is Hkv, or with `enable_gqa` a multiple of it.
 
     Args:
         score_mod: (score, b, h, q_idx, kv_idx) -> score, on scalars; score is float32 and natural, h the
@@ -68,7 +68,8 @@ def flex_attention(
         return_aux: return (output, AuxOutput) with what the AuxRequest asks for.
         kernel_options: see docs/kernel_options.md.
 
-    A query with nothing to attend to has output 0, lse -inf and gradients 0. Raises a class of
+    A query with nothing to attend to has output 0, lse -inf and gradients 0; so it is for all where there are no
+    keys, and an empty batch gives an empty output. Raises a class of
     flexmod.errors, before anything is launched, for what it cannot do. Source: FlexAttention,
     https://arxiv.org/abs/2412.05496.
     """

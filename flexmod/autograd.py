@@ -93,10 +93,18 @@ class Call:
             )
             return (*result, *keep)
 
+        if nothing(*tensors[:2]):
+            return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
         if self.backend not in GENERATED:
             return attend(*tensors)
         return self._forward(attend, tensors, launched_tensors(mask))
+
+    def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
+        """Results where there is no query, or no key: then each query has nothing to attend to."""
+        shape, real = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_full(shape, -torch.inf, dtype=real)
+        return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
 
     def backward(
         self, mask: BlockMask | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
@@ -115,6 +123,9 @@ class Call:
             asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
             return (*found[:3], *(gradient if need else None for gradient, need in asked))
 
+        if nothing(*tensors[2:4]):
+            given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
+            return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
         if self.backend not in GENERATED:
             return differentiate(*tensors)
@@ -127,6 +138,11 @@ class Call:
         return repeated(differentiate, tensors, launched_tensors(mask))
 
 
+def nothing(query: Tensor | None, key: Tensor | None) -> bool:
+    """Are there no scores at all?"""
+    return query is not None and key is not None and not (query.numel() and key.numel())
+
+
 def run(
     call: Call,
     mask: BlockMask | None,
@@ -137,7 +153,7 @@ def run(
     plain: bool,
 ) -> Forward:
     """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
-    if call.backend == "reference" or not call.track:
+    if call.backend == "reference" and not nothing(query, key) or not call.track:
         return Forward(*call.forward(mask, (query, key, value, *captured))[:3])  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
     # what Function.apply does besides is for torch.func

@@ -182,6 +182,8 @@ def checked(
     backend = _backend(asked.options, query)
     scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
     checks.check_dtypes(query, key, value, backend, track)
+    if backend in autograd.GENERATED:
+        checks.check_extents(query, key)
     problem, own = _problem(query, key, source, mask, scale, track)
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
     return autograd.Call(problem, backend, asked.want_max, track), own
@@ -234,8 +236,9 @@ def _problem(
     if source is None:
         return Problem(None, None, None, scale), None
     checks.check_captures(source, "score", query)
-    split, own = mask is None, None
-    extents = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
+    extents = (batch, heads, length, keys)
+    split, own = mask is None and not autograd.nothing(query, key), None
     lowered = lower(source.graph, extents, split=split)
     if split and lowered.split is not None:
         decides = tuple(tensor.detach() for tensor in source.tensors)

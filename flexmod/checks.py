@@ -9,10 +9,13 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.block_mask.format import BlockMask
+from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
 from flexmod.ir.trace import Traced
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LONGEST = 2**30  # the sum of two lengths, and of some tiles beyond, is an int32
+MOST_PROGRAMS = 2**31 - 1
 DTYPES = {
     "triton": KERNEL_DTYPES,
     "interpret": KERNEL_DTYPES,
@@ -33,8 +36,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             raise errors.NotStrided(name=name, layout=tensor.layout)
         if tensor.dim() != 4:
             raise errors.NotFourDimensional(name=name, rank=tensor.dim(), shape=tuple(tensor.shape))
-        if 0 in tensor.shape:
-            raise errors.EmptyTensor(name=name, shape=tuple(tensor.shape))
+        if not tensor.shape[3]:
+            raise errors.EmptyHeadDim(name=name, shape=tuple(tensor.shape))
     for name in ("key", "value"):
         _same_device("query", query, name, named[name].device)
     if query.shape[3] != key.shape[3]:
@@ -45,10 +48,26 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
         raise errors.KeyValueHeadsMismatch(key=key.shape[1], value=value.shape[1])
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
-    if query.shape[1] % key.shape[1]:
+    if query.shape[1] % key.shape[1] if key.shape[1] else query.shape[1]:
         raise errors.HeadRatioError(query=query.shape[1], key=key.shape[1])
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise errors.HeadCountMismatch(query=query.shape[1], key=key.shape[1])
+
+
+def check_extents(query: Tensor, key: Tensor) -> None:
+    """Positions, their sums and differences, and the numbers of programs are int32 in the kernels."""
+    for name, tensor in (("query", query), ("key", key)):
+        batch, heads, length, _ = tensor.shape
+        if length > LONGEST:
+            raise errors.ExtentError(
+                name=f"{name}'s length", value=length, limit=LONGEST, along="the positions"
+            )
+        tiles = batch * heads * -(-length // SMALLEST_TILE)
+        if tiles > MOST_PROGRAMS:
+            raise errors.ExtentError(
+                name=f"the number of {name}'s tiles, batch * heads * length / {SMALLEST_TILE},", value=tiles,
+                limit=MOST_PROGRAMS, along="the batch",
+            )  # fmt: skip
 
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_grad: bool) -> None:

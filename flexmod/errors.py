@@ -62,9 +62,14 @@ class NotATensor(FlexmodError, TypeError):
     instead = "pass a tensor of shape [batch, heads, length, head_dim]."
 
 
-class EmptyTensor(FlexmodError, ValueError):
-    what = "{name} has no elements, shape {shape}."
-    instead = "give every dimension at least one element."
+class EmptyHeadDim(FlexmodError, ValueError):
+    what = "{name} has a head_dim of 0, shape {shape}."
+    instead = "give it one element at least; batch, heads and lengths may be 0."
+
+
+class ExtentError(FlexmodError, ValueError):
+    what = "{name} is {value}; kernels count to {limit}."
+    instead = "split the call along {along}."
 
 
 class NotStrided(FlexmodError, TypeError):

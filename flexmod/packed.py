@@ -145,7 +145,7 @@ def _attend(
     offsets, kv_offsets = cu_seqlens
     total, kv_total = query.shape[1], key.shape[1]
     lengths: dict[str, Any] = {"kv_offsets": kv_offsets, "total": total, "kv_total": kv_total}
-    if block_mask is None:
+    if block_mask is None and total and kv_total:
         jagged = masks.jagged(offsets, mask_mod, **lengths)
         block_mask = create_block_mask(jagged, None, query.shape[0], total, kv_total, device=query.device)
     if score_mod is not None:

@@ -148,9 +148,29 @@ TENSORS: list[Row] = [
         "  Instead: add the missing dimensions, e.g. value.unsqueeze(0), or merge the extra ones.",
     ),
     (
-        errors.EmptyTensor,
-        lambda: call(key=x(2, 4, 0, 16)),
-        "key has no elements, shape (2, 4, 0, 16).\n  Instead: give every dimension at least one element.",
+        errors.EmptyHeadDim,
+        lambda: call(key=x(2, 4, 32, 0)),
+        "key has a head_dim of 0, shape (2, 4, 32, 0).\n"
+        "  Instead: give it one element at least; batch, heads and lengths may be 0.",
+    ),
+    (
+        errors.ExtentError,
+        lambda: call(
+            *[torch.zeros(1).expand(1, 1, 2**30 + 1, 16)] * 2, kernel_options={"BACKEND": "INTERPRET"}
+        ),
+        "query's length is 1073741825; kernels count to 1073741824.\n"
+        "  Instead: split the call along the positions.",
+    ),
+    (
+        errors.ExtentError,
+        lambda: call(
+            torch.zeros(1).expand(2**16, 2**15, 1, 16),
+            *[torch.zeros(1).expand(1, 2**15, 1, 16)] * 2,
+            kernel_options={"BACKEND": "INTERPRET"},
+        ),
+        "the number of query's tiles, batch * heads * length / 16, is 2147483648; kernels count to "
+        "2147483647.\n"
+        "  Instead: split the call along the batch.",
     ),
     (
         errors.NestedTensorInput,
