@@ -68,9 +68,9 @@ def flex_attention(
         return_aux: return (output, AuxOutput) with what the AuxRequest asks for.
         kernel_options: see docs/kernel_options.md.
 
-    A query with nothing to attend to has output 0, lse -inf and gradients 0; so it is for all where there are no
-    keys, and an empty batch gives an empty output. Raises a class of
-    flexmod.errors, before anything is launched, for what it cannot do. Source: FlexAttention,
+    A query with nothing to attend to has output 0, lse -inf and gradients 0: each of them where there are no
+    keys. An empty batch gives an empty output. Raises a class of flexmod.errors, before anything is launched,
+    for what it cannot do. Source: FlexAttention,
     https://arxiv.org/abs/2412.05496.
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)

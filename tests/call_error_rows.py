@@ -213,8 +213,7 @@ TENSORS: list[Row] = [
     (
         errors.DeviceMismatch,
         lambda: captured_by_mask(x(32, device="meta")),
-        "the mask is on cpu but limits is on meta.\n"
-        "  Instead: move one of them, e.g. limits.to('cpu').",
+        "the mask is on cpu but limits is on meta.\n  Instead: move one of them, e.g. limits.to('cpu').",
     ),
     (
         errors.DeviceMismatch,

@@ -181,3 +181,18 @@ def _spec() -> Any:
     from flexmod.variant import variant
 
     return variant(head_dim=64).spec_of("forward")
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tiles": {"forward": 3}, "shape": null}'])
+def test_a_damaged_file_counts_as_none(folder: Path, launched: dict[str, Any], damage: str) -> None:
+    attend()
+    keys = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "read", lambda key: keys.append(key))
+        with pytest.raises(command_errors.NotTunedError):
+            attend(tuned=True)
+    folder.mkdir()
+    keys[0].path.write_text(damage)
+    tuned._read.cache_clear()
+    with pytest.raises(command_errors.NotTunedError):
+        attend(tuned=True)

@@ -40,7 +40,8 @@ def load(text: str, name: str) -> ModuleType:
         whatever the text raises when it runs.
 
     Warns:
-        RuntimeWarning: once, where the cache folder cannot be written and a temporary one stands in.
+        RuntimeWarning: once, where the cache folder cannot be written and a temporary one stands in. If that
+            cannot be written either, there is no file.
     """
     stem = f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with _lock:
@@ -57,7 +58,10 @@ def _write(file_name: str, text: str) -> Path:
         return _write_in(folder, file_name, text)
     except OSError as error:
         _warn_once(folder, error.strerror or str(error))
+    try:
         return _write_in(_process_folder(), file_name, text)
+    except OSError:  # nothing is read from the file: without one the module works as well
+        return folder / file_name
 
 
 def _write_in(folder: Path, file_name: str, text: str) -> Path:

@@ -97,7 +97,7 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
 
 
 def read(key: Key) -> Choice | None:
-    """What was found, None where nothing was."""
+    """What was found, None where nothing was, or its file is damaged."""
     return _read(key.path)
 
 
@@ -105,13 +105,16 @@ def read(key: Key) -> Choice | None:
 def _read(path: Path) -> Choice | None:
     if not path.is_file():
         return None
-    kept = json.loads(path.read_text())
-    tiles = {name: Tile(**tile) for name, tile in kept["tiles"].items()}
-    shape: Shape | None = None
-    if kept["shape"]:
-        kinds = {"ForwardShape": ForwardShape, "BackwardShape": BackwardShape}
-        shape = kinds[kept["shape"].pop("kind")](**kept["shape"])
-    return Choice(tiles, shape, kept["portable"])
+    try:
+        kept = json.loads(path.read_text())
+        tiles = {name: Tile(**tile) for name, tile in kept["tiles"].items()}
+        shape: Shape | None = None
+        if kept["shape"]:
+            kinds = {"ForwardShape": ForwardShape, "BackwardShape": BackwardShape}
+            shape = kinds[kept["shape"].pop("kind")](**kept["shape"])
+        return Choice(tiles, shape, kept["portable"])
+    except (ValueError, LookupError, TypeError, AttributeError):  # damaged
+        return None
 
 
 class Applied(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,64 @@ def test_a_read_only_folder_is_used_for_what_it_holds(folder: Path, monkeypatch:
         assert file_of(cache.load(KERNEL, "kernel")) == path
     with pytest.warns(RuntimeWarning, match="Permission denied"):
         assert file_of(cache.load(KERNEL + "\n", "kernel")).parent != folder
+
+
+def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder takes anything: the module works without a file, and its source is found."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        module = cache.load(KERNEL, "kernel of a full disk")
+    assert not file_of(module).exists()
+    assert not list(folder.iterdir())
+    assert "x + 1" in inspect.getsource(module.add_one.fn)
+
+
+KILLED = """
+import os, signal
+from flexmod.codegen import cache
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Half:
+    def __init__(self, file):
+        self.file = file
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        pass
+    def write(self, data):
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        kill()
+
+{how}
+cache.load({text!r}, "kernel")
+"""
+HALF_WRITTEN = "open_ = os.fdopen\nos.fdopen = lambda handle, mode: Half(open_(handle, mode))"
+NOT_RENAMED = "os.replace = kill"
+
+
+@pytest.mark.parametrize("how", [HALF_WRITTEN, NOT_RENAMED], ids=["half written", "not renamed"])
+def test_killed_while_it_writes(folder: Path, how: str) -> None:
+    script = KILLED.format(how=how, text=KERNEL)
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.suffix for path in folder.iterdir()] == [".tmp"]
+    path = file_of(cache.load(KERNEL, "kernel"))
+    assert path.parent == folder and path.read_text() == KERNEL
+
+
+def test_another_text_is_another_file(folder: Path) -> None:
+    """As after an update of flexmod: what an older one left is never executed."""
+    older = file_of(cache.load(KERNEL, "kernel"))
+    newer = cache.load(KERNEL.replace("x + 1", "x + 2"), "kernel")
+    assert file_of(newer) != older
+    assert "x + 2" in inspect.getsource(newer.add_one.fn)
 
 
 def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,230 @@
+"""Threads and processes on one GPU, streams, CUDA graphs, a second GPU, damaged caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from concurrent_calls import SCRIPT, WORKERS, results
+from torch import Tensor
+
+import flexmod
+from flexmod import masks, mods
+from flexmod.codegen import cache
+from flexmod.compiler import kernels_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+LENGTH, HEAD_DIM = 777, 64
+ROOT = Path(__file__).parents[2]
+TEMPLATES = ["auto", "portable"]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[Tensor]]:
+    return [results(number, DEVICE, "TRITON", LENGTH, HEAD_DIM) for number in range(8)]
+
+
+def held_to(alone: list[list[Tensor]], number: int, found: list[Tensor]) -> None:
+    for ours, expected in zip(found, alone[number % 8], strict=True):
+        assert torch.equal(ours, expected), number
+
+
+# Threads and processes
+
+
+def test_threads(alone: list[list[Tensor]]) -> None:
+    """Each on a stream of its own; the kernels are compiled once more, all at once."""
+    kernels_for.cache_clear()
+    cache._modules.clear()
+    together = threading.Barrier(WORKERS)
+    found: dict[int, list[list[Tensor]]] = {}
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+            together.wait()
+            found[number] = [results(number, DEVICE, "TRITON", LENGTH, HEAD_DIM) for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(WORKERS))
+    for number, calls in found.items():
+        for call in calls:
+            held_to(alone, number, call)
+
+
+def process(folder: Path, number: int) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "FLEXMOD_CACHE_DIR": str(folder / "flexmod"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
+    arguments = [str(number), DEVICE, "TRITON", str(LENGTH), str(HEAD_DIM)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def printed(started: list[subprocess.Popen[str]]) -> list[Any]:
+    """What each prints, all let go together; None for one that failed."""
+    for each in started:
+        assert each.stdout and each.stdout.readline() == "ready\n", each.communicate()
+    for each in started:
+        assert each.stdin
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    answers = []
+    for each in started:
+        output, _ = each.communicate(timeout=200)
+        answers.append(json.loads(output) if each.returncode == 0 else None)
+    return answers
+
+
+def sums(found: list[Tensor]) -> list[float]:
+    return [x.double().sum().item() for x in found]
+
+
+def test_processes(alone: list[list[Tensor]], tmp_path: Path) -> None:
+    answers = printed([process(tmp_path, number) for number in range(WORKERS)])
+    assert answers == [sums(alone[number % 8]) for number in range(WORKERS)]
+
+
+def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
+    """A module of flexmod that was cut is written again; one of Triton: an error, or the right answer."""
+    expected = sums(alone[0])
+    assert printed([process(tmp_path, 0)]) == [expected]
+    for path in (tmp_path / "flexmod").glob("*.py"):
+        path.write_bytes(path.read_bytes()[:200])
+    assert printed([process(tmp_path, 0)]) == [expected]
+    compiled = [path for path in (tmp_path / "triton").rglob("*") if path.suffix in (".cubin", ".json")]
+    assert compiled
+    for path in compiled:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert printed([process(tmp_path, 0)])[0] in (None, expected)
+
+
+# Streams and graphs
+
+
+def variants() -> Iterator[tuple[str, Any, Any]]:
+    ids = torch.arange(LENGTH, device=DEVICE) // 100
+    yield "causal", None, masks.causal()
+    yield "documents", mods.softcap(20.0), masks.document(ids)
+    yield "plain", None, None
+
+
+def random(*shape: int, device: str = DEVICE) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def attend(inputs: list[Tensor], grad_out: Tensor, score_mod: Any, mask: Any, template: str) -> list[Tensor]:
+    options = {"TEMPLATE": template} if template == "auto" else {"TEMPLATE": template, "deterministic": True}
+    out = flexmod.flex_attention(*inputs, score_mod, mask, kernel_options=options)
+    return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+
+def same(found: list[Tensor], expected: list[Tensor], template: str) -> None:
+    for number, (ours, other) in enumerate(zip(found, expected, strict=True)):
+        if number == 1 and template == "auto":  # Hopper adds dQ up in any order
+            torch.testing.assert_close(ours, other, rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(ours, other)
+
+
+def mask_of(mask_mod: Any, device: str = DEVICE) -> Any:
+    return mask_mod and flexmod.create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device=device)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_side_stream(template: str) -> None:
+    """The mask, the forward and the backward run behind what the stream has still to write."""
+    for _, score_mod, mask_mod in variants():
+        inputs = [random(1, 4, LENGTH, 64).requires_grad_() for _ in range(3)]
+        grad_out = random(1, 4, LENGTH, 64)
+        expected = attend(inputs, grad_out, score_mod, mask_of(mask_mod), template)
+        stream = torch.cuda.Stream(DEVICE)
+        for _ in range(4):  # from the third on, calls are played
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                late = [torch.zeros_like(x) for x in inputs]
+                torch.cuda._sleep(20_000_000)
+                for x, value in zip(late, inputs, strict=True):
+                    x.copy_(value.detach())
+                leaves = [x.requires_grad_() for x in late]
+                found = attend(leaves, grad_out, score_mod, mask_of(mask_mod), template)
+            stream.synchronize()
+            same(found, expected, template)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_cuda_graph(template: str) -> None:
+    """Captured once, with its mask and its backward; replayed on other values."""
+    for _, score_mod, mask_mod in variants():
+        inputs = [random(1, 4, LENGTH, 64).requires_grad_() for _ in range(3)]
+        grad_out = random(1, 4, LENGTH, 64)
+        side = torch.cuda.Stream(DEVICE)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                attend(inputs, grad_out, score_mod, mask_of(mask_mod), template)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attend(inputs, grad_out, score_mod, mask_of(mask_mod), template)
+        for _ in range(3):
+            with torch.no_grad():
+                for x in (*inputs, grad_out):
+                    x.copy_(random(*x.shape))
+            for x in found:
+                x.detach().fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            replayed = [x.detach().clone() for x in found]
+            same(replayed, attend(inputs, grad_out, score_mod, mask_of(mask_mod), template), template)
+
+
+@two_devices
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_second_device(template: str) -> None:
+    """Tensors on cuda:1 while cuda:0 is the current one, and turn about: known and played calls too."""
+    first, second = "cuda:0", "cuda:1"
+    for score_mod, mask_mod in ((None, masks.causal()), (mods.softcap(20.0), masks.sliding_window(100))):
+        inputs = [random(1, 4, LENGTH, 64, device=first) for _ in range(3)]
+        grad_out = random(1, 4, LENGTH, 64, device=first)
+        found: dict[str, list[Tensor]] = {}
+        for number in range(8):
+            device = (first, second)[number % 2]
+            with torch.cuda.device(number // 4):
+                leaves = [x.to(device).requires_grad_() for x in inputs]
+                there = attend(leaves, grad_out.to(device), score_mod, mask_of(mask_mod, device), template)
+                assert torch.cuda.current_device() == number // 4
+            assert {str(x.device) for x in there} == {device}
+            same([x.to(first) for x in there], found.setdefault(first, there), template)
+
+
+@two_devices
+def test_tensors_of_two_devices_are_refused() -> None:
+    query = random(1, 4, LENGTH, 64, device="cuda:0")
+    with pytest.raises(flexmod.errors.DeviceMismatch):
+        flexmod.flex_attention(query, query.to("cuda:1"), query)
+    with pytest.raises(flexmod.errors.DeviceMismatch):
+        flexmod.flex_attention(query, query, query, None, mask_of(masks.causal(), "cuda:1"))
+    table = torch.zeros(LENGTH, device="cuda:1")
+    with pytest.raises(flexmod.errors.DeviceMismatch):
+        flexmod.flex_attention(query, query, query, lambda s, b, h, q_idx, kv_idx: s + table[kv_idx])
