@@ -156,7 +156,7 @@ def wrap(index, size):
     "check_bounds": '''
 @triton.jit
 def check_bounds(found, index, size, live):
-    """Keeps the index that a live position has met furthest outside: 2 * index + 1, or -2 * index below 0."""
+    """Keeps an index outside that a live position met: 2 * index + 1, or -2 * index where it is below 0."""
     place = tl.cast(index, tl.int64)
     met = tl.where(place < 0, -2 * place, 2 * place + 1)
     tl.atomic_max(found + place * 0, met, mask=((place < 0) | (place >= size)) & live, sem="relaxed")

@@ -25,8 +25,8 @@ class Watch:
     def room(self, checks: Sequence[Check], tensors: Sequence[Tensor]) -> Tensor:
         """What the text with these checks writes to, int64: both lengths, then a number for each check.
 
-        It is 0, or tells of the index that was furthest outside, after negative ones were counted from the
-        end: see `check_bounds` in `prelude.py`.
+        It is 0, or tells of an index outside, after negative ones were counted from the end: see
+        `check_bounds` in `prelude.py`.
         """
         made = torch.tensor([*self._lengths, *[0] * len(checks)], device=self._device)
         self._rooms.append((checks, tensors, made))

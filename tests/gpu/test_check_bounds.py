@@ -45,7 +45,7 @@ def attend(score_mod: Any, template: str, mask_mod: Any = None) -> tuple[Tensor,
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_outside(template: str) -> None:
-    """By column, by row and by pair, above and below; the index that is furthest outside."""
+    """By column, by row and by pair, above and below."""
     short = numbers(990)
     mods: list[tuple[Any, int]] = [
         (lambda s, b, h, q_idx, kv_idx: s + short[kv_idx], 999),
