@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from table_walk import DIFFERENCES
 
 from flexmod import config, masks
 from flexmod.ir.ops import COMPOSED, OPS, Op
@@ -60,11 +61,19 @@ def in_backquotes(names: Iterable[str]) -> str:
 
 def test_every_operation_is_documented() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    table = text.partition("## Made of these")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
     assert lines == [line_of(row) for row in OPS.values()]
     for names in (COMPOSED, CASTS, FILLS):
         assert in_backquotes(names) in text
     assert all(row.derivative for row in OPS.values()), "the page says that each has one"
+
+
+def test_every_difference_from_torch_is_documented() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    for difference in DIFFERENCES:
+        where = "a GPU" if difference.on_chips_alone else "everywhere"
+        assert f"| {in_backquotes(difference.rows)} | {difference.reason} | {where} |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -31,7 +31,14 @@ def fmod(a, b):
     x = a.to(tl.float64)
     y = b.to(tl.float64)
     quotient = x / y
-    rest = x - tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient)) * y
+    turns = tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient))
+    if a.dtype == tl.float64:  # a product of 53 bits would be rounded: one by the upper half of y is not
+        upper = (y.to(tl.int64, bitcast=True) & -134217728).to(tl.float64, bitcast=True)
+        rest = (x - turns * upper) - turns * (y - upper)
+        once = tl.where((x < 0) == (y < 0), y, -y)
+        rest = tl.where((rest != 0) & ((rest < 0) != (x < 0)), rest + once, rest)
+    else:
+        rest = x - turns * y
     return tl.where((tl.abs(y) == float("inf")) & (tl.abs(x) != float("inf")), x, rest).to(a.dtype)
 ''',
     "remainder_float": '''
@@ -106,7 +113,7 @@ def power(a, b):
     size = tl.where(tl.abs(a) == 1, 1.0, tl.exp2(b * tl.log2(tl.abs(a))))
     whole = tl.floor(b) == b
     odd = whole & (tl.floor(b * 0.5) * 2 != b)
-    signed = tl.where(odd & (a < 0), -size, size)
+    signed = tl.where(odd & ((a < 0) | (1.0 / a == float("-inf"))), -size, size)
     real = tl.where((a < 0) & (whole == 0) & (tl.abs(a) != float("inf")), float("nan"), signed)
     return tl.where((b == 0) | (a == 1), 1.0, real)
 ''',
@@ -117,11 +124,11 @@ def power_int(a, b):
     result = a * 0 + b * 0 + 1
     base = result * a
     exponent = tl.abs(result * b)
-    for _ in range(31):
+    for _ in range(result.dtype.primitive_bitwidth - 1):
         result = tl.where((exponent & 1) != 0, result * base, result)
         base = base * base
         exponent = exponent >> 1
-    return tl.where((b < 0) & ((a < -1) | (a > 1) | (a == 0)), 0, result)
+    return tl.where((b < 0) & (a != 1) & (a + 1 != 0), 0, result)
 ''',
     "shift_left": '''
 @triton.jit

@@ -149,6 +149,14 @@ def kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
 
 
+def _trunc_divide(a: Any, b: Any) -> Any:
+    """torch's own kills the process where the smallest int32 or int64 is divided by -1; others wrap."""
+    if {getattr(x, "dtype", None) for x in (a, b)} not in ({torch.int32}, {torch.int64}):
+        return torch.div(a, b, rounding_mode="trunc")
+    quotient = torch.div(a, torch.where(b == -1, 1, b), rounding_mode="trunc")
+    return torch.where(b == -1, -a, quotient)
+
+
 def _zero(grad: Any, result: Any, *args: Any) -> tuple[Any, ...]:
     """Piecewise constant: the derivative is zero wherever there is one."""
     return (None,) * len(args)
@@ -197,7 +205,7 @@ _ROWS = [
        torch.floor_divide, _zero, bounds.floor_divide),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
-       lambda a, b: torch.div(a, b, rounding_mode="trunc"), _zero, bounds.trunc_divide,
+       _trunc_divide, _zero, bounds.trunc_divide,
        exact="trunc(tl.div_rn({0}, {1}))"),
     Op("remainder", ("remainder", "mod"), "result", promote,
        {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},

@@ -4,7 +4,7 @@ What they mend, as found in Triton 3.6 to 3.9: bfloat16 is held as raw 16 bits a
 bits (a dot is wrong by orders of magnitude, an addition gives NaN); float32 to bfloat16 cuts off where a chip
 rounds to nearest even; float64 and integers to bfloat16 convert to a 16-bit integer; a comparison keeps
 its operands' type, so that one of two numbers is floats when it meets a block; an index is read from a
-one-element array, which newer numpy refuses.
+one-element array, which newer numpy refuses; `~` of an unsigned number asks numpy for -1 of that type.
 """
 
 from __future__ import annotations
@@ -88,9 +88,16 @@ def correct(interpreter: Any, tl: Any) -> None:
     def get_bf16(self: Any, value: float) -> Any:
         return handle(narrow(np.array([value])), bfloat16)
 
+    def get_all_ones_value(self: Any, type: Any) -> Any:
+        if type.scalar.is_int_unsigned():
+            return handle(np.invert(np.zeros(1, numpy_dtype(type))), type.scalar)
+        return plain_ones(self, type)
+
+    plain_ones = builder.get_all_ones_value
     plain_binary, plain_fma = builder.binary_op, builder.create_fma
     plain_fp_to_fp, plain_dot = builder.create_fp_to_fp, builder.create_dot
-    for function in (binary_op, unary_op, create_fma, cast_impl, create_fp_to_fp, create_dot, get_bf16):
+    mended = (binary_op, unary_op, create_fma, cast_impl, create_fp_to_fp, create_dot, get_bf16)
+    for function in (*mended, get_all_ones_value):
         setattr(builder, function.__name__, function)
     tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
     _correct_reductions(tl)

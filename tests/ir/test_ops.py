@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mod_kernel import run
+from table_walk import DTYPES, TOLERANCE, arity
 
 from flexmod import errors
 from flexmod.ir import ops
@@ -24,16 +25,8 @@ from flexmod.ir.ops import OPS, Op
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Tracer, trace
 
-DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
 KINDS = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 CPU = torch.device("cpu")
-
-
-def arity(row: Op) -> int:
-    return 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
 
 
 rows = pytest.mark.parametrize("row", [row for row in OPS.values() if row.torch_names], ids=lambda r: r.name)
@@ -112,16 +105,6 @@ FLOATS = torch.tensor(
      -100.0, 1e-3, -1e-3, 1e-6, 1e-30, -1e-30, 1e-40, 3e4, -3e4, 1e30, -1e30, math.inf, -math.inf, math.nan]
 )  # fmt: skip
 INTS = torch.tensor([0, 1, -1, 2, -2, 3, -3, 5, 7, -7, 31, 32, 33, 64, 100, -100, 46340, 2**31 - 1, -(2**31)])
-# row: (relative, absolute); exact where a row is missing
-TOLERANCE = {
-    "div": (2e-7, 0.0),
-    "pow": (2e-5, 1e-38),
-    "exp": (2e-6, 2e-38), "exp2": (1e-6, 2e-38), "expm1": (2e-6, 1e-38),
-    "log": (1e-6, 3e-7), "log2": (1e-6, 3e-7), "log1p": (2e-6, 1e-38),
-    "sqrt": (2e-7, 1e-22), "rsqrt": (4e-7, 0.0),
-    "sin": (1e-6, 3e-7), "cos": (1e-6, 3e-7), "tan": (2e-5, 3e-7),
-    "tanh": (0.0, 3e-7), "sigmoid": (2e-6, 2e-38), "logistic": (2e-6, 2e-38), "erf": (1e-6, 2e-7),
-}  # fmt: skip
 
 
 def samples(dtype: torch.dtype) -> torch.Tensor:
@@ -134,67 +117,6 @@ def samples(dtype: torch.dtype) -> torch.Tensor:
     known = torch.tensor([n for n in INTS.tolist() if limits.min <= n <= limits.max])
     spread = torch.randint(max(limits.min, -1000), min(limits.max, 1000), (13,), generator=generator)
     return torch.cat([known, spread]).to(dtype)
-
-
-def defined(row: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where both sides say more than noise: no division of integers by zero, nor one that overflows; no float
-    remainder of 2**28 turns and more."""
-    if row.name in ("floor_divide", "remainder", "trunc_divide", "fmod"):
-        if not a.is_floating_point():
-            return (b != 0) & ~((b == -1) & (a == torch.iinfo(a.dtype).min))
-        return ~((a.abs() / b.abs() > 2**28) & a.isfinite() & (b != 0))
-    if row.name == "pow" and a.is_floating_point():
-        return ~((a == 0) & a.signbit() & (b < 0))  # the sign of -0.0 ** -1 is not kept
-    if row.name in ("sin", "cos", "tan"):
-        return a.float().abs() < 1e5
-    return torch.ones(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.bool)
-
-
-def graph_of(row: Op, dtype: torch.dtype) -> Graph:
-    """The operation on x[q_idx] and y[kv_idx]."""
-    builder = Builder()
-    q_idx, kv_idx = builder.input("q_idx", torch.int32), builder.input("kv_idx", torch.int32)
-    x = builder.node("load", (q_idx,), dtype, 0)
-    y = builder.node("load", (kv_idx,), dtype, 1)
-    if row.name == "where":
-        arguments = (builder.node("gt", (q_idx, kv_idx), torch.bool), x, y)
-    else:
-        arguments = (x, y)[: arity(row)]
-    result = builder.node(row.name, arguments, row.dtype(*(a.dtype for a in arguments)))
-    return Graph("score", (result,), (Capture("x", dtype, 1), Capture("y", dtype, 1)))
-
-
-@pytest.mark.parametrize(
-    ("row", "dtype"),
-    [
-        pytest.param(row, dtype, id=f"{name}-{kind}")
-        for name, row in OPS.items()
-        for kind, dtype in KINDS.items()
-        if row.refused((dtype,) * arity(row), row.dtype(*(dtype,) * arity(row))) is None or name == "where"
-    ],
-)
-def test_triton_text_does_what_torch_does(row: Op, dtype: torch.dtype, device: torch.device) -> None:
-    x, y = samples(dtype), samples(dtype)
-    a, b = x[:, None], y[None, :]
-    kept = defined(row, a, b)
-    b = b if arity(row) == 1 else torch.where(kept, b, torch.ones_like(b))
-    places = dict(zip(("b", "h", "q_idx", "kv_idx"), positions((1, 1, len(x), len(y))), strict=True))
-    graph = graph_of(row, dtype)
-    found = run(graph, (x.to(device), y.to(device)), (1, 1, len(x), len(y)), device=device)[0, 0].cpu()
-    if row.name == "where":
-        expected = torch.where(torch.arange(len(x))[:, None] > torch.arange(len(y)), a, b)
-    else:
-        expected = row.torch(*(a, b)[: arity(row)])
-    expected = expected.expand(found.shape)
-    assert found.dtype == expected.dtype
-    kept = kept.expand(found.shape)
-    if device.type == "cuda" and row.name in ("rsqrt", "ceil") and dtype.is_floating_point:
-        kept = kept & ((a == 0) | (a.abs() >= torch.finfo(dtype).tiny))  # to the chip a denormal is 0 there
-    rtol, atol = TOLERANCE.get(row.name, (0.0, 0.0)) if found.is_floating_point() else (0.0, 0.0)
-    torch.testing.assert_close(found[kept], expected[kept], rtol=rtol, atol=atol, equal_nan=True)
-    if kept.all():
-        (evaluated,) = evaluate(graph, (x, y), **places)
-        torch.testing.assert_close(evaluated[0, 0].expand(found.shape), expected, equal_nan=True)
 
 
 BINARY = [
