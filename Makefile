@@ -18,6 +18,12 @@ test: $(VENV)/installed
 	$(RUN) -m mypy
 	$(RUN) -m pytest
 
+# make matrix compiles every mask and mod for every chip: hours of work, which goes on where it stopped.
+# MATRIX: options, such as --seconds 3600 --processes 8
+.PHONY: matrix
+matrix: $(VENV)/installed
+	nice -n 15 $(RUN) -m benchmarks.compile_matrix $(MATRIX)
+
 $(VENV)/installed: pyproject.toml tools/environment
 	PYTHON="$(PYTHON)" tools/environment "$(VENV)"
 	touch $@

@@ -66,26 +66,31 @@ class Job:
     target: str
     kernel: str
     template: Template
+    kernels: Kernels | HopperKernels
     compile: Callable[[], Built]
 
 
 def jobs(variant: Variant, target: str) -> list[Job]:
     """The kernels, forward and backward, that a call runs on a chip. Raises UnknownTarget.
 
-    Kernels that have no tile to choose (statistics, rounding) are left out.
+    Left out are kernels that have no tile to choose (statistics, rounding), and sums by row beside Hopper's
+    backward.
     """
     named(target)
     found = []
     for way in get_args(Way):
         if hopper.why_portable(variant.spec_of(way), way, target, {}) is None:
-            made = HopperKernels(variant.kernels(way, fused=True))
+            kernels = variant.kernels(way, fused=True)
+            made = HopperKernels(kernels)
             work = partial(_first_shape, made, way, target, variant)
-            found.append(Job(target, way, "hopper", work))
-            continue
-        kernels = variant.kernels(way)
-        for name in portable_kernels(kernels):
+            found.append(Job(target, way, "hopper", made, work))
+            beside: tuple[KernelName, ...] = ("scatter",) if kernels.captures.element else ()
+        else:
+            kernels = variant.kernels(way)
+            beside = portable_kernels(kernels)
+        for name in beside:
             work = partial(_portable, kernels, name, target, variant)
-            found.append(Job(target, name, "portable", work))
+            found.append(Job(target, name, "portable", kernels, work))
     return found
 
 

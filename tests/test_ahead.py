@@ -33,8 +33,12 @@ def test_kernels_for_captured_tensors() -> None:
     table = torch.zeros(4, 64, 64, requires_grad=True)
     by_distance = kernels(lambda s, b, h, q_idx, kv_idx: s + table[h, 0, q_idx - kv_idx])
     assert by_distance[-1] == ("diagonal", "portable")
-    by_element = kernels(lambda s, b, h, q_idx, kv_idx: s + table[h, q_idx, kv_idx])
-    assert by_element[-1] == ("scatter", "portable")
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[h, q_idx, kv_idx]
+
+    assert kernels(biased)[-1] == ("scatter", "portable")
+    assert kernels(biased, target="sm_90")[-2:] == [("backward", "hopper"), ("scatter", "portable")]
 
 
 def test_an_unknown_chip() -> None:

@@ -1,0 +1,155 @@
+"""The compile matrix: what it holds, how it goes on, what it finds fault with, and a sample of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compile_matrix, matrix_builds
+from benchmarks.matrix_builds import (
+    DIMS,
+    DTYPES,
+    MASKS,
+    MODS,
+    OF_BLOCK_MASKS,
+    TARGETS,
+    Build,
+    builds,
+    compile_build,
+    faults,
+)
+from benchmarks.workers import Outcome
+from flexmod import masks, mods
+
+NO_MASKS = {"Mask", "MaskMod", "morton_order", "tile_order"}
+NO_MODS = {"ScoreMod", "alibi_slopes"}
+
+
+def test_every_mask_and_mod_is_in_it() -> None:
+    assert set(MASKS) == set(masks.__all__) - NO_MASKS
+    assert set(MODS) == set(mods.__all__) - NO_MODS
+    names = [str(build) for build in builds()]
+    each = len(MASKS) + len(MODS)
+    assert len(names) == len(set(names)) == len(TARGETS) * (len(DIMS) * len(DTYPES) * each + len(MASKS))
+
+
+def test_any_part_of_it_is_a_sample_of_all() -> None:
+    first = builds()[: len(TARGETS) * (len(DIMS) * len(DTYPES) + 1)]
+    assert len({(b.target, b.dims, b.dtype) for b in first}) == len(first)
+
+
+# Differing in all they can, and none long.
+SAMPLE = [
+    Build("masks", "document", "sm_80", (192, 128), "bfloat16"),
+    Build("mods", "softcap", "sm_86", (64, 64), "float16"),
+    Build("masks", "natten", "sm_90", (128, 128), "bfloat16"),
+    Build("mods", "alibi", "sm_90", (256, 256), "float16"),
+    Build("mods", "temperature", "sm_100", (64, 64), "bfloat16"),
+    Build(OF_BLOCK_MASKS, "natten", "gfx942"),
+    Build(OF_BLOCK_MASKS, "vision_cross", "sm_86"),
+]
+
+
+@pytest.mark.parametrize("build", SAMPLE, ids=str)
+def test_a_sample(build: Build) -> None:
+    found = compile_build(build)
+    assert found is not None and found["kernels"]
+    assert [faults(build, kernel) for kernel in found["kernels"]] == [[]] * len(found["kernels"])
+
+
+def test_what_is_known_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its text changes, or its tiles."""
+    compiled: list[str] = []
+
+    def compile(*given: Any) -> Any:
+        compiled.append(given[1])
+        return matrix_builds.Built(given[1], "portable", None, None)
+
+    monkeypatch.setattr(matrix_builds, "_builder_kernel", compile)
+    build = Build(OF_BLOCK_MASKS, "causal", "sm_80")
+    found = compile_build(build)
+    assert found is not None and compiled == ["squares_kernel", "elements_kernel", "runs_kernel"]
+    assert compile_build(replace(build, known=found["digest"])) is None
+    assert compile_build(replace(build, known="another")) == found
+    other = compile_build(Build(OF_BLOCK_MASKS, "sliding_window", "sm_80"))
+    assert other is not None and other["digest"] != found["digest"]
+
+
+GOOD = {
+    "kernel": "forward", "template": "portable", "tile": "-", "problem": "", "shared": 1000, "registers": 255,
+    "spills": 256, "matrix": {"HGMMA": 8}, "warnings": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({}, []),
+        ({"problem": "no tile fits 10 bytes of shared memory"}, ["no tile fits 10 bytes of shared memory"]),
+        ({"shared": 227 * 1024 + 1}, ["232449 of 232448 bytes of shared memory"]),
+        ({"spills": 260}, ["260 bytes of spills, 256 allowed"]),
+        ({"matrix": {}}, ["no HGMMA"]),
+        ({"matrix": {"HMMA": 8}}, ["no HGMMA"]),
+    ],
+)
+def test_faults(changed: dict[str, Any], fault: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_builds, "ALLOWANCES", ())
+    assert faults(Build("masks", "causal", "sm_90", (64, 64), "bfloat16"), GOOD | changed) == fault
+
+
+def test_more_spills_are_allowed_where_that_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowance = matrix_builds.Allowance(
+        512, "why", targets=("sm_90",), kernels=("forward",), dims=((64, 64),)
+    )
+    monkeypatch.setattr(matrix_builds, "ALLOWANCES", (allowance,))
+    build = Build("masks", "causal", "sm_90", (64, 64), "bfloat16")
+    assert not faults(build, GOOD | {"spills": 512})
+    assert faults(build, GOOD | {"spills": 513}) == ["513 bytes of spills, 512 allowed"]
+    assert faults(build, GOOD | {"spills": 512, "kernel": "dq"})
+    assert faults(replace(build, dims=(128, 128)), GOOD | {"spills": 512})
+    assert faults(replace(build, target="sm_100"), GOOD | {"spills": 512, "matrix": {"UTCHMMA": 1}})
+
+
+def test_faults_of_float32_and_of_block_masks() -> None:
+    single = Build("masks", "causal", "sm_80", (64, 64), "float32")
+    assert faults(single, GOOD | {"matrix": {}}) == []
+    assert faults(single, GOOD | {"matrix": {"HMMA": 4}}) == ["float32 products by HMMA"]
+    assert faults(Build(OF_BLOCK_MASKS, "causal", "sm_80"), GOOD | {"matrix": {}}) == []
+
+
+def test_it_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time was for two builds; then for the others, and for a second look at the first."""
+    ran: list[list[str]] = []
+    room = 2  # new ones
+
+    def run(function: Any, groups: list[list[Build]], **limits: Any) -> Any:
+        ran.append([f"{build.known}{build}" for (build,) in groups])
+        for number, (build,) in enumerate(groups):
+            error = "not run: 5 s were over" if number >= room else ""
+            kernel = GOOD | {"spills": 512 * number}
+            value = None if error or build.known else {"digest": "new ", "kernels": [kernel]}
+            yield Outcome(build, value, error, 0.25)
+
+    monkeypatch.setattr(compile_matrix.workers, "run", run)
+    monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
+    file = tmp_path / "matrix.jsonl"
+    options = ["--results", str(file), "--only", "sm_90 block mask s"]
+    names = [str(b) for b in builds() if "sm_90 block mask s" in str(b)]
+    assert len(names) == 4
+    assert compile_matrix.main(options) == 1
+    assert "512 bytes of spills, 256 allowed" in capsys.readouterr().out
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["build"] for line in lines] == names[:2]
+    file.write_text(file.read_text() + '{"build": "cut o')
+    compile_matrix.main(options)
+    assert set(compile_matrix.read(file)) == set(names)
+    assert ran[1] == [*names[2:], *(f"new {name}" for name in names[:2])]
+    ran.clear()
+    compile_matrix.main([*options, "--seconds", "0"])
+    assert not ran
