@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from flexmod.codegen.expressions import printable
+
 # Elements of a captured tensor that are written out; runs of equal ones count as one.
 WRITTEN_OUT = 64
 
 
 def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
-    """The source of the mods and of the functions in their closures, with the numbers there."""
+    """The source of the mods and of the functions in their closures, with the numbers there.
+
+    Lines for comments: none has a character that would end it.
+    """
     found: dict[object, list[str]] = {}
     seen: set[int] = set()
     queue: list[Any] = list(mods)
@@ -32,7 +38,8 @@ def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
             continue
         cells = dict(zip(code.co_freevars, (c.cell_contents for c in mod.__closure__ or ()), strict=True))
         numbers = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]
-        found.setdefault(code, [*_source(mod), *([f"where {', '.join(numbers)}"] if numbers else [])])
+        lines = [*_source(mod), *([f"where {', '.join(numbers)}"] if numbers else [])]
+        found.setdefault(code, list(map(printable, lines)))
         queue += cells.values()
     return list(found.values())
 
@@ -50,7 +57,8 @@ def example(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu()
     if values.numel() <= WRITTEN_OUT:
         numbers = values.tolist() if not tensor.is_floating_point() else _short(values.tolist())
-        return _folded(f"torch.tensor({numbers}, dtype={tensor.dtype}, device=device)")
+        written = re.sub(r"\b(inf|nan)\b", r'float("\1")', str(numbers))
+        return _folded(f"torch.tensor({written}, dtype={tensor.dtype}, device=device)")
     if not tensor.is_floating_point() and values.dim() == 1:
         runs, counts = values.unique_consecutive(return_counts=True)
         if len(runs) <= WRITTEN_OUT:

@@ -8,6 +8,7 @@ It has the portable kernels, a plain launcher, and a main() that checks them aga
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,11 @@ TAKEN = {
     "operands", "results", "truths", "names", "agrees", "error", "name", "result", "truth", "shapes", "sizes",
     "interpreted", "largest", "weight", "torch", "triton", "tl", "os", "sys", "warnings", "attention",
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
-    "of_sums", "D", "DV",
+    "of_sums", "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E",
+    "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "blocks_of", "build_mask", "dense_attention",
+    "launch", "listed", "main", "shared_arguments", "strided", "times",
+    "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
+    "dq_kernel", "dkdv_kernel", "scatter_kernel", *dir(builtins),
 }  # fmt: skip
 
 
@@ -74,7 +79,7 @@ class Learned(NamedTuple):
 def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
     """Write `standalone(*arguments, **options)` to a file; returns its path."""
     path = Path(path)
-    path.write_text(standalone(*arguments, **options))
+    path.write_text(standalone(*arguments, **options), encoding="utf-8")
     return path
 
 

@@ -46,7 +46,7 @@ def show(
     click.echo()
     click.echo(str(block_mask.facts()))
     if plot and plot.endswith(".svg"):
-        with open(plot, "w") as file:
+        with open(plot, "w", encoding="utf-8") as file:
             file.write(block_mask.to_svg())
     elif plot:
         block_mask.plot(plot)

@@ -72,6 +72,6 @@ def source(
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
         click.echo(f"{output}: {len(text.splitlines())} lines")
     return 0

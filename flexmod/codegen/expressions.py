@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import re
 
 import torch
 
 from flexmod.codegen import prelude
+from flexmod.errors import Where
 from flexmod.ir.ops import HALF, number
 
 TRITON_DTYPES = {
@@ -17,6 +19,17 @@ TRITON_DTYPES = {
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
     torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """A user's text for a comment: blanks stand for what might end its line, or hide some of it."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def quoted(where: Where) -> str:
+    """A comment of one line with a line of the user's."""
+    line = f"{os.path.basename(where.file)}:{where.line}: {where.text}"
+    return "# " + " ".join(printable(line).split()).rstrip(": ")
 
 
 def tidy(text: str) -> str:

@@ -194,6 +194,6 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
 
 def _tidy(text: str) -> str:
     """No trailing blanks, no more than two blank lines together, one newline at the end."""
-    lines = [line.rstrip() for line in text.strip("\n").splitlines()]
+    lines = [line.rstrip() for line in text.strip("\n").split("\n")]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
     return "\n".join(kept) + "\n"

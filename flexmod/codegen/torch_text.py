@@ -9,12 +9,11 @@ what they broadcast to is the shape of the result.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 
-from flexmod.codegen.expressions import fill, literal, tidy
+from flexmod.codegen.expressions import fill, literal, quoted, tidy
 from flexmod.codegen.triton_text import ARGUMENTS, WIDTH, fresh, give_back
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
@@ -100,7 +99,7 @@ class _Writer:
     def _comment(self, node: Node) -> None:
         if node.where is None:
             return
-        line = f"# {os.path.basename(node.where.file)}:{node.where.line}: {node.where.text}"[:WIDTH]
+        line = quoted(node.where)[:WIDTH]
         if line not in self.quoted:
             self.quoted.add(line)
             self.lines.append(line)

@@ -11,7 +11,6 @@ Names inside the functions are the user's. In a kernel, which may hold two mods,
 from __future__ import annotations
 
 import keyword
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from flexmod.codegen.expressions import (
     group,
     held,
     literal,
+    quoted,
     rounded,
     tidy,
 )
@@ -255,8 +255,7 @@ class Writer:
         """The user's line above the first statement that it made."""
         if node.where is None:
             return
-        where = f"{os.path.basename(node.where.file)}:{node.where.line}: {node.where.text}"
-        line = "# " + " ".join(word for word in where.split() if word.isprintable()).rstrip(": ")
+        line = quoted(node.where)
         line = line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
         if line not in function.quoted:
             function.quoted.add(line)

@@ -130,7 +130,7 @@ def _ptxas(target: Target, ptx: str) -> str:
     assert match is not None
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
+        source.write_text(ptx, encoding="utf-8")
         tool = get_ptxas(target.triton.arch).path
         command = [tool, "-v", f"--gpu-name={match[1]}", source, "-o", source.with_suffix(".cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
