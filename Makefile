@@ -18,6 +18,11 @@ test: $(VENV)/installed
 	$(RUN) -m mypy
 	$(RUN) -m pytest
 
+# make ends: a sample of the tests with the newest Triton and the oldest small packages.
+.PHONY: ends
+ends: $(VENV)/installed
+	tools/ends "$(VENV)"
+
 # make matrix compiles every mask and mod for every chip: hours of work, which goes on where it stopped.
 # MATRIX: options, such as --seconds 3600 --processes 8
 .PHONY: matrix

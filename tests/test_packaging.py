@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,3 +80,9 @@ def test_the_wheel_names_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "flexmod = flexmod.cli:main" in archive.read(entry).decode()
+
+
+def test_the_oldest_triton_is_what_tests_run_with() -> None:
+    floor = re.search(r'"triton>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert floor is not None
+    assert f"triton=={floor[1]}.0" in (ROOT / "tools" / "environment").read_text()
