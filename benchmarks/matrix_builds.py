@@ -134,7 +134,16 @@ class Allowance:
         )  # fmt: skip
 
 
-ALLOWANCES: tuple[Allowance, ...] = ()
+ALLOWANCES = (
+    Allowance(
+        640,
+        "all three tiles that are compared spill",
+        ("gfx942",),
+        ("dkdv",),
+        ((64, 64),),
+        ("float16", "bfloat16"),
+    ),
+)
 
 
 def builds() -> list[Build]:
