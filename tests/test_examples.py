@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from flexmod.runtime import offline
+
 FOLDER = Path(__file__).parents[1] / "examples"
 TRAINING = ["train_learned_bias"]
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("common", *TRAINING))
@@ -29,6 +31,18 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     load(name, monkeypatch).main()
     printed = capsys.readouterr().out
     assert "largest difference" in printed or "@triton.jit" in printed
+
+
+def test_online_softmax_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the example interprets its kernels; they must be a GPU's all the same."""
+    example = load("online_softmax", monkeypatch)
+    sizes = {"BLOCK_N": 32, "BLOCK_M": 64, "D": 32}
+    types = {"N": "i32", "M": "i32", "WINDOW": "i32", "scale": "fp32"}
+    for kernel in (example.three_loops, example.two_loops, example.one_loop, example.tiles):
+        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        others = [name for name in kernel.arg_names if name not in constants]
+        signature = {name: types.get(name, "*fp32") for name in others}
+        assert offline.compile(kernel, signature, constants, "sm_80").fits
 
 
 def test_training_learns(
