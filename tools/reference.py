@@ -92,7 +92,7 @@ MODS = {
     "t5_bias": ("mods.t5_bias(torch.arange(8.0)[:, None], max_distance=32)", 32),
     "temperature": ("mods.temperature(2.0)", 0),
 }  # fmt: skip
-CANVAS = """<svg xmlns="http://www.w3.org/2000/svg" width="320" height="350"
+CANVAS = """<svg xmlns="http://www.w3.org/2000/svg" width="320" height="350" viewBox="0 0 320 350"
 font-family="sans-serif" font-size="12">
 <rect width="100%" height="100%" fill="#ffffff"/>"""
 SETTING = """```python

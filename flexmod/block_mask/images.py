@@ -44,9 +44,10 @@ def svg(mask: BlockMask) -> str:
     drawn = _drawn(mask, "svg")
     scale = SIDE / max(mask.seq_lengths)
     height, width = (n * scale for n in mask.seq_lengths)
+    across, down = f"{LEFT + width + 16:.0f}", f"{TOP + height + 72:.0f}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + width + 16:.0f}" '
-        f'height="{TOP + height + 72:.0f}" font-family="sans-serif" font-size="{FONT}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" '
+        f'viewBox="0 0 {across} {down}" font-family="sans-serif" font-size="{FONT}">',
         f'<rect width="100%" height="100%" fill="{_hex(EMPTY_COLOR)}"/>',
         f'<text x="{LEFT}" y="{TOP / 2 + 4}">{escape(title(mask))}</text>',
         f'<g transform="translate({LEFT} {TOP})" shape-rendering="crispEdges">',
