@@ -288,6 +288,9 @@ _ROWS = [
        lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share),
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
        torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),), bounds.within_one),
+    Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "1.0 - tl.erf({0})",
+       torch.erfc, lambda g, y, x: (g * (-2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),),
+       lambda x: (0.0, 2.0)),
     # rounding
     Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero,
        bounds.floor),
