@@ -19,7 +19,10 @@ ScoreMod = Callable[..., Any]
 
 
 class AuxRequest(NamedTuple):
-    """What flex_attention returns besides the output: the log-sum-exp, the largest score of each row."""
+    """What flex_attention returns besides the output, see AuxOutput.
+
+    lse: the log-sum-exp of each row. max_scores: its largest score.
+    """
 
     lse: bool = False
     max_scores: bool = False
@@ -51,27 +54,41 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
-    Shapes and dtypes:
-        query         [B, Hq, M, D]       float16, bfloat16 or float32; on the CPU and REFERENCE float64 too
-        key           [B or 1, Hkv, N, D]  query's dtype, or a lower one in a forward without gradients
-        value         [B or 1, Hkv, N, Dv] key's dtype
-        output        [B, Hq, M, Dv]      query's dtype
-        lse           [B, Hq, M]          natural logarithm, float32 (float64 for float64)
-    Any lengths, head dims from 1 on, any strides. Hq is Hkv, or with `enable_gqa` a multiple of it.
+    Shapes and dtypes, of any lengths, head dimensions from 1 on, with any strides:
 
-    Args:
-        score_mod: (score, b, h, q_idx, kv_idx) -> score, on scalars; score is float32 and natural, h the
-            query head.
-        block_mask: from create_block_mask, or torch's own. Without one every pair is attended to.
-        scale: of the scores; 1/sqrt(D) if None.
-        return_lse: return (output, lse).
-        return_aux: return (output, AuxOutput) with what the AuxRequest asks for.
-        kernel_options: see docs/kernel_options.md.
+        query   [B, Hq, M, D]        float16, bfloat16 or float32; on the CPU and REFERENCE float64 too
+        key     [B or 1, Hkv, N, D]  query's dtype, or a lower one in a forward without gradients
+        value   [B or 1, Hkv, N, Dv] key's dtype
+        output  [B, Hq, M, Dv]       query's dtype
+        lse     [B, Hq, M]           natural logarithm, float32 (float64 for float64)
 
-    A query with nothing to attend to has output 0, lse -inf and gradients 0: each of them where there are no
-    keys. An empty batch gives an empty output. Raises a class of flexmod.errors, before anything is launched,
-    for what it cannot do. Source: FlexAttention,
-    https://arxiv.org/abs/2412.05496.
+    `score_mod(score, b, h, q_idx, kv_idx) -> score` works on scalars: score is float32 and natural, h the
+    query head. `block_mask` is from create_block_mask, or torch's own; without one every pair is attended
+    to. `scale` is that of the scores, 1/sqrt(D) if None. With `enable_gqa` Hq may be a multiple of Hkv.
+    `return_lse` returns (output, lse), `return_aux` (output, AuxOutput) with what the AuxRequest asks for.
+    docs/kernel_options.md lists `kernel_options`. A query with nothing to attend to has output 0, lse -inf
+    and gradients 0: each of them where there are no keys. An empty batch gives an empty output.
+
+    Raises, before anything is launched:
+
+        tensors  NotATensor, NotStrided, NestedTensorInput, NotFourDimensional, EmptyHeadDim, ExtentError,
+                 HeadDimMismatch, LengthMismatch, BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch,
+                 HeadRatioError, DeviceMismatch, UnsupportedDevice, UnsupportedDtype, MixedDtypes,
+                 LowerPrecisionBackward; CaptureBoundsError, which kernels find
+        masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
+                 SlicedTorchMaskError
+        mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
+        options  ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError,
+                 BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits
+
+    and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
+
+    Source: Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496.
+
+    Example:
+
+        block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024, device=query.device)
+        out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
     attend = _attend_in_graph if torch.compiler.is_compiling() else _attend

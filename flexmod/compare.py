@@ -117,6 +117,12 @@ def compare(
 
     Raises UnknownModName for a name that is none and what else `choose` raises, FlexOnCpuError for `flex`
     without CUDA, and what create_block_mask and flex_attention raise.
+
+    Source: the comparison of the FlexAttention notebook, 2024.
+
+    Example:
+
+        compare("sliding_window", heads=2, seq=512)
     """
     given: dict[str, Any] = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "dtype": dtype}
     usual = usual_setting(device)

@@ -39,16 +39,19 @@ def compile(
     `mask_mod` a block mask is built for each pair of lengths, and again after a captured tensor was written
     to. Nothing is rendered or compiled before the first call.
 
-        attend = flexmod.compile(mods.softcap(50.0), masks.causal())
-        out = attend(query, key, value)
+    The arguments are those of flex_attention and create_block_mask. Raises what tracing raises, and
+    UnknownOption or OptionValueError.
 
-    Raises what tracing raises, and what is wrong with `kernel_options`.
+    Example:
+
+        attend = compile(mods.softcap(50.0), masks.causal())
+        out = attend(query, key, value)
     """
     return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options)
 
 
 class CompiledAttention:
-    """See `compile`."""
+    """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it."""
 
     def __init__(
         self,
@@ -74,7 +77,10 @@ class CompiledAttention:
         *,
         return_aux: AuxRequest | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-        """As flex_attention. A `block_mask` takes the place of the one that the mask_mod makes."""
+        """As flex_attention, with its shapes, results and errors.
+
+        A `block_mask` takes the place of the one that the mask_mod makes.
+        """
         # inside torch.compile it runs as it does outside: the graph breaks around it
         attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux)

@@ -21,8 +21,10 @@ from flexmod.variant import variant
 class Explanation:
     """`str` shows the graphs, and on which template the kernels stand.
 
-    `source` is the portable module, forward and backward; `hopper` the modules made for Hopper chips, by
-    "forward" and "backward"; one that cannot be is not there.
+    `graphs` are those of the mask, the score and its derivative, as far as there are such. `source` is the
+    portable module, forward and backward; `hopper` the modules made for Hopper chips, by "forward" and
+    "backward"; one that cannot be is not there. `templates` says for each direction which runs where, and
+    why.
     """
 
     graphs: tuple[Graph, ...]
@@ -46,9 +48,16 @@ def explain(
 ) -> Explanation:
     """What flexmod compiles for these mods; nothing is launched, no GPU is needed.
 
-    head_dim, value_dim (head_dim if None): of query and key, and of value. dtype: of all three. block_size:
-    of the mask's tiles, (queries, keys). Captured tensors that require grad get theirs. Raises what tracing
-    raises.
+    `head_dim` is that of query and key, `value_dim` that of value (head_dim if None), `dtype` that of all
+    three. `block_size` is that of the mask's tiles, in positions: one number or (queries, keys). Captured
+    tensors that require grad get theirs. The result prints the graphs; its `source` is the portable module
+    of kernels, its `hopper` has those made for Hopper. Raises what tracing raises.
+
+    Example:
+
+        explanation = explain(mods.softcap(50.0), masks.causal(), head_dim=128)
+        print(explanation)
+        print(explanation.source)
     """
     made = variant(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size

@@ -5,14 +5,17 @@ tests/test_readme.py runs the examples.
 
 from __future__ import annotations
 
+import builtins
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexmod import apply_sink, masks, mods, nested_attention, varlen_attention
+import flexmod
+from flexmod import command_errors, errors, masks, mods
 from tools import reference
 
 LIBRARY: list[Callable[..., Any]] = [
@@ -21,8 +24,9 @@ LIBRARY: list[Callable[..., Any]] = [
     for function in (getattr(library, name) for name in library.__all__)
     if inspect.isfunction(function)
 ]
-CALLS = [apply_sink, nested_attention, varlen_attention]
+CALLS = [getattr(flexmod, name) for name in reference.CALLS]
 WITHOUT_A_PICTURE = {"alibi_slopes", "morton_order", "tile_order"}
+WITHOUT_A_SOURCE = {"compile", "explain", "varlen_attention"}  # flexmod's own
 FILES = reference.files()
 
 
@@ -52,5 +56,50 @@ def test_docstrings_are_whole(function: Callable[..., Any]) -> None:
     """A source, and an example of a few lines."""
     kinds = dict(reference.blocks(function))
     assert len(kinds["example"].splitlines()) <= 5
-    assert "Source: " in inspect.getdoc(function) or function is varlen_attention
+    assert "Source: " in inspect.getdoc(function) or function.__name__ in WITHOUT_A_SOURCE
     assert not function.__annotations__ or function.__annotations__["return"]
+
+
+@pytest.mark.parametrize("function", LIBRARY, ids=lambda function: function.__name__)
+def test_arguments_are_refused_by_name(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    first = next((p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY), None)
+    if first is not None:
+        needed = [p for p in parameters if p.default is inspect.Parameter.empty and p is not first]
+        with pytest.raises(errors.LibraryArgumentError, match=f"^{function.__name__}: "):
+            function(*(object() for _ in (first, *needed)))
+
+
+PUBLIC = [
+    *(getattr(flexmod, name) for name in flexmod.__all__),
+    *(getattr(library, name) for library in (masks, mods) for name in library.__all__),
+]
+CLASSES = (flexmod.BlockMask, flexmod.CompiledAttention, masks.Mask)
+METHODS = [
+    member
+    for owner in CLASSES
+    for name, member in vars(owner).items()
+    if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+]
+
+
+def test_everything_public_says_what_it_is() -> None:
+    """Each public name has a docstring, and each public method of what is public."""
+    for documented in (*PUBLIC, *METHODS):
+        if documented not in (masks.MaskMod, mods.ScoreMod):
+            assert documented.__doc__, documented
+
+
+def test_errors_that_are_named_exist() -> None:
+    """What docstrings and pages say is raised can be caught."""
+    known = {name for module in (errors, command_errors) for name in vars(module)}
+    pages = [
+        path.read_text()
+        for path in (reference.ROOT / "docs").rglob("*.md")
+        if path.name != "measurements.md"  # quotes what others raise
+    ]
+    docstrings = [inspect.getdoc(documented) or "" for documented in (*PUBLIC, *METHODS)]
+    raised = re.compile(r"\b[A-Z]\w+(?:Error|Mismatch)\b")
+    named = {name for text in (*docstrings, *pages) for name in raised.findall(text)}
+    assert {"ReductionError", "HeadDimMismatch"} <= named
+    assert named - known - set(dir(builtins)) == set()

@@ -92,13 +92,24 @@ MODS = {
     "t5_bias": ("mods.t5_bias(torch.arange(8.0)[:, None], max_distance=32)", 32),
     "temperature": ("mods.temperature(2.0)", 0),
 }  # fmt: skip
+# what docs/reference/attention.md has: functions, classes, methods of BlockMask
+CALLS = (
+    "flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "compile",
+    "varlen_attention", "nested_attention", "apply_sink", "explain", "compare",
+)  # fmt: skip
+RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask)
+METHODS = (
+    "from_kv_blocks", "resize", "sparsity", "facts", "to_string", "to_svg", "plot", "to_dense", "to",
+    "as_tuple",
+)  # fmt: skip
 CANVAS = """<svg xmlns="http://www.w3.org/2000/svg" width="320" height="350" viewBox="0 0 320 350"
 font-family="sans-serif" font-size="12">
 <rect width="100%" height="100%" fill="#ffffff"/>"""
 SETTING = """```python
 import torch
 from flexmod import (
-    apply_sink, create_block_mask, flex_attention, masks, mods, nested_attention, varlen_attention
+    and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain, flex_attention, masks,
+    mods, nested_attention, or_masks, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))
@@ -243,12 +254,14 @@ def section(prefix: str, name: str, function: Callable[..., Any], drawn: str | N
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """As written, an argument a line where it is long."""
+    """As written, an argument a line where it is long, without self."""
     whole = inspect.signature(function)
-    arguments, _, result = str(whole).replace("'", "").removesuffix(" -> None").partition(" -> ")
+    parameters = [parameter for parameter in whole.parameters.values() if parameter.name != "self"]
+    text = re.sub("(: |-> )'([^']*)'", r"\1\2", str(whole.replace(parameters=parameters)))
+    arguments, _, result = text.removesuffix(" -> None").partition(" -> ")
     if len(arguments) > 90:
-        lines = [str(parameter).replace("'", "") for parameter in whole.parameters.values()]
-        keywords = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in whole.parameters.values()]
+        lines = [re.sub(": '([^']*)'", r": \1", str(parameter)) for parameter in parameters]
+        keywords = [parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters]
         if any(keywords):
             lines.insert(keywords.index(True), "*")
         arguments = "(\n    " + ",\n    ".join(lines) + ",\n)"
@@ -282,9 +295,15 @@ def page(title: str, library: ModuleType, drawn: dict[str, Any]) -> str:
 
 
 def calls() -> str:
-    names = ("varlen_attention", "nested_attention", "apply_sink")
-    sections = (section("", name, getattr(flexmod, name)) for name in names)
-    return "\n".join(("# Around flex_attention\n", "In the examples:\n", SETTING, *sections))
+    """The page of all that is neither a mask nor a score mod."""
+    results = [documented.__name__ for documented in RESULTS]
+    sections = [section("", name, getattr(flexmod, name)) for name in CALLS]
+    sections += [f"## {documented.__name__}\n\n{written(documented)}\n" for documented in RESULTS]
+    for name in METHODS:
+        owner = "BlockMask." if name == "from_kv_blocks" else "block_mask."
+        sections.append(section(owner, name, getattr(flexmod.BlockMask, name)))
+    contents = "\n".join(f"- [`{name}`](#{name.lower()})" for name in (*CALLS, *results, *METHODS))
+    return "\n".join(("# Attention\n", "In the examples:\n", SETTING, f"{contents}\n", *sections))
 
 
 def files() -> dict[Path, str]:

@@ -46,14 +46,20 @@ def create_block_mask(
 ) -> BlockMask:
     """The BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
 
-    B and H None: 1. `device` None: the current accelerator, else the CPU. BLOCK_SIZE: one number, or
-    (queries, keys). `separate_full_blocks` False lists every tile as partial. `_compile` changes nothing:
-    there is nothing to compile.
+    `B` and `H` are batch entries and query heads, None where the mask is the same for all; `Q_LEN` and
+    `KV_LEN` numbers of positions; `BLOCK_SIZE` those of a tile, one number or (queries, keys). `device` None
+    is the current accelerator, else the CPU. `separate_full_blocks` False lists every tile as partial.
+    `_compile` changes nothing: there is nothing to compile.
 
     Raises LengthError, MaskExtentError, BlockSizeError, DeviceMismatch where a captured tensor is elsewhere,
-    and what tracing raises.
+    MaskCaptureGradientError, and what tracing raises.
 
-        mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8192, 8192)
+    Source: Dong et al., Flex Attention, 2024.
+
+    Example:
+
+        block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1024, 1024)
+        print(block_mask)
     """
     block = block_pair(BLOCK_SIZE)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
@@ -91,10 +97,17 @@ def built(
 def create_mask(
     mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None
 ) -> Tensor:
-    """The whole mask, bool [B, H, Q_LEN, KV_LEN], of a mask_mod. Of a score_mod: where 0 does not become
-    -inf.
+    """The mask of a mask_mod, bool [B, H, Q_LEN, KV_LEN]; of a score_mod: where 0 does not become -inf.
 
-    Everything is made at once: for pictures and comparisons at small sizes. Raises as `create_block_mask`.
+    Everything is made at once: for pictures and comparisons at small sizes. `B`, `H` and `device` are those
+    of create_block_mask. Raises LengthError, MaskExtentError, DeviceMismatch, and what tracing raises.
+
+    Source: Dong et al., Flex Attention, 2024.
+
+    Example:
+
+        keep = create_mask(masks.causal(), None, None, 100, 100, device="cpu")
+        assert keep.sum() == 100 * 101 / 2
     """
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)

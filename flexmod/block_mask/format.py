@@ -172,8 +172,9 @@ class BlockMask(Drawn):
     ) -> BlockMask:
         """A BlockMask from its lists by row; the lists by column are made unless `compute_q_blocks` is False.
 
-        `mask_mod` None keeps every score of the listed tiles. `seq_lengths` None: the tiles end where the
-        lengths do.
+        The lists are those of BlockMask, counts int32 [B, H, Qb] and indices int32 [B, H, Qb, KVb].
+        `mask_mod` None keeps every score of the listed tiles. `seq_lengths` (queries, keys) None: the tiles
+        end where the lengths do. Raises as BlockMask does.
         """
         parts = checked_lists(
             {
@@ -200,6 +201,7 @@ class BlockMask(Drawn):
 
     @property
     def mask_mod(self) -> MaskMod:
+        """The function behind the tiles; it may be assigned, and is traced then."""
         return self._mask_mod
 
     @mask_mod.setter
@@ -256,6 +258,7 @@ class BlockMask(Drawn):
 
     @property
     def device(self) -> torch.device:
+        """Where its tiles are."""
         return self.held.device
 
     def numel(self) -> int:

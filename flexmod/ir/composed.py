@@ -35,21 +35,25 @@ class Mask:
         self.__name__ = name or mod_name(function)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Whether the query at q_idx attends to the key at kv_idx, in batch b and head h: a scalar, bool."""
         return self.function(b, h, q_idx, kv_idx)
 
     def __and__(self, other: MaskMod) -> Mask:
+        """What both keep: and_masks(self, other)."""
         return and_masks(self, other) if callable(other) else NotImplemented
 
     def __rand__(self, other: MaskMod) -> Mask:
         return and_masks(other, self) if callable(other) else NotImplemented
 
     def __or__(self, other: MaskMod) -> Mask:
+        """What either keeps: or_masks(self, other)."""
         return or_masks(self, other) if callable(other) else NotImplemented
 
     def __ror__(self, other: MaskMod) -> Mask:
         return or_masks(other, self) if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
+        """What it does not keep."""
         mask_mod = self.function
 
         def not_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -62,7 +66,15 @@ class Mask:
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask_mod that keeps what all of them keep; everything when there are none. Raises NotCallable."""
+    """The mask_mod that keeps what all of them keep; everything when there are none. Raises NotCallable.
+
+    Source: Dong et al., Flex Attention, 2024.
+
+    Example:
+
+        near = and_masks(masks.causal(), lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100)
+        block_mask = create_block_mask(near, None, None, 1024, 1024)
+    """
     _check_callable(mask_mods)
 
     def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -75,7 +87,15 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask_mod that keeps what any of them keeps; nothing when there are none. Raises NotCallable."""
+    """The mask_mod that keeps what any of them keeps; nothing when there are none. Raises NotCallable.
+
+    Source: Dong et al., Flex Attention, 2024.
+
+    Example:
+
+        ends = or_masks(masks.sliding_window(100), lambda b, h, q_idx, kv_idx: kv_idx < 4)
+        block_mask = create_block_mask(ends, None, None, 1024, 1024)
+    """
     _check_callable(mask_mods)
 
     def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -5,6 +5,8 @@ They combine by `&`, `|` and `~`, with one another and with functions of your ow
     mask_mod = masks.causal() & masks.sliding_window(1024) | masks.prefix_lm(256)
     block_mask = flexmod.create_block_mask(mask_mod, None, None, 8192, 8192)
     out = flexmod.flex_attention(query, key, value, block_mask=block_mask)
+
+An argument that does not fit raises LibraryArgumentError when the mask is made.
 """
 
 from flexmod.ir.composed import Mask

@@ -3,7 +3,8 @@
     score_mod = mods.chain(mods.alibi(16), mods.softcap(50.0))
     out = flexmod.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
-A floating-point tensor that a mod is given is learned where it requires grad.
+A floating-point tensor that a mod is given is learned where it requires grad. An argument that does not fit
+raises LibraryArgumentError when the mod is made.
 """
 
 from flexmod.mods.checks import ScoreMod
