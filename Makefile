@@ -1,14 +1,16 @@
 # make demo   environment, install, the comparison with SDPA on three masks
 # make test   environment, install, ruff, mypy, pytest
+# make fuzz   environment, install, random programs beside float64 for ten minutes; FUZZ has other arguments
 # make clean  remove the environment and the caches of the tools
 #
 # PYTHON is the Python to start from, VENV the environment that is made from it.
 
 PYTHON ?= python3
 VENV ?= .venv
+FUZZ ?= --backend cpu --seconds 600
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test clean
+.PHONY: demo test fuzz clean
 
 demo: $(VENV)/installed
 	$(RUN) -m flexmod compare causal sliding_window document
@@ -28,6 +30,9 @@ ends: $(VENV)/installed
 .PHONY: matrix
 matrix: $(VENV)/installed
 	nice -n 15 $(RUN) -m benchmarks.compile_matrix $(MATRIX)
+
+fuzz: $(VENV)/installed
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(RUN) -m fuzz $(FUZZ)
 
 $(VENV)/installed: pyproject.toml tools/environment
 	PYTHON="$(PYTHON)" tools/environment "$(VENV)"

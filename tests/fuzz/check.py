@@ -1,0 +1,267 @@
+"""How a call is judged: out, lse and all gradients beside dense attention in float64.
+
+What an error may be. First, beside eager attention, dense and wholly in the call's dtype: 1.5 times its error
+(RMS), twice its largest, and a part of the rounding of the largest element. Most calls end here. One that is
+over gets a second look, at what any computation in this precision must lose:
+
+  - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
+    of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
+    the derivative of the mods, and its size comes to the limit.
+  - Edges. A mod may jump (floor, a comparison) where the score lies. The truth is taken again with all
+    scores moved up and down by some roundings, and with a mod that computes as it is written, in float32 or
+    less; how far these lie from the truth is allowed for, element by element. A call that passes so counts
+    as "edge".
+
+Last, luck: the largest error, and that of few elements, are matters of it, for eager attention too. A call
+that is over still is drawn four times more, with other numbers in all tensors of floats; the errors are
+taken together (RMS over all draws, the median of the largest). A fault of the program stays.
+
+NaN, or an infinity where the truth has none, is a fault at once, unless an edge explains it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuzz.case import Call, Case, Results, call_of, compiled, mod_of
+
+DRAWS = 4
+
+
+class Verdict(NamedTuple):
+    """What is wrong, in words; how the case passed: "beside eager", "noise", "edge" or "draws"."""
+
+    faults: list[str]
+    how: str = "beside eager"
+
+
+def dense(case: Case, call: Call, *, exact: bool = True, nudge: float = 0.0) -> Results:
+    """Attention written out, in float64. Not `exact`: the mod sees float32 scores and computes as written.
+
+    `nudge`: all scores are moved by that many roundings of float32 first.
+    """
+    work = _Dense(case, call, torch.float64, exact)
+    return work.results(work.scores + nudge * torch.finfo(torch.float32).eps * (work.scores.abs() + 1.0))
+
+
+def eager(case: Case, call: Call) -> Results:
+    """Attention written out, each step's result rounded to the call's dtype."""
+    work = _Dense(case, call, call.q.dtype, False)
+    return work.results(work.scores)
+
+
+class _Dense:
+    def __init__(self, case: Case, call: Call, dtype: torch.dtype, exact: bool) -> None:
+        self.case, self.call, self.exact = case, call, exact
+        self.inputs = {n: getattr(call, n).detach().to(dtype).requires_grad_(n in case.wanted) for n in "qkv"}
+        self.tables, self.leaves = {}, {n: x for n, x in self.inputs.items() if n in case.wanted}
+        for table in case.tables:
+            x = call.tables[table.name].detach()
+            if exact and x.is_floating_point():
+                x = x.double()
+            if table.learned:
+                self.leaves[table.name] = x = x.clone().requires_grad_()
+            # a tensor of one element is used as it is: it must not be weaker than the others
+            self.tables[table.name] = x.reshape(1, 1, 1, 1) if x.dim() == 0 else x
+        scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
+        group = case.heads[0] // case.heads[1]
+        self.key, self.value = (self.inputs[n].repeat_interleave(group, 1) for n in "kv")
+        self.scores = (self.inputs["q"] @ self.key.mT) * scale
+        self.modified = self.scores
+
+    def results(self, scores: Tensor) -> Results:
+        self.weights, lse = self._weights(scores)
+        out = self.weights @ self.value
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if self.leaves:
+            loss = (out * self.call.grad_out.to(out.dtype)).sum()
+            if self.case.grad_lse:
+                alive = lse.isfinite()
+                incoming = self.call.grad_lse.where(alive, 0.0).to(lse.dtype)
+                loss = loss + (lse.where(alive, 0.0) * incoming).sum()
+            found |= {f"d{n}": x for n, x in zip(self.leaves, self._grad(loss), strict=True)}
+        return found
+
+    def _grad(self, loss: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self.leaves.values())
+        if not loss.requires_grad:
+            return tuple(torch.zeros_like(x) for x in leaves)
+        return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+    def _weights(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        modified = self._modified(scores)
+        keep = self._kept(scores)
+        self.modified = modified = modified if keep is None else torch.where(keep, modified, -torch.inf)
+        dead = (modified == -torch.inf).all(-1, keepdim=True)
+        alive = modified.masked_fill(dead, 0.0)
+        weights = torch.softmax(alive, -1).masked_fill(dead, 0.0)
+        return weights, torch.logsumexp(alive, -1).masked_fill(dead.squeeze(-1), -torch.inf)
+
+    def _modified(self, scores: Tensor) -> Tensor:
+        mod = mod_of(self.case.score, self.case, self.tables, halves=not self.exact)
+        if mod is None:
+            return scores
+        seen = scores if self.exact or scores.dtype == torch.float64 == self.call.q.dtype else scores.float()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self.exact else default)
+        try:
+            return mod(seen, *self._positions(scores)).to(scores.dtype).expand(scores.shape)
+        finally:
+            torch.set_default_dtype(default)
+
+    def _kept(self, scores: Tensor) -> Tensor | None:
+        native = {name: x.reshape(1, 1, 1, 1) if x.dim() == 0 else x for name, x in self.call.tables.items()}
+        mod = mod_of(self.case.mask, self.case, native)
+        return None if mod is None else mod(*self._positions(scores))
+
+    def _positions(self, scores: Tensor) -> list[Tensor]:
+        """b, h, q_idx and kv_idx, each along its own dimension."""
+        views = [[-1 if dim == own else 1 for dim in range(4)] for own in range(4)]
+        places = [torch.arange(size, device=scores.device) for size in scores.shape]
+        return [place.view(view) for place, view in zip(places, views, strict=True)]
+
+    def noise(self) -> Results:
+        """What a rounding of each weight's gradient comes to, for each gradient; see the head of the file."""
+        with torch.no_grad():
+            change = self.call.grad_out.double() @ self.value.mT
+            terms = (self.weights * change).abs()
+            size = terms + self.weights * terms.sum(-1, keepdim=True)
+            if self.case.grad_lse:
+                size += self.weights * self.call.grad_lse.double().abs()[..., None]
+        found = {f"d{n}": torch.zeros_like(x, dtype=torch.float64) for n, x in self.leaves.items()}
+        random = torch.Generator(size.device).manual_seed(self.case.seed)
+        finite = torch.where(self.modified > -torch.inf, self.modified, 0.0)
+        for shape in (size.shape, size.shape, (*size.shape[:3], 1), (*size.shape[:3], 1)):
+            signs = torch.randn(shape, generator=random, device=size.device, dtype=torch.float64)
+            terms = ((self.weights.detach() * signs) @ self.value * self.call.grad_out.double()).sum()
+            for name, x in zip(found, self._grad((finite * (size * signs)).sum() + terms), strict=True):
+                found[name] += x.double().abs()
+        return found
+
+
+# the judgement
+
+
+class _Draw(NamedTuple):
+    """One drawing of a case: results, the truth, limits of (RMS, largest) errors, slack of elements."""
+
+    found: Results
+    truth: Results
+    limits: dict[str, tuple[float, float]]
+    slack: Results
+
+    def errors(self, name: str) -> tuple[float, float]:
+        finite = self.truth[name].isfinite()
+        error = (self.found[name].double() - self.truth[name]).abs().where(finite, 0.0)
+        if name in self.slack:
+            error = (error - self.slack[name]).clamp(min=0.0)
+        return error.square().mean().sqrt().item(), error.max().item()
+
+    def other_infinities(self, name: str) -> bool:
+        """NaN, or -inf in another place than the truth, where no edge explains it."""
+        found, truth = self.found[name].double(), self.truth[name].double()
+        wrong = ~torch.where(truth.isfinite(), found.isfinite(), found == truth)
+        if name in self.slack:
+            wrong &= found.isnan() | self.slack[name].isfinite()
+        return bool(wrong.any())
+
+    def faults(self) -> list[str]:
+        faults = [f"{name}: NaN, or other infinities" for name in self.truth if self.other_infinities(name)]
+        return faults or over({name: [(self.errors(name), self.limits[name])] for name in self.truth})
+
+
+def check(case: Case) -> Verdict:
+    """Run a case and judge it. Raises what flexmod raises."""
+    call = call_of(case)
+    found, work = compiled(case, call), _Dense(case, call, torch.float64, True)
+    truth = work.results(work.scores)
+    for name in truth:
+        if found[name].shape != truth[name].shape or found[name].dtype != _dtype_of(name, call):
+            return Verdict([f"{name}: {found[name].dtype} {tuple(found[name].shape)}"])
+    first = _Draw(found, truth, beside_eager(case, call, truth), {})
+    if not first.faults():
+        return Verdict([])
+    lenient = _lenient(case, call, first, work)
+    noisy = lenient._replace(slack={})
+    if not noisy.faults():
+        return Verdict([], "noise")
+    if not lenient.faults():
+        return Verdict([], "edge")
+    draws = [lenient]
+    for draw in range(1, DRAWS + 1):
+        call = call_of(case, draw)
+        work = _Dense(case, call, torch.float64, True)
+        truth = work.results(work.scores)
+        again = _Draw(compiled(case, call), truth, beside_eager(case, call, truth), {})
+        draws.append(_lenient(case, call, again, work))
+    for each in draws:
+        if any(each.other_infinities(name) for name in truth):
+            return Verdict(each.faults())
+    faults = over({name: [(each.errors(name), each.limits[name]) for each in draws] for name in truth})
+    return Verdict(faults, "draws")
+
+
+def over(errors: dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]) -> list[str]:
+    """What is over its limit, by result the errors and limits of each draw."""
+    faults = []
+    for name, draws in errors.items():
+        rms, limit = (math.sqrt(sum(draw[i][0] ** 2 for draw in draws) / len(draws)) for i in (0, 1))
+        typical = sorted(draws, key=lambda draw: draw[0][1] / max(draw[1][1], 1e-300))[len(draws) // 2]
+        if not (rms <= limit and typical[0][1] <= typical[1][1]):
+            largest = f"largest {typical[0][1]:.3g} of {typical[1][1]:.3g}"
+            faults.append(f"{name}: RMS error {rms:.3g} of {limit:.3g}, {largest}")
+    return faults
+
+
+def beside_eager(case: Case, call: Call, truth: Results) -> dict[str, tuple[float, float]]:
+    plain = eager(case, call)
+    limits = {}
+    for name, exact in truth.items():
+        finite = exact.isfinite()
+        error = (plain[name].double() - exact).where(finite, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        floor = _rounding(name, call) * exact.where(finite, 0.0).abs().max().item()
+        if name == "lse":  # float32 whatever the inputs are
+            floor = max(floor, _rounding(name, call))
+            error = error if call.q.dtype.itemsize >= 4 else torch.zeros_like(error)
+        rms = error.square().mean().sqrt().item()
+        limits[name] = (1.5 * rms + floor / 4, 2.0 * error.abs().max().item() + floor / 2)
+    return limits
+
+
+def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
+    limits = dict(draw.limits)
+    for name, noise in (work.noise() if work.leaves else {}).items():
+        eps = torch.finfo(call.q.dtype).eps
+        rms, largest = limits[name]
+        limits[name] = rms + eps * noise.square().mean().sqrt().item(), largest + 2 * eps * noise.max().item()
+    others = [dense(case, call, exact=False), *(dense(case, call, nudge=n) for n in (8.0, -8.0))]
+    slack = {
+        name: 2.0 * sum((x[name].double() - exact).abs().nan_to_num(torch.inf) for x in others)
+        for name, exact in draw.truth.items()
+    }
+    return draw._replace(limits=limits, slack=slack)
+
+
+def _dtype_of(name: str, call: Call) -> torch.dtype:
+    if name in ("out", "lse"):
+        return call.q.dtype if name == "out" else call.grad_lse.dtype
+    return (call._asdict() | call.tables)[name[1:]].dtype  # type: ignore[no-any-return]
+
+
+def _rounding(name: str, call: Call) -> float:
+    """A rounding of a result; of lse a sixteenth of one of the inputs', or four of its own."""
+    if name == "lse":
+        return max(torch.finfo(call.q.dtype).eps / 4, 4 * torch.finfo(call.grad_lse.dtype).eps)
+    return max(torch.finfo(call.q.dtype).eps, torch.finfo(_dtype_of(name, call)).eps)
+
+
+def report(cases: Iterable[Case]) -> None:
+    """Print what is wrong with each."""
+    for case in cases:
+        verdict = check(case)
+        print(case, *(verdict.faults or [f"within its limits ({verdict.how})"]), sep="\n    ")

@@ -1,0 +1,82 @@
+"""A program by its number, run in a worker process: counts, and calls that fail, made small."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import NamedTuple
+
+from flexmod.errors import HopperTemplateError
+from fuzz.case import Case
+from fuzz.check import check
+from fuzz.choices import Drawn, Replayed, Seeded, shrunk
+from fuzz.programs import Cases, program
+
+SHRINKING = 60  # seconds
+
+
+class Job(NamedTuple):
+    """Program number `number` of a seed."""
+
+    backend: str
+    seed: int
+    number: int
+
+    def choices(self) -> Seeded:
+        return Seeded(f"{self.backend} {self.seed} {self.number}")
+
+    def cases(self) -> Cases:
+        return program(Drawn(self.choices()), self.backend)
+
+
+class Found(NamedTuple):
+    """Of a program: its calls by how they ended, and those that failed, with what was wrong."""
+
+    counts: Counter[str]
+    failed: list[tuple[Case, list[str]]]
+
+
+def run(job: Job) -> Found:
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in job.cases():
+        how, why = judged(case)
+        counts[how] += 1
+        if how.startswith("clean") and (case.wanted or any(t.learned for t in case.tables)):
+            counts["with gradients"] += 1
+        if why:
+            failed.append((case, why))
+    if failed and job.backend in ("cpu", "interpret"):
+        failed = [smaller(job, *failed[0]), *failed]
+    return Found(counts, failed)
+
+
+def judged(case: Case) -> tuple[str, list[str]]:
+    """How a call ended, and what was wrong with it."""
+    try:
+        verdict = check(case)
+    except HopperTemplateError as error:  # a shape that spills, mostly
+        return "refused: " + str(error).splitlines()[-1][:160], []
+    except Exception as error:
+        return "failed", [f"{type(error).__name__}: {error}"]
+    return ("failed", verdict.faults) if verdict.faults else (f"clean, {verdict.how}", [])
+
+
+def smaller(job: Job, case: Case, why: list[str]) -> tuple[Case, list[str]]:
+    """A smaller call that fails too."""
+    source = job.choices()
+    program(Drawn(source), job.backend)
+    smallest, end = [(case, why)], time.monotonic() + SHRINKING
+
+    def fails(choices: list[int]) -> bool:
+        if time.monotonic() > end:
+            return False
+        for case in program(Drawn(Replayed(choices)), job.backend):
+            wrong = judged(case)[1]
+            if wrong:
+                smallest[0] = (case, wrong)
+                return True
+        return False
+
+    shrunk(source.made, fails)
+    return smallest[0]
