@@ -7,16 +7,16 @@ over gets a second look, at what any computation in this precision must lose:
   - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
     the derivative of the mods, and its size comes to the limit.
-  - Edges. A mod may jump (floor, a comparison) where the score lies. The truth is taken again with all
-    scores moved up and down by some roundings, and with a mod that computes as it is written, in float32 or
-    less; how far these lie from the truth is allowed for, element by element. A call that passes so counts
-    as "edge".
+  - Scores, which are rounded sums: a mod may magnify that, and jump (floor, a comparison) where a score lies.
+    The truth is taken again with all scores moved, each up or down as far as its sum may round, and with a
+    mod that computes as it is written, in float32 or less. How far these lie from the truth is allowed for,
+    element by element.
 
 Last, luck: the largest error, and that of few elements, are matters of it, for eager attention too. A call
 that is over still is drawn four times more, with other numbers in all tensors of floats; the errors are
 taken together (RMS over all draws, the median of the largest). A fault of the program stays.
 
-NaN, or an infinity where the truth has none, is a fault at once, unless an edge explains it.
+NaN, or an infinity where the truth has none, is a fault at once, unless moved scores have it too.
 """
 
 from __future__ import annotations
@@ -34,19 +34,27 @@ DRAWS = 4
 
 
 class Verdict(NamedTuple):
-    """What is wrong, in words; how the case passed: "beside eager", "noise", "edge" or "draws"."""
+    """What is wrong, in words; how the case passed: "beside eager", "noise", "moved" or "draws"."""
 
     faults: list[str]
     how: str = "beside eager"
 
 
-def dense(case: Case, call: Call, *, exact: bool = True, nudge: float = 0.0) -> Results:
-    """Attention written out, in float64. Not `exact`: the mod sees float32 scores and computes as written.
+def moved(case: Case, call: Call) -> list[Results]:
+    """The truth of scores that are moved, each as far as its sum may round, up and down by chance."""
+    work = _Dense(case, call, torch.float64, True)
+    with torch.no_grad():
+        products = work.inputs["q"].abs() @ work.key.abs().mT * abs(work.scale)
+        sizes = _eps(work.real) * (products + 4 * work.scores.abs() + 4)
+        random = torch.Generator(sizes.device).manual_seed(case.seed)
+        signs = torch.randint(0, 2, sizes.shape, generator=random, device=sizes.device) * 2 - 1
+    return [work.results(work.scores + sizes * signs), work.results(work.scores - sizes * signs)]
 
-    `nudge`: all scores are moved by that many roundings of float32 first.
-    """
-    work = _Dense(case, call, torch.float64, exact)
-    return work.results(work.scores + nudge * torch.finfo(torch.float32).eps * (work.scores.abs() + 1.0))
+
+def as_written(case: Case, call: Call) -> Results:
+    """In float64, but for the mod: it sees float32 scores and rounds where it says so."""
+    work = _Dense(case, call, torch.float64, False)
+    return work.results(work.scores)
 
 
 def eager(case: Case, call: Call) -> Results:
@@ -56,7 +64,12 @@ def eager(case: Case, call: Call) -> Results:
 
 
 class _Dense:
+    """Attention in `dtype`. `exact`: nothing of the mod is rounded to less than float64."""
+
     def __init__(self, case: Case, call: Call, dtype: torch.dtype, exact: bool) -> None:
+        self.real = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        # float64 calls compute their mods in float64 throughout
+        exact = exact or self.real == torch.float64
         self.case, self.call, self.exact = case, call, exact
         self.inputs = {n: getattr(call, n).detach().to(dtype).requires_grad_(n in case.wanted) for n in "qkv"}
         self.tables, self.leaves = {}, {n: x for n, x in self.inputs.items() if n in case.wanted}
@@ -68,10 +81,10 @@ class _Dense:
                 self.leaves[table.name] = x = x.clone().requires_grad_()
             # a tensor of one element is used as it is: it must not be weaker than the others
             self.tables[table.name] = x.reshape(1, 1, 1, 1) if x.dim() == 0 else x
-        scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
+        self.scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
         group = case.heads[0] // case.heads[1]
         self.key, self.value = (self.inputs[n].repeat_interleave(group, 1) for n in "kv")
-        self.scores = (self.inputs["q"] @ self.key.mT) * scale
+        self.scores = (self.inputs["q"] @ self.key.mT) * self.scale
         self.modified = self.scores
 
     def results(self, scores: Tensor) -> Results:
@@ -106,7 +119,7 @@ class _Dense:
         mod = mod_of(self.case.score, self.case, self.tables, halves=not self.exact)
         if mod is None:
             return scores
-        seen = scores if self.exact or scores.dtype == torch.float64 == self.call.q.dtype else scores.float()
+        seen = scores if self.exact else scores.float()
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self.exact else default)
         try:
@@ -163,7 +176,7 @@ class _Draw(NamedTuple):
         return error.square().mean().sqrt().item(), error.max().item()
 
     def other_infinities(self, name: str) -> bool:
-        """NaN, or -inf in another place than the truth, where no edge explains it."""
+        """NaN, or -inf in another place than the truth, where moved scores have none."""
         found, truth = self.found[name].double(), self.truth[name].double()
         wrong = ~torch.where(truth.isfinite(), found.isfinite(), found == truth)
         if name in self.slack:
@@ -191,7 +204,7 @@ def check(case: Case) -> Verdict:
     if not noisy.faults():
         return Verdict([], "noise")
     if not lenient.faults():
-        return Verdict([], "edge")
+        return Verdict([], "moved")
     draws = [lenient]
     for draw in range(1, DRAWS + 1):
         call = call_of(case, draw)
@@ -229,22 +242,27 @@ def beside_eager(case: Case, call: Call, truth: Results) -> dict[str, tuple[floa
             floor = max(floor, _rounding(name, call))
             error = error if call.q.dtype.itemsize >= 4 else torch.zeros_like(error)
         rms = error.square().mean().sqrt().item()
-        limits[name] = (1.5 * rms + floor / 4, 2.0 * error.abs().max().item() + floor / 2)
+        limits[name] = (1.5 * rms + floor / 4, 2.0 * error.abs().max().item() + floor)
     return limits
 
 
 def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
     limits = dict(draw.limits)
     for name, noise in (work.noise() if work.leaves else {}).items():
-        eps = torch.finfo(call.q.dtype).eps
+        eps = _eps(call.q.dtype)
         rms, largest = limits[name]
-        limits[name] = rms + eps * noise.square().mean().sqrt().item(), largest + 2 * eps * noise.max().item()
-    others = [dense(case, call, exact=False), *(dense(case, call, nudge=n) for n in (8.0, -8.0))]
+        typical, most = noise.square().mean().sqrt().item(), noise.max().item()
+        limits[name] = rms + 2 * eps * typical, largest + 4 * eps * most
+    others = [as_written(case, call), *moved(case, call)]
     slack = {
-        name: 2.0 * sum((x[name].double() - exact).abs().nan_to_num(torch.inf) for x in others)
-        for name, exact in draw.truth.items()
+        name: 2.0 * sum(_apart(x[name].double(), exact) for x in others) for name, exact in draw.truth.items()
     }
     return draw._replace(limits=limits, slack=slack)
+
+
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """|x - y|, also of equal infinities."""
+    return torch.where(x == y, 0.0, (x - y).abs())
 
 
 def _dtype_of(name: str, call: Call) -> torch.dtype:
@@ -253,11 +271,16 @@ def _dtype_of(name: str, call: Call) -> torch.dtype:
     return (call._asdict() | call.tables)[name[1:]].dtype  # type: ignore[no-any-return]
 
 
+def _eps(dtype: torch.dtype) -> float:
+    """A rounding; of float64 eight, since the truth has those too."""
+    return torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 1)
+
+
 def _rounding(name: str, call: Call) -> float:
-    """A rounding of a result; of lse a sixteenth of one of the inputs', or four of its own."""
+    """A rounding of a result; of lse a quarter of one of the inputs', or four of its own."""
     if name == "lse":
-        return max(torch.finfo(call.q.dtype).eps / 4, 4 * torch.finfo(call.grad_lse.dtype).eps)
-    return max(torch.finfo(call.q.dtype).eps, torch.finfo(_dtype_of(name, call)).eps)
+        return max(_eps(call.q.dtype) / 4, 4 * _eps(call.grad_lse.dtype))
+    return max(_eps(call.q.dtype), _eps(_dtype_of(name, call)))
 
 
 def report(cases: Iterable[Case]) -> None:
