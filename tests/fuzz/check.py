@@ -31,6 +31,7 @@ from torch import Tensor
 from fuzz.case import Call, Case, Results, call_of, compiled, mod_of
 
 DRAWS = 4
+MOVES = 4
 
 
 class Verdict(NamedTuple):
@@ -47,8 +48,9 @@ def moved(case: Case, call: Call) -> list[Results]:
         products = work.inputs["q"].abs() @ work.key.abs().mT * abs(work.scale)
         sizes = _eps(work.real) * (products + 4 * work.scores.abs() + 4)
         random = torch.Generator(sizes.device).manual_seed(case.seed)
-        signs = torch.randint(0, 2, sizes.shape, generator=random, device=sizes.device) * 2 - 1
-    return [work.results(work.scores + sizes * signs), work.results(work.scores - sizes * signs)]
+        shape = (MOVES, *sizes.shape)
+        moves = sizes * (torch.randint(0, 2, shape, generator=random, device=sizes.device) * 2 - 1)
+    return [work.results(work.scores + move) for way in (moves, -moves) for move in way]
 
 
 def as_written(case: Case, call: Call) -> Results:

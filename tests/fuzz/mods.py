@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz.choices import Drawn
 from fuzz.operations import cast, operation
-from fuzz.values import LONGEST, Pool, Value
+from fuzz.values import LONGEST, Pool, Value, pick
 
 SCORE = "score, b, h, q_idx, kv_idx"
 MASK = "b, h, q_idx, kv_idx"
@@ -226,7 +226,7 @@ def _index(draw: Drawn, mod: Mod, size: str) -> tuple[str, Value | None]:
         length, at = draw.one([("M", "q_idx"), ("N", "kv_idx")])
         inner = mod.table((length,), draw.one(["int32", "int64"]), 0, int(size) - 1)
         return f"{inner}[{at}]", None
-    value = mod.pool.pick(draw, lambda v: v.kind == "int" and not v.weak)
+    value = pick(draw, [v for v in mod.pool.values if v.kind == "int" and not v.weak])
     assert value is not None
     # torch has no indices of 8 or 16 bits
     text = f"({value.text} % {size}).{draw.one(['long', 'int'])}()"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuzz.choices import Drawn
-from fuzz.values import FLOATS, INTEGERS, Pool, Value, half_of
+from fuzz.values import FLOATS, INTEGERS, Pool, Value, half_of, pick
 
 Sizes = Callable[..., float]
 
@@ -253,7 +253,10 @@ def _operand(draw: Drawn, pool: Pool, letter: str, jumps: bool, literal: bool) -
         numbers = [v for v in pool.values if v.weak and v.kind in kinds]
         literals = (FLOATS if "float" in kinds else []) + (INTEGERS if "int" in kinds else [])
         return draw.one(literals + numbers)  # type: ignore[no-any-return]
-    return pool.pick(draw, lambda v: v.kind in kinds and not v.weak and (v.may_jump or not jumps))
+    fits = [v for v in pool.values if v.kind in kinds and not v.weak and (v.may_jump or not jumps)]
+    by_score = [v for v in fits if v.score]
+    # half of what a score mod does is done to the score
+    return pick(draw, by_score if by_score and draw.flag() else fits)
 
 
 def apply(pool: Pool, form: Form, operands: list[Value]) -> Value:
@@ -272,7 +275,7 @@ def apply(pool: Pool, form: Form, operands: list[Value]) -> Value:
 
 def cast(draw: Drawn, pool: Pool) -> Value | None:
     """A cast, or a constant of another value's dtype."""
-    value = pool.pick(draw, lambda v: not v.weak)
+    value = pick(draw, [v for v in pool.values if not v.weak])
     assert value is not None
     if draw.rarely(6):
         text, number = draw.one(FILLS)

@@ -8,7 +8,7 @@ precision (`grain`), or of what reads the score; the judge allows for the edges 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,13 +94,6 @@ class Pool:
             grain=grain, half=value.half,
         )  # fmt: skip
 
-    def pick(self, draw: Drawn, fits: Callable[[Value], bool], recent: int = 4) -> Value | None:
-        """A value that fits, of the latest ones more often; None where none does."""
-        fitting = [v for v in self.values if fits(v)]
-        if not fitting:
-            return None
-        return draw.one(fitting if draw.rarely(3) else fitting[-recent:])
-
     def text(self, name: str, arguments: str, result: Value) -> str:
         """The function that returns `result`, of the statements that it needs."""
         needed: set[str] = set()
@@ -112,3 +105,10 @@ class Pool:
                 open_ += self.statements[found][1]
         lines = [f"    {n} = {text}" for n, (text, _) in self.statements.items() if n in needed]
         return "\n".join([f"def {name}({arguments}):", *lines, f"    return {result.text}", ""])
+
+
+def pick(draw: Drawn, fitting: Sequence[Value]) -> Value | None:
+    """One of the values that fit, of the latest more often; None where there is none."""
+    if not fitting:
+        return None
+    return draw.one(fitting if draw.rarely(3) else fitting[-4:])
