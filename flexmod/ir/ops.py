@@ -377,11 +377,18 @@ BY_TORCH_NAME: dict[str, Op] = {name: row for row in _ROWS for name in row.torch
 
 
 def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any]) -> bool | int | float:
-    """The value of an operation on numbers, as torch computes it on 0-d tensors."""
+    """The value of an operation on numbers, as torch computes it on 0-d tensors.
+
+    float32 means float64 in a float64 call, so a number keeps float64's digits until something jumps by it or
+    a text or tensor takes it.
+    """
     row = OPS[op]
     at = row.argument_dtypes(dtypes, result)
-    out = row.torch(*(number(v, d) for v, d in zip(values, at, strict=True)))
-    return out.item()
+    found = row.torch(*map(number, values, at))
+    jumps = row.derivative is _zero or op in ("remainder", "fmod")
+    if result == torch.float32 and not jumps and found.isfinite():
+        found = row.torch(*map(number, values, (torch.float64 if d == result else d for d in at)))
+    return found.item()
 
 
 def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:

@@ -37,7 +37,9 @@ def fold(graph: Graph) -> Graph:
             source, target = args[0], strong(node.dtype)
             # a Python number goes straight to the target, a tensor's value is one of its own dtype
             at = target if isinstance(source.dtype, type) else source.dtype
-            value = number(source.value, at).to(target).item()  # type: ignore[arg-type]
+            rounded = number(source.value, at).to(target)  # type: ignore[arg-type]
+            keeps = at == target == torch.float32 and bool(rounded.isfinite())  # see `fold` of the table
+            value = float(source.value) if keeps else rounded.item()  # type: ignore[arg-type]
         elif node.op in OPS:
             value = fold_values(node.op, [a.dtype for a in args], node.dtype, [a.value for a in args])
         else:

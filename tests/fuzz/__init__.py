@@ -10,6 +10,8 @@
     mods.py         score mods and masks as text, with the tensors that they capture
     programs.py     programs (mods, dtypes, head dimensions, blocks), and calls of each
     jobs.py         one program in a worker process
+    seeds.py        calls that failed once
+    faults.py       faults that must be found
     script.py       a failing call as a script
     __main__.py     the long run
 """

@@ -77,7 +77,7 @@ def strategy(make: Callable[..., T], *arguments: Any) -> st.SearchStrategy[T]:
 
 
 def shrunk(choices: Sequence[int], fails: Callable[[list[int]], bool]) -> list[int]:
-    """Fewer and smaller choices that still fail: pieces are cut out, then numbers made 0 or halved."""
+    """Fewer and smaller choices that still fail: pieces are cut out, then numbers are made smaller."""
     best = list(choices)
     size = max(1, len(best) // 2)
     while size:
@@ -90,8 +90,11 @@ def shrunk(choices: Sequence[int], fails: Callable[[list[int]], bool]) -> list[i
                 start += size
         size //= 2
     for place in range(len(best)):
-        for value in (0, best[place] // 2, best[place] - 1):
-            if 0 <= value < best[place] and fails(smaller := [*best[:place], value, *best[place + 1 :]]):
+        step = best[place]
+        while step:
+            smaller = [*best[:place], best[place] - step, *best[place + 1 :]]
+            if best[place] >= step and fails(smaller):
                 best = smaller
-                break
+            else:
+                step //= 2
     return best

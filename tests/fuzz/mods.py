@@ -24,6 +24,13 @@ NATURAL = {
 }
 WHOLE = ("int32", "int64", "int16", "int8", "uint8", "bool")
 FLOATING = ("float32", "float32", "float16", "bfloat16", "float64")
+# how what is loaded meets the score
+JOINED = {
+    "float": ("{0} + {1}", "{0} * {1}", "{0} - {1} * 0.5", "torch.tanh({0} * 0.5) * {1}"),
+    "int": ("{0} + {1} * 0.125", "{0} * ({1} + 1)"),
+    "bool": ("torch.where({1}, {0}, {0} * 0.5)", "{0} * {1}"),
+}
+ATOMS = ("causal", "window", "document", "prefix", "block", "pattern", "pairs", "by head", "loaded")
 LAYOUTS = ("plain", "plain", "reversed", "sliced", "packed", "expanded")
 
 
@@ -49,6 +56,7 @@ class Mod:
     prefix: str
     tables: list[TableForm] = field(default_factory=list)
     numbers: dict[str, str] = field(default_factory=dict)
+    loaded: list[Value] = field(default_factory=list)
 
     def table(self, sizes: tuple[str, ...], dtype: str, low: int, high: int, **facts: Any) -> str:
         name = f"{self.prefix}{len(self.tables)}"
@@ -82,12 +90,17 @@ def score_mod(draw: Drawn, steps: int) -> tuple[str, Mod]:
             load(draw, mod, learns=True)
         else:
             cast(draw, mod.pool)
-    return mod.pool.text("score_mod", SCORE, _result(draw, mod.pool)), mod
+    return mod.pool.text("score_mod", SCORE, _result(draw, mod)), mod
 
 
-def _result(draw: Drawn, pool: Pool) -> Value:
+def _result(draw: Drawn, mod: Mod) -> Value:
+    """A value of the score, most often with what was loaded, and in one of the forms that mods end with."""
+    pool = mod.pool
     floats = [v for v in pool.values if v.kind == "float" and not v.weak]
     chosen = draw.one([v for v in floats if v.score][-3:])
+    for _ in range(draw.whole(0, 2) if mod.loaded else 0):
+        loaded = draw.one(mod.loaded)
+        chosen = _joined(pool, draw.one(JOINED[loaded.kind]), chosen, loaded)
     how = draw.one(["as it is", "add", "add", "add score", "forbid"])
     if how == "add":
         other = draw.one(floats[-4:])
@@ -130,7 +143,7 @@ def mask_mod(draw: Drawn, steps: int) -> tuple[str, Mod, frozenset[str]]:
 def _atom(draw: Drawn, mod: Mod) -> None:
     """What masks are made of: causal, windows, documents, prefixes, blocks, patterns."""
     pool, number = mod.pool, lambda: mod.number("window", LONGEST).text
-    kind = draw.one(["causal", "window", "document", "prefix", "block", "pattern", "pairs", "by head"])
+    kind = draw.one(ATOMS)
     if kind == "causal":
         text = draw.one(["q_idx >= kv_idx", "kv_idx <= q_idx + N - M", "q_idx < kv_idx"])
     elif kind == "window":
@@ -153,6 +166,12 @@ def _atom(draw: Drawn, mod: Mod) -> None:
     elif kind == "pairs":
         name = mod.table(("M", "N"), "bool", 0, 1, layout=draw.one(LAYOUTS))
         text = f"{name}[q_idx, kv_idx]"
+    elif kind == "loaded":
+        load(draw, mod, learns=False)
+        if mod.loaded[-1].kind == "bool":
+            return
+        pool.add(f"{mod.loaded[-1].text} > 0", [mod.loaded[-1]], kind="bool", size=1.0)
+        return
     else:
         text = "kv_idx <= q_idx + 16 * h"
     pool.values.append(Value(_named(pool, text), "bool", 1.0, reads=positions_in(text)))
@@ -182,7 +201,7 @@ def load(draw: Drawn, mod: Mod, learns: bool) -> None:
     again = [t for t in mod.tables if draw.rarely(5)]
     if again:
         form = draw.one(again)
-        mod.pool.values.append(_element(draw, mod, form, form.sizes))
+        _element(draw, mod, form)
         return
     rank = draw.one([0, 1, 1, 1, 2, 2, 3, 4])
     names = [draw.one([*NATURAL, "4", "5", "7"]) for _ in range(rank)]
@@ -198,24 +217,26 @@ def load(draw: Drawn, mod: Mod, learns: bool) -> None:
         tuple(names), dtype, low, high, layout=draw.one(LAYOUTS), learned=learned,
     )  # fmt: skip
     form = next(t for t in mod.tables if t.name == name)
-    mod.pool.values.append(_element(draw, mod, form, form.sizes))
+    _element(draw, mod, form)
 
 
-def _element(draw: Drawn, mod: Mod, form: TableForm, sizes: tuple[str, ...]) -> Value:
-    indices = [_index(draw, mod, size) for size in sizes]
-    if len(indices) > 1 and sizes[0] in "457" and draw.flag():
+def _element(draw: Drawn, mod: Mod, form: TableForm) -> None:
+    indices = [_index(draw, mod, size) for size in form.sizes]
+    if len(indices) > 1 and form.sizes[0] in "457" and draw.flag():
         indices[0] = draw.one(["0", "-1", "3"]), None
     texts = [text for text, _ in indices]
     uses = [use for _, use in indices if use is not None]
     text = f"{form.name}[{', '.join(texts)}]" if texts else form.name
     kind = "bool" if form.dtype == "bool" else "float" if "float" in form.dtype else "int"
     name = _named(mod.pool, text, tuple(v.text for v in uses))
-    return Value(
+    value = Value(
         name, kind, max(-form.low, form.high) / (16 if kind == "float" else 1),
         4 if kind == "float" else 0, score=any(v.score for v in uses), rough=any(v.rough for v in uses),
         half=form.dtype if form.dtype in ("float16", "bfloat16") else "",
         reads=positions_in(text).union(*(v.reads for v in uses)),
     )  # fmt: skip
+    mod.pool.values.append(value)
+    mod.loaded.append(value)
 
 
 def _index(draw: Drawn, mod: Mod, size: str) -> tuple[str, Value | None]:
