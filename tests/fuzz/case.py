@@ -36,7 +36,8 @@ class Case:
     `backend`: cpu, interpret, triton (the portable kernels) or hopper. `score` and `mask`: texts of functions
     ("": none), which read `numbers`, and tables, by name. `kv_dtype` is lower than `dtype` only without
     gradients. `layouts`: of query, key, value and the gradient of the output. `mask_sizes`: B and H of the
-    mask, 0 for None. `wanted`: which of q, k, v want a gradient; "" and no learned table: a forward alone.
+    mask, 0 for None; `mask_form`: built, without full tiles (partial), the complement of the complement, or
+    given as lists. `wanted`: which of q, k, v want a gradient; "" and no learned table: a forward alone.
     """
 
     backend: str
@@ -52,6 +53,7 @@ class Case:
     dims: tuple[int, int] = (1, 1)
     layouts: tuple[str, str, str, str] = ("plain",) * 4
     block: tuple[int, int] = (128, 128)
+    mask_form: str = "built"
     mask_sizes: tuple[int, int] = (0, 0)
     scale: float | None = None
     wanted: str = "qkv"
@@ -143,7 +145,7 @@ def mod_of(text: str, case: Case, tables: dict[str, Tensor], halves: bool = True
 
 def compiled(case: Case, call: Call) -> Results:
     """flexmod's results, from memory that held NaN before."""
-    (rows, columns), device = case.lengths, call.q.device
+    device = call.q.device
     tables = {
         t.name: call.tables[t.name].detach().requires_grad_(t.learned)
         for t in case.tables
@@ -154,8 +156,7 @@ def compiled(case: Case, call: Call) -> Results:
     options |= backend.get(case.backend, {"TEMPLATE": "portable"} if case.backend == "triton" else {})
     if case.mask:
         mask_mod = mod_of(case.mask, case, {name: x.detach() for name, x in tables.items()})
-        sizes = [size or None for size in case.mask_sizes]
-        mask = flexmod.create_block_mask(mask_mod, *sizes, rows, columns, device, BLOCK_SIZE=case.block)
+        mask = block_mask(case, mask_mod, device)
     leaves = {name: x for name, x in (inputs | tables).items() if x.requires_grad}
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(case.deterministic)  # torch fills what it allocates with NaN then
@@ -178,6 +179,25 @@ def compiled(case: Case, call: Call) -> Results:
     finally:
         torch.use_deterministic_algorithms(before)
     return found
+
+
+def block_mask(case: Case, mask_mod: Any, device: torch.device) -> flexmod.BlockMask:
+    sizes = [size or None for size in case.mask_sizes]
+    facts: dict[str, Any] = {"device": device, "BLOCK_SIZE": case.block}
+    if case.mask_form == "complement":
+
+        def negated(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return ~mask_mod(b, h, q_idx, kv_idx)
+
+        return ~flexmod.create_block_mask(negated, *sizes, *case.lengths, **facts)
+    facts["separate_full_blocks"] = case.mask_form != "partial"
+    mask = flexmod.create_block_mask(mask_mod, *sizes, *case.lengths, **facts)
+    if case.mask_form != "lists":
+        return mask
+    return flexmod.BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        BLOCK_SIZE=case.block, mask_mod=mask_mod, seq_lengths=case.lengths,
+    )  # fmt: skip
 
 
 def poison(*likes: Tensor) -> None:

@@ -63,6 +63,7 @@ NUMBERS = {
     "int": (0, 1, 2, 3, -4),
     "window": (0, 1, 7, 16, 33, 64, 130, 300),
 }
+MASK_FORMS = ("built", "built", "built", "partial", "complement", "lists")
 SCALES = (None, None, None, 1.0, 0.25, -0.125)
 
 
@@ -86,9 +87,9 @@ def program(draw: Drawn, backend: str) -> Cases:
     shared = Case(
         backend=backend, score=score, mask=mask, dtype=dtype, kv_dtype=kv_dtype, heads=(heads, kv_heads),
         dims=dims, layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
-        block=block if isinstance(block, tuple) else (block, block), wanted=wanted,
-        grad_lse=draw.rarely(4), scale=draw.one(SCALES), deterministic=backend != "hopper" and draw.flag(),
-        options=_options(draw, backend, block),
+        block=block if isinstance(block, tuple) else (block, block), mask_form=draw.one(MASK_FORMS),
+        wanted=wanted, grad_lse=draw.rarely(4), scale=draw.one(SCALES),
+        deterministic=backend != "hopper" and draw.flag(), options=_options(draw, backend, block),
     )  # fmt: skip
     calls = draw.whole(sizes.calls // 2, sizes.calls)
     return tuple(_call(draw, sizes, forms, numbers, reads, aligned, apart, shared) for _ in range(calls))
