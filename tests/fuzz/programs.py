@@ -21,7 +21,7 @@ Cases = tuple[Case, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a backend's calls are drawn from. `scores`: the most of a call, B * Hq * M * N."""
+    """What a backend's calls are drawn from. `scores`: the most of a call, B * Hq * M * N, seldom reached."""
 
     lengths: int
     dims: tuple[int, ...]
@@ -129,14 +129,14 @@ def _call(
     rows, columns = (_length(draw, sizes, case.backend, aligned) for _ in range(2))
     if draw.flag():
         columns = rows
-    batch = draw.whole(1, sizes.batch)
-    while batch * case.heads[0] * rows * columns > sizes.scores and max(rows, columns) > 32:
+    batch, most = draw.whole(1, sizes.batch), sizes.scores // draw.one([4, 4, 1])
+    while batch * case.heads[0] * rows * columns > most and (batch > 1 or max(rows, columns) > 16):
         if batch > 1:
             batch -= 1
         elif rows >= columns:
-            rows = rows - 16 * (rows // 32)
+            rows = _half(rows)
         else:
-            columns = columns - 16 * (columns // 32)
+            columns = _half(columns)
     kv_batch = draw.one([batch, batch, 1])
     named = {"B": batch, "H": case.heads[0], "M": rows, "N": columns}
     tables = tuple(
@@ -155,6 +155,11 @@ def _call(
         case, batch=(batch, kv_batch), lengths=(rows, columns), tables=tables, numbers=values,
         mask_sizes=mask_sizes, seed=draw.whole(0, 10**6),
     )  # fmt: skip
+
+
+def _half(length: int) -> int:
+    """About half; a multiple of 16 stays one, an odd length odd."""
+    return length // 32 * 16 or 16 if length % 16 == 0 else length // 2 | 1
 
 
 def _length(draw: Drawn, sizes: Sizes, backend: str, aligned: bool) -> int:
