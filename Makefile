@@ -1,13 +1,13 @@
 # make demo   environment, install, the comparison with SDPA on three masks
 # make test   environment, install, ruff, mypy, pytest
-# make fuzz   environment, install, random programs beside float64 for ten minutes; FUZZ has other arguments
+# make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
 # make clean  remove the environment and the caches of the tools
 #
-# PYTHON is the Python to start from, VENV the environment that is made from it.
+# PYTHON is the Python to start from, VENV the environment that is made from it, FUZZ more arguments for fuzz.
 
 PYTHON ?= python3
 VENV ?= .venv
-FUZZ ?= --backend cpu --seconds 600
+FUZZ ?=
 RUN := $(VENV)/bin/python
 
 .PHONY: demo test fuzz clean

@@ -50,16 +50,27 @@ def outcomes(backend: str, seed: int, seconds: float, processes: int) -> Iterato
 
 
 def main() -> int:
+    many = 4 if is_hopper() else 3 if torch.cuda.is_available() else 2
+    here = ("cpu", "interpret", "triton", "hopper")[:many]
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
-    parser.add_argument("--backend", choices=sorted(SIZES), default="cpu")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--backend", choices=sorted(SIZES), nargs="+", default=here, help="in turn")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each backend")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     given = parser.parse_args()
+    return max([one(backend, given.seed, given.seconds, given.workers) for backend in given.backend])
+
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def one(backend: str, seed: int, seconds: float, processes: int) -> int:
+    """The run of one backend; 1 if any call failed."""
     counts: Counter[str] = Counter()
     failed: list[tuple[Case, list[str]]] = []
     started = last = time.monotonic()
-    for outcome in outcomes(given.backend, given.seed, given.seconds, given.workers):
+    for outcome in outcomes(backend, seed, seconds, processes):
         counts["programs"] += 1
         if outcome.error:  # the process ended, or the time: any of the calls may be at fault
             counts["failed"] += 1
@@ -69,8 +80,9 @@ def main() -> int:
             failed += outcome.value.failed
         if time.monotonic() > last + 30:
             last = time.monotonic()
-            print(f"{last - started:.0f} s: {dict(counts)}", flush=True)
-    return finish(vars(given), counts, failed)
+            print(f"{backend}, {last - started:.0f} s: {dict(counts)}", flush=True)
+    facts = {"backend": backend, "seed": seed, "seconds": seconds, "workers": processes}
+    return finish(facts, counts, failed)
 
 
 def finish(given: dict[str, Any], counts: Counter[str], failed: list[tuple[Case, list[str]]]) -> int:
