@@ -6,7 +6,8 @@ over gets a second look, at what any computation in this precision must lose:
 
   - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
-    the derivative of the mods, and its size comes to the limit.
+    the derivative of the mods, and its size comes to the limit. A mod that computes in a half type rounds
+    each term to it.
   - Scores, which are rounded sums: a mod may magnify that, and jump (floor, a comparison) where a score lies.
     The truth is taken again with all scores moved, each up or down as far as its sum may round, and with a
     mod that computes as it is written, in float32 or less. How far these lie from the truth is allowed for,
@@ -250,8 +251,8 @@ def beside_eager(case: Case, call: Call, truth: Results) -> dict[str, tuple[floa
 
 def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
     limits = dict(draw.limits)
+    eps = max(map(_eps, _dtypes(case, call)))
     for name, noise in (work.noise() if work.leaves else {}).items():
-        eps = _eps(call.q.dtype)
         rms, largest = limits[name]
         typical, most = noise.square().mean().sqrt().item(), noise.max().item()
         limits[name] = rms + 2 * eps * typical, largest + 4 * eps * most
@@ -271,6 +272,14 @@ def _dtype_of(name: str, call: Call) -> torch.dtype:
     if name in ("out", "lse"):
         return call.q.dtype if name == "out" else call.grad_lse.dtype
     return (call._asdict() | call.tables)[name[1:]].dtype  # type: ignore[no-any-return]
+
+
+def _dtypes(case: Case, call: Call) -> list[torch.dtype]:
+    """In which each element of a gradient may be rounded: the call's, and those that its mod computes in."""
+    halves = [x.dtype for x in call.tables.values() if x.dtype in (torch.float16, torch.bfloat16)]
+    casts = {".to(BFLOAT16)": torch.bfloat16, ".to(FLOAT16)": torch.float16}
+    halves += [dtype for text, dtype in casts.items() if text in case.score]
+    return [call.q.dtype, *halves]
 
 
 def _eps(dtype: torch.dtype) -> float:
