@@ -188,7 +188,7 @@ def _forward_ladder(
         held = sum(mod.held_by_column for mod in (score, mask) if mod)
         if widest <= 64 and spec.mask_block is None and not held:
             shapes.insert(0, ForwardShape(3, 128))
-        if held > 1:
+        if held > 2:
             shapes.sort(key=lambda shape: shape.block_n)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)

@@ -36,8 +36,9 @@ def alone() -> list[list[Tensor]]:
 
 
 def held_to(alone: list[list[Tensor]], number: int, found: list[Tensor]) -> None:
+    """Near, not equal: a number is in the text of the first kernel, and an argument of the next one's."""
     for ours, expected in zip(found, alone[number % 8], strict=True):
-        assert torch.equal(ours, expected), number
+        torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3, msg=lambda m: f"{number}: {m}")
 
 
 # Threads and processes
@@ -82,7 +83,7 @@ def process(folder: Path, number: int) -> subprocess.Popen[str]:
 
 
 def printed(started: list[subprocess.Popen[str]]) -> list[Any]:
-    """What each prints, all let go together; None for one that failed."""
+    """What each prints, all let go together; the last line of what one that failed said instead."""
     for each in started:
         assert each.stdout and each.stdout.readline() == "ready\n", each.communicate()
     for each in started:
@@ -91,8 +92,8 @@ def printed(started: list[subprocess.Popen[str]]) -> list[Any]:
         each.stdin.flush()
     answers = []
     for each in started:
-        output, _ = each.communicate(timeout=200)
-        answers.append(json.loads(output) if each.returncode == 0 else None)
+        output, said = each.communicate(timeout=200)
+        answers.append(json.loads(output) if each.returncode == 0 else said.strip().splitlines()[-1:])
     return answers
 
 
@@ -102,7 +103,8 @@ def sums(found: list[Tensor]) -> list[float]:
 
 def test_processes(alone: list[list[Tensor]], tmp_path: Path) -> None:
     answers = printed([process(tmp_path, number) for number in range(WORKERS)])
-    assert answers == [sums(alone[number % 8]) for number in range(WORKERS)]
+    for number, found in enumerate(answers):
+        assert found == pytest.approx(sums(alone[number % 8]), rel=1e-3), (number, found)
 
 
 def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
