@@ -113,7 +113,8 @@ def report(wanted: list[Build], known: dict[str, dict[str, Any]]) -> int:
         )
         told += wrong
     print(tabulate(rows, HEADER))
-    print(*told, sep="\n")
+    if told:
+        print("", *told, sep="\n")
     return 1 if told else 0
 
 

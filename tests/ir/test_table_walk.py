@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from table_walk import DTYPES, SOURCES, Source, arity, check, graph_of, pairs, rows_of, special_values, truth
+from table_walk import (
+    DTYPES,
+    SOURCES,
+    Source,
+    arity,
+    check,
+    graph_of,
+    held_to,
+    pairs,
+    rows_of,
+    special_values,
+    truth,
+)
 from torch import Tensor
 
 from flexmod.ir import bounds
@@ -32,6 +44,14 @@ def test_every_row_takes_some_dtype() -> None:
 @pytest.mark.parametrize(("row", "dtype", "source"), CASES)
 def test_triton_text_does_what_torch_does(row: Op, dtype: torch.dtype, source: Source) -> None:
     check(row, dtype, source, CPU)
+
+
+@pytest.mark.parametrize("on_chip", [False, True], ids=["interpreter", "chip"])
+def test_most_of_it_is_held_to_torch(on_chip: bool) -> None:
+    """What differs is the lesser part of the pairs, of every row, for every dtype."""
+    for row, dtype, source in (case.values for case in CASES):
+        _, kept = held_to(row, dtype, source, on_chip)
+        assert kept.float().mean() > 0.5, (row.name, dtype, source)
 
 
 @pytest.mark.parametrize(
