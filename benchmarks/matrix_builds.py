@@ -123,25 +123,44 @@ class Allowance:
     kernels: tuple[str, ...] = ()
     dims: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def covers(self, build: Build, kernel: dict[str, Any]) -> bool:
         return all(
             not allowed or value in allowed
             for allowed, value in (
                 (self.targets, build.target), (self.kernels, kernel["kernel"]),
-                (self.dims, build.dims), (self.dtypes, build.dtype),
+                (self.dims, build.dims), (self.dtypes, build.dtype), (self.names, build.name),
             )
         )  # fmt: skip
 
 
+# measured; see docs/measurements.md
 ALLOWANCES = (
     Allowance(
         640,
         "all three tiles that are compared spill",
-        ("gfx942",),
-        ("dkdv",),
-        ((64, 64),),
-        ("float16", "bfloat16"),
+        targets=("gfx942",),
+        kernels=("dkdv",),
+        dims=((64, 64),),
+        dtypes=("float16", "bfloat16"),
+    ),
+    Allowance(
+        384,
+        "the smallest tile of the ladder spills",
+        targets=("gfx942",),
+        kernels=("dq", "dkdv"),
+        dims=((256, 256),),
+        dtypes=("float32",),
+    ),
+    Allowance(
+        384,
+        "all three tiles that are compared spill: products of the mod's own stand beside those of the tile",
+        targets=("sm_80",),
+        kernels=("forward",),
+        dims=((256, 256),),
+        dtypes=("float16", "bfloat16"),
+        names=("mla_rope",),
     ),
 )
 
