@@ -192,11 +192,18 @@ def float32_precision() -> Literal["ieee", "tf32"]:
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """autocast casts query, key and value, as it does for torch's own attention."""
+    if not torch.is_autocast_enabled(tensors[0].device.type):
+        return tensors
+    return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
+
+
+def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that query, key and value have for a call as it stands."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
+        return tuple(t.dtype for t in tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tuple(dtype if t.is_floating_point() and t.dtype != torch.float64 else t.dtype for t in tensors)
 
 
 def _backend(options: KernelOptions, query: Tensor) -> str:

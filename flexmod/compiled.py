@@ -15,13 +15,16 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import version
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.evaluate import replay
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import parse
+from flexmod.shown import Latest, Shown
 
 MASKS = 64  # that a handle remembers, by lengths
+BLOCK = (128, 128)  # of these masks
 
 
 def compile(
@@ -47,7 +50,7 @@ def compile(
     return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options)
 
 
-class CompiledAttention:
+class CompiledAttention(Shown):
     """See `compile`."""
 
     def __init__(
@@ -58,11 +61,13 @@ class CompiledAttention:
         enable_gqa: bool,
         kernel_options: Mapping[str, Any] | None,
     ) -> None:
-        self._score_mod, self._mask_mod = score_mod, mask_mod
-        self._asked = (scale, enable_gqa, parse(kernel_options))
+        given = {"score": score_mod, "mask": mask_mod}
+        self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
+        self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
         self._on: dict[torch.device, _Variant] = {}
-        device = torch.empty(0, device=torch.accelerator.current_accelerator(check_available=True)).device
-        self._variant(device)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        self._first = torch.empty(0, device=accelerator).device
+        self._variant(self._first)
 
     def __call__(
         self,
@@ -86,12 +91,31 @@ class CompiledAttention:
             score = variant.score()
             if block_mask is None and variant.mask is not None and query.dim() == key.dim() == 4:
                 block_mask = variant.block_mask(query, key)
-        return calls.attend(query, key, value, block_mask, calls.Asked(score, *self._asked, want_max))
+        asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
+        result = calls.attend(query, key, value, block_mask, asked)
+        self._latest = self._latest_of(query, key, value)
+        return result
+
+    def _latest_of(self, query: Tensor, key: Tensor, value: Tensor) -> Latest:
+        of_query, of_key, of_value = calls.dtypes_under_autocast(query, key, value)
+        spec = KernelSpec(
+            of_query, of_key, of_value, query.shape[3], value.shape[3], mask_block=BLOCK,
+            precision=calls.float32_precision() if of_query is torch.float32 else "ieee",
+            positive_scale=self._scale is None or self._scale > 0,
+            shared_kv=query.shape[:2] != key.shape[:2], backward=True,
+        )  # fmt: skip
+        batch, heads, length, _ = query.shape
+        return Latest(query.device, spec, (batch, heads, length, key.shape[2]))
+
+    def _traced(self) -> dict[str, Traced]:
+        variant = self._variant(self._latest.device if self._latest else self._first)
+        given = {"score": variant.traced, "mask": variant.mask}
+        return {kind: traced for kind, traced in given.items() if traced is not None}
 
     def _variant(self, device: torch.device) -> _Variant:
         found = self._on.get(device)
         if found is None:
-            found = self._on[device] = _Variant(self._score_mod, self._mask_mod, device)
+            found = self._on[device] = _Variant(self._mods.get("score"), self._mods.get("mask"), device)
         return found
 
 
@@ -100,21 +124,21 @@ class _Variant:
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, device: torch.device) -> None:
         self._device = device
-        self._traced = None if score_mod is None else trace(score_mod, "score", device)
+        self.traced = None if score_mod is None else trace(score_mod, "score", device)
         self.mask = None if mask_mod is None else trace_mask(mask_mod, device)
         self._name = object()  # stands for the score_mod where calls are known by what they see
         self._masks: dict[object, tuple[BlockMask, list[float]]] = {}
 
     def score(self) -> calls.Score:
-        if self._traced is None:
+        if self.traced is None:
             return calls.NO_SCORE
-        tensors = self._traced.tensors
+        tensors = self.traced.tensors
         keys = [tensor_key(tensor) for tensor in tensors]
         return calls.Score(self._known, None if None in keys else Seen((self._name, *keys), tensors))
 
     def _known(self, device: torch.device) -> tuple[Traced, Known]:
-        assert self._traced is not None
-        return self._traced, Known(self._traced.graph, tuple(range(len(self._traced.tensors))))
+        assert self.traced is not None
+        return self.traced, Known(self.traced.graph, tuple(range(len(self.traced.tensors))))
 
     def block_mask(self, query: Tensor, key: Tensor) -> BlockMask:
         """Of the mask_mod, for the lengths of a call; as captured tensors are at the moment."""
@@ -127,6 +151,6 @@ class _Variant:
         mask, built = self._masks.get(sizes, (None, ()))
         # the version of a tensor of inference mode is not equal to itself
         if mask is None or any(now != then for now, then in zip(versions, built, strict=True)):
-            mask = create_block_mask(replay(traced), *sizes, device=self._device)
+            mask = create_block_mask(replay(traced), *sizes, device=self._device, BLOCK_SIZE=BLOCK)
             remember(self._masks, sizes, (mask, versions), MASKS)
         return mask

@@ -379,6 +379,21 @@ class NoTileFits(FlexmodError, RuntimeError):
     )
 
 
+class NotCalledError(FlexmodError, RuntimeError):
+    what = "this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a call."
+    instead = "call it once, or write {advice}."
+
+
+class NoPtxError(FlexmodError, ValueError):
+    what = "there is no PTX of {of}: {why}."
+    instead = "{advice}."
+
+
+class NoStandaloneError(FlexmodError, NotImplementedError):
+    what = "this handle cannot be saved as a file of its own: {why}."
+    instead = "{advice}."
+
+
 class FlexOnCpuError(FlexmodError, NotImplementedError):
     what = "compare(flex=True) times torch's compiled flex_attention, which has no backward on {device}."
     instead = "run it on a CUDA device, or leave flex out."

@@ -82,7 +82,7 @@ ROOMS = (
     ("calls",),
     ("library",),
     ("attention",),
-    ("compiled",),
+    ("shown", "compiled"),
     ("masks", "mods"),
     ("packed",),
     ("sinks",),

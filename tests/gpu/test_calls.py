@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import create_block_mask, flex_attention, masks
+from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod.runtime import tape
 from flexmod.runtime.direct import Direct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -180,3 +182,22 @@ def test_a_device_that_is_not_current() -> None:
         out = flex_attention(*tensors)
     assert torch.cuda.current_device() == 0 and out.device.index == 1
     assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_a_handle_shows_is_what_ran(template: str) -> None:
+    """Its modules are those of the launches, its PTX that of the chip."""
+    attend = flexmod.compile(mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template})
+    started: list[str] = []
+    start = tape.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
+        )
+        attend(*inputs(grad=True)).sum().backward()
+    ran = {Path(file).read_text() for file in started if "attention" in file}
+    assert set(attend.source.values()) == ran
+    texts = attend.ptx
+    chip = torch.cuda.get_device_capability(DEVICE)
+    assert all(f".target sm_{chip[0]}{chip[1]}" in text for text in texts.values())
+    assert set(texts) in ({"forward", "backward"}, {"forward", "dq", "dkdv"})
