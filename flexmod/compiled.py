@@ -21,6 +21,7 @@ from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import parse
+from flexmod.layouts import LayoutName, layout_of
 from flexmod.shown import Latest, Shown
 
 MASKS = 64  # that a handle remembers, by lengths
@@ -34,6 +35,7 @@ def compile(
     scale: float | None = None,
     enable_gqa: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
+    layout: LayoutName = "bhsd",
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
@@ -45,9 +47,9 @@ def compile(
         attend = flexmod.compile(mods.softcap(50.0), masks.causal())
         out = attend(query, key, value)
 
-    Raises what tracing raises, and what is wrong with `kernel_options`.
+    Raises what tracing raises, LayoutError, and what is wrong with `kernel_options`.
     """
-    return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options)
+    return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options, layout)
 
 
 class CompiledAttention(Shown):
@@ -60,10 +62,12 @@ class CompiledAttention(Shown):
         scale: float | None,
         enable_gqa: bool,
         kernel_options: Mapping[str, Any] | None,
+        layout: LayoutName,
     ) -> None:
         given = {"score": score_mod, "mask": mask_mod}
         self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
         self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
+        self._layout = layout_of(layout)
         self._on: dict[torch.device, _Variant] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator).device
@@ -82,7 +86,7 @@ class CompiledAttention(Shown):
         """As flex_attention. A `block_mask` takes the place of the one that the mask_mod makes."""
         # inside torch.compile it runs as it does outside: the graph breaks around it
         attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
-        return results_of(attend, (query, key, value, block_mask), return_lse, return_aux)
+        return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
         score = calls.NO_SCORE

@@ -18,6 +18,7 @@ from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
 from flexmod.kernel_options import KernelOptions
+from flexmod.layouts import USUAL, Layout
 from flexmod.quotes import quotes
 from flexmod.runtime.target import target_of
 from flexmod.variant import EXTENTS, Variant, of_traces
@@ -51,6 +52,7 @@ class Shown:
     _mods: dict[str, Callable[..., Any]]
     _scale: float | None
     _options: KernelOptions
+    _layout: Layout
     _latest: Latest | None = None
 
     def _traced(self) -> dict[str, Traced]:
@@ -213,6 +215,9 @@ class Shown:
                 f"its scale is {self._scale}, and a file takes a positive one",
                 "scale query instead",
             )
+        elif self._layout is not USUAL:
+            why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
+            advice = "save a handle without layout, and give the file's attention views, x.transpose(1, 2)"
         elif not spec.q_dtype == spec.k_dtype == spec.v_dtype:
             why = f"query was {dtype_name(spec.q_dtype)} and key {dtype_name(spec.k_dtype)}, a file has one"
             advice = "name the dtype, e.g. attend.save(path, dtype=torch.bfloat16)"

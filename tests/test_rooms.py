@@ -77,6 +77,7 @@ ROOMS = (
     ("ahead",),
     ("quotes", "standalone"),
     ("block_mask.generated", "block_mask.in_graph", "block_mask.build"),
+    ("layouts",),
     ("checks",),
     ("autograd",),
     ("calls",),

@@ -201,3 +201,31 @@ def test_what_a_handle_shows_is_what_ran(template: str) -> None:
     chip = torch.cuda.get_device_capability(DEVICE)
     assert all(f".target sm_{chip[0]}{chip[1]}" in text for text in texts.values())
     assert set(texts) in ({"forward", "backward"}, {"forward", "dq", "dkdv"})
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_positions_before_heads(template: str, handle: bool) -> None:
+    """[B, S, H, D] as it lies in memory: no copy, out and gradients in the same order, and they are right."""
+    options = {"TEMPLATE": template}
+    attend = flexmod.compile(mask_mod=masks.causal(), kernel_options=options, layout="bshd")
+    mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device=DEVICE)
+    for seed in range(4):
+        views = [x.detach() for x in inputs(seed=seed)]
+        tensors = [x.transpose(1, 2).contiguous().requires_grad_() for x in views]
+        before = torch.cuda.memory_allocated()
+        if handle:
+            out = attend(*tensors)
+        else:
+            out = flex_attention(*tensors, block_mask=mask, kernel_options=options, layout="bshd")
+        if seed == 3:  # a call that is played
+            made = torch.cuda.memory_allocated() - before
+            assert made < 2 * out.numel() * out.element_size()
+        assert out.is_contiguous()
+        grad_out = torch.randn_like(out)
+        grads = torch.autograd.grad(out, tensors, grad_out)
+        leaves = [x.requires_grad_() for x in views]
+        truth = flex_attention(*leaves, block_mask=mask, kernel_options=REFERENCE)
+        wanted = torch.autograd.grad(truth, leaves, grad_out.transpose(1, 2))
+        for found, exact in zip((out, *grads), (truth, *wanted), strict=True):
+            assert found.is_contiguous() and near(found, exact.transpose(1, 2))
