@@ -27,7 +27,7 @@ from flexmod.explain import Named
 from flexmod.runtime import launch, offline
 from flexmod.runtime.gluon import descriptor_type
 from flexmod.runtime.offline import Report
-from flexmod.runtime.target import named
+from flexmod.runtime.target import family_of, named
 from flexmod.variant import Variant
 
 Template = Literal["portable", "hopper"]
@@ -100,11 +100,12 @@ def kernels_on(variant: Variant, way: Way, target: str) -> Kernels | HopperKerne
         variant.spec_of(way), way, target, dict(variant.options),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+    family = family_of(target)
     if why is None:
-        return HopperKernels(variant.kernels(way, fused=True))
+        return HopperKernels(variant.kernels(way, fused=True, family=family))
     if hopper.template(dict(variant.options), way) == "hopper":
         raise HopperTemplateError(way=way, why=why)
-    return variant.kernels(way)
+    return variant.kernels(way, family=family)
 
 
 def ptx(variant: Variant, target: str) -> Named[str]:

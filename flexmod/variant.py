@@ -13,6 +13,7 @@ import torch
 
 from flexmod.codegen.hopper import Way
 from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.prelude import Family
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.passes import Extents
@@ -40,11 +41,13 @@ class Variant:
     def spec_of(self, way: Way) -> KernelSpec:
         return replace(self.spec, backward=way == "backward")
 
-    def kernels(self, way: Way, fused: bool = False) -> Kernels:
-        """The portable kernels of one direction; `fused`: those that run beside Hopper's."""
+    def kernels(self, way: Way, fused: bool = False, family: Family = "") -> Kernels:
+        """The portable kernels of one direction, for a family of chips; `fused`: those beside Hopper's."""
         wanted = self.learned if way == "backward" else ()
         spec = self.spec_of(way)
-        return kernels_for(spec, self.score, self.mask, self.options, wanted=wanted, fused=fused)
+        return kernels_for(
+            spec, self.score, self.mask, self.options, wanted=wanted, fused=fused, family=family
+        )
 
 
 def variant(
