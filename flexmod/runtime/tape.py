@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexmod.runtime.counters import filled
 from flexmod.runtime.direct import Direct, hooked
 
 Tensors = tuple[Tensor | None, ...]
@@ -124,7 +125,7 @@ def _launched(
         return function[grid](**arguments)
     with torch.cuda.device(device):
         # products fused with sums, said outright: Triton's default for it is about to change
-        return function[grid](**{"enable_fp_fusion": True, **arguments})
+        return function[grid](**{"enable_fp_fusion": True, **filled(arguments, device)})
 
 
 class _Unrepeatable(Exception):

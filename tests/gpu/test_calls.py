@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import create_block_mask, flex_attention, masks, mods
-from flexmod.runtime import tape
+from flexmod.runtime import counters, tape
 from flexmod.runtime.direct import Direct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -229,3 +229,32 @@ def test_positions_before_heads(template: str, handle: bool) -> None:
         wanted = torch.autograd.grad(truth, leaves, grad_out.transpose(1, 2))
         for found, exact in zip((out, *grads), (truth, *wanted), strict=True):
             assert found.is_contiguous() and near(found, exact.transpose(1, 2))
+
+
+@torch.no_grad()
+def test_counters_are_left_as_they_were() -> None:
+    """Launches of many sizes on two streams at once, and graphs of them in between: every row is computed."""
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("only the forward for Hopper counts")
+    cases = []
+    for length in (64, 190, 1000, 5000):
+        mask = create_block_mask(masks.causal(), None, None, length, length, device=DEVICE)
+        case = make_case(
+            q_len=length, heads=40, head_dim=64, dtype=torch.bfloat16, device=DEVICE, seed=length
+        )
+        wanted = flex_attention(*case.inputs, block_mask=mask, kernel_options={"TEMPLATE": "portable"})
+        cases.append((case.inputs, mask, wanted))
+    graph = recorded(lambda: flex_attention(*cases[2][0], block_mask=cases[2][1]))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += [(flex_attention(*x, block_mask=mask), wanted) for x, mask, wanted in cases]
+        graph.graph.replay()
+        found.append((graph.result.clone(), cases[2][2]))
+    torch.cuda.synchronize()
+    assert all(near(out, wanted) for out, wanted in found)
+    assert counters._kept and not any(int(counter) for counter in counters._kept.values())

@@ -1,0 +1,142 @@
+"""What a known call costs the CPU, where there is no GPU: kernels for Hopper, with a launcher that does nothing.
+
+    python -m benchmarks.host_path [--profile] [--portable]
+
+Tensors lie on the CPU; all else is what a call on an H200 does on the host, but for the driver's own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+import flexmod
+from flexmod import calls, masks, mods
+from flexmod.backends import generated, hopper
+from flexmod.runtime import tape
+from flexmod.runtime.target import Target
+
+H200 = Target("sm_90", "cuda", 227 << 10, processors=132)
+LENGTH, HEADS, DIM = 128, 1, 64
+ROUNDS, CALLS = 15, 200
+
+
+class CudaLauncher:
+    """Takes what Triton's launcher takes."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    def __init__(self) -> None:
+        launch = _Launch()
+
+        def wrapped(*arguments: Any) -> None:
+            launcher(*arguments)
+
+        launcher = launch
+        self.launch = wrapped
+
+
+class _Launch:
+    def __call__(self, *arguments: Any) -> None: ...
+
+
+def make_tensordesc_arg(descriptor: Any, meta: object, *others: None) -> list[Any]:
+    return [descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides]
+
+
+def _compiled(function: Any, grid: Any, device: Any, arguments: Mapping[str, Any]) -> Any:
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.function, kernel.packed_metadata, kernel._run = 1, (4, 1, 0), CudaLauncher()
+    kernel.metadata, kernel.n_spills = SimpleNamespace(tensordesc_meta=[object()] * 16), 0
+    return kernel
+
+
+@contextmanager
+def on_an_h200() -> Iterator[None]:
+    """Calls take CPU tensors for those of an H200."""
+    start = tape.start
+
+    def started(function: Any, grid: Any, device: Any, arguments: Any) -> Any:
+        return start(function, grid, torch.device("cuda", 0), arguments)
+
+    made = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
+    made["_cuda_isCurrentStreamCapturing"] = lambda: False  # type: ignore[assignment]
+    with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
+        tape, start=started, _launched=_compiled
+    ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
+        generated, "target_of", lambda device: H200
+    ), mock.patch.object(hopper, "target_of", lambda device: H200), mock.patch.object(
+        hopper, "settle", lambda kernels, way, device, arguments: kernels.ladder(way)[0]
+    ):  # fmt: skip
+        yield
+
+
+def cases(options: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    query, key, value = (torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float16) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    mask = flexmod.create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device="cpu")
+    slopes, grad_out = torch.rand(HEADS), torch.randn_like(query)
+    plain = flexmod.compile(mask_mod=masks.causal(), kernel_options=options)
+    alibi = flexmod.compile(mods.alibi(slopes), masks.causal(), kernel_options=options)
+
+    def attend(tensors: list[Tensor] | tuple[Tensor, ...], *score: Any) -> Any:
+        return flexmod.flex_attention(*tensors, *(score or (None,)), mask, kernel_options=options)
+
+    given = (query, key, value)
+    return {
+        "flex_attention": torch.no_grad()(lambda: attend(given)),
+        "flex_attention, alibi": torch.no_grad()(lambda: attend(given, mods.alibi(slopes))),
+        "handle": torch.no_grad()(lambda: plain(*given)),
+        "handle, alibi": torch.no_grad()(lambda: alibi(*given)),
+        "handle, tracked": lambda: plain(*leaves),
+        "handle, with backward": lambda: torch.autograd.grad(plain(*leaves), leaves, grad_out),
+        "SDPA's share of torch": torch.no_grad()(lambda: torch.empty_like(query)),
+    }
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        times.append((time.perf_counter() - started) / CALLS * 1e6)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--profile", help="a case whose functions are listed by their own time")
+    parser.add_argument("--portable", action="store_true", help="the portable kernels")
+    asked = parser.parse_args()
+    with on_an_h200():
+        found = cases({"TEMPLATE": "portable" if asked.portable else "hopper"})
+        if asked.profile:
+            run = found[asked.profile]
+            microseconds(run)
+            with cProfile.Profile() as profile:
+                for _ in range(2000):
+                    run()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+            return
+        print(
+            tabulate([[name, microseconds(run)] for name, run in found.items()], ["", "us"], floatfmt=".1f")
+        )
+
+
+if __name__ == "__main__":
+    main()
