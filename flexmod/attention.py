@@ -109,9 +109,10 @@ def _heads_first(
 ) -> Forward:
     """attend() on views [B, heads, length, dim]. A mistake in the tensors is told in words of the layout."""
     given = (query, key, value)
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in given):
-        checks.check_tensors(*given, True, layout)
-    views = [x.transpose(1, 2) for x in given]
+    for tensor in given:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            checks.check_tensors(*given, True, layout)
+    views = [tensor.transpose(1, 2) for tensor in given]
     if torch.compiler.is_compiling():  # where it breaks the graph, no block may stand around it
         result = attend(*views, *rest)
     else:
@@ -120,7 +121,7 @@ def _heads_first(
         except errors.FlexmodError:
             checks.check_tensors(*given, True, layout)
             raise
-    return result._replace(out=result.out.transpose(1, 2))
+    return Forward(result.out.transpose(1, 2), result.lse, result.max_scores)
 
 
 def _attend(

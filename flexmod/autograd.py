@@ -79,11 +79,20 @@ class Call:
             capture_grad=capture_grad(score.graph, numbers) if numbers else None,
         )
 
-    def forward(self, mask: BlockMask | None, tensors: tuple[Tensor, ...]) -> Tensors:
+    def forward(
+        self, mask: BlockMask | None, tensors: tuple[Tensor, ...], beside: tuple[Tensor, ...] | None = None
+    ) -> Tensors:
         """out, lse, the row maximum or None, and what the backend keeps for its backward.
 
-        `tensors` are query, key, value and those that the score mod captures.
+        `tensors` are query, key, value and those that the score mod captures; `beside` those of the mask that
+        are launched, where the caller has them at hand.
         """
+        generated = self.backend in GENERATED
+        if generated:
+            beside = launched_tensors(mask) if beside is None else beside
+            played = self._forward.played(tensors, beside)
+            if played is not None:
+                return played
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Tensors:
             keep: list[Tensor] = []
@@ -93,9 +102,7 @@ class Call:
             )
             return (*result, *keep)
 
-        if self.backend not in GENERATED:
-            return attend(*tensors)
-        return self._forward(attend, tensors, launched_tensors(mask))
+        return self._forward(attend, tensors, beside or ()) if generated else attend(*tensors)
 
     def backward(
         self, mask: BlockMask | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
@@ -133,10 +140,15 @@ def run(
     value: Tensor,
     captured: Sequence[Tensor],
     plain: bool,
+    beside: tuple[Tensor, ...] | None = None,
 ) -> Forward:
-    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
+    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one.
+
+    `beside`: as `Call.forward` takes it.
+    """
     if call.backend == "reference" or not call.track:
-        return Forward(*call.forward(mask, (query, key, value, *captured))[:3])  # type: ignore[arg-type]
+        out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured), beside)
+        return Forward(out, lse, largest)  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
     # what Function.apply does besides is for torch.func
     apply = super(torch.autograd.Function, Attention).apply if plain else Attention.apply

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmod import calls
+from flexmod import autograd, calls
 from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import version
+from flexmod.block_mask.launched import launched_tensors
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.evaluate import replay
@@ -69,6 +70,7 @@ class CompiledAttention(Shown):
         self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
         self._layout = layout_of(layout)
         self._on: dict[torch.device, _Variant] = {}
+        self._bound: dict[object, _Bound] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator).device
         self._variant(self._first)
@@ -89,6 +91,12 @@ class CompiledAttention(Shown):
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
+        facts = None if block_mask is not None else calls.kinds(query, key, value, self._options)
+        bound = self._bound.get((facts, want_max))
+        if bound is not None and bound.holds():
+            self._latest = bound.latest
+            tensors = (query, key, value, bound.captured)
+            return autograd.run(bound.call, bound.mask, *tensors, plain=True, beside=bound.beside)
         score = calls.NO_SCORE
         if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
             variant = self._variant(query.device)
@@ -98,6 +106,9 @@ class CompiledAttention(Shown):
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
         result = calls.attend(query, key, value, block_mask, asked)
         self._latest = self._latest_of(query, key, value)
+        ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
+        if ready is not None and not ready.autocast:
+            remember(self._bound, (facts, want_max), _bound(ready, block_mask, variant, self._latest), MASKS)
         return result
 
     def _latest_of(self, query: Tensor, key: Tensor, value: Tensor) -> Latest:
@@ -121,6 +132,38 @@ class CompiledAttention(Shown):
         if found is None:
             found = self._on[device] = _Variant(self._mods.get("score"), self._mods.get("mask"), device)
         return found
+
+
+class _Bound(NamedTuple):
+    """A call of a handle that is known: all that it needs but for query, key and value.
+
+    `captured`: what the score mod captures. `beside`: what is launched of the mask. `watched`: what the mods
+    capture, each as it was then; of a mask's, the version too.
+    """
+
+    call: autograd.Call
+    mask: BlockMask | None
+    captured: tuple[Tensor, ...]
+    beside: tuple[Tensor, ...]
+    watched: tuple[tuple[Tensor, object, float | None], ...]
+    latest: Latest
+
+    def holds(self) -> bool:
+        """Is what the mods capture as it was?"""
+        for tensor, kind, then in self.watched:
+            if tensor_key(tensor) != kind or (then is not None and version(tensor) != then):
+                return False
+        return True
+
+
+def _bound(ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, latest: Latest) -> _Bound:
+    of_score = variant.traced.tensors if variant.traced else ()
+    of_mask = variant.mask.tensors if variant.mask else ()
+    watched: list[tuple[Tensor, object, float | None]] = [(t, tensor_key(t), None) for t in of_score]
+    watched += [(t, tensor_key(t), version(t)) for t in of_mask]
+    mask = block_mask if ready.mask is None else ready.mask
+    captured = tuple(of_score[place] for place in ready.places)
+    return _Bound(ready.call, mask, captured, launched_tensors(mask), tuple(watched), latest)
 
 
 class _Variant:
