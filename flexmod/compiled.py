@@ -43,7 +43,7 @@ def compile(
     The mods are traced here, and not again on the same device: a number that one captures stays what it is
     now, a captured tensor stays this very tensor, of whatever values it holds when it is called. From
     `mask_mod` a block mask is built for each pair of lengths, and again after a captured tensor was written
-    to. Nothing is rendered or compiled before the first call.
+    to. Nothing is rendered or compiled before the first call. The other arguments are flex_attention's.
 
         attend = flexmod.compile(mods.softcap(50.0), masks.causal())
         out = attend(query, key, value)
