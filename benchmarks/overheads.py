@@ -14,7 +14,7 @@ from tabulate import tabulate
 import flexmod
 from benchmarks.measure_row import compiled_flex
 from benchmarks.rows import SETS, document_ids
-from flexmod import masks
+from flexmod import masks, mods
 
 PARTS = ("explain", "block mask", "call", "new value")
 
@@ -106,8 +106,17 @@ def call(device: torch.device) -> dict[str, dict[str, float]]:
         torch.randn(1, 1, 128, 64, device=device, dtype=torch.float16, requires_grad=True) for _ in range(3)
     )
     mask = flexmod.create_block_mask(masks.causal(), None, None, 128, 128, device=device)
+    slopes = torch.rand(1, device=device)
+    handle = flexmod.compile(mask_mod=masks.causal())
+    of_alibi = flexmod.compile(mods.alibi(slopes), masks.causal())
+    rows = flexmod.compile(mask_mod=masks.causal(), layout="bshd")
+    turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (query, key, value)]
     calls = {
         "flexmod": lambda: flexmod.flex_attention(query, key, value, block_mask=mask),
+        "flexmod, alibi": lambda: flexmod.flex_attention(query, key, value, mods.alibi(slopes), mask),
+        "flexmod, handle": lambda: handle(query, key, value),
+        "flexmod, handle, alibi": lambda: of_alibi(query, key, value),
+        "flexmod, handle, bshd": lambda: rows(*turned),
         "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True),
     }
     if device.type == "cuda":

@@ -11,6 +11,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.compare import compare
 from flexmod.compiled import CompiledAttention, compile
 from flexmod.explain import explain
+from flexmod.ir.approximate import tanh_approximate
 from flexmod.packed import nested_attention, varlen_attention
 from flexmod.sinks import apply_sink
 
@@ -35,5 +36,6 @@ __all__ = [
     "nested_attention",
     "noop_mask",
     "or_masks",
+    "tanh_approximate",
     "varlen_attention",
 ]

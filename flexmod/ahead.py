@@ -22,10 +22,12 @@ from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.spec import KernelName, Tile
+from flexmod.errors import HopperTemplateError, NoPtxError
+from flexmod.explain import Named
 from flexmod.runtime import launch, offline
 from flexmod.runtime.gluon import descriptor_type
 from flexmod.runtime.offline import Report
-from flexmod.runtime.target import named
+from flexmod.runtime.target import family_of, named
 from flexmod.variant import Variant
 
 Template = Literal["portable", "hopper"]
@@ -40,6 +42,7 @@ STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
+NAME_A_CHIP = "name a chip that need not be here, e.g. attend.ptx_for('sm_90')"
 
 
 class Built(NamedTuple):
@@ -79,19 +82,56 @@ def jobs(variant: Variant, target: str) -> list[Job]:
     named(target)
     found = []
     for way in get_args(Way):
-        if hopper.why_portable(variant.spec_of(way), way, target, {}) is None:
-            kernels = variant.kernels(way, fused=True)
-            made = HopperKernels(kernels)
-            work = partial(_first_shape, made, way, target, variant)
-            found.append(Job(target, way, "hopper", made, work))
+        kernels = kernels_on(variant, way, target)
+        if isinstance(kernels, HopperKernels):
+            work = partial(_first_shape, kernels, way, target, variant)
+            found.append(Job(target, way, "hopper", kernels, work))
+            kernels = kernels.portable
             beside: tuple[KernelName, ...] = ("scatter",) if kernels.captures.element else ()
         else:
-            kernels = variant.kernels(way)
             beside = portable_kernels(kernels)
         for name in beside:
             work = partial(_portable, kernels, name, target, variant)
             found.append(Job(target, name, "portable", kernels, work))
     return found
+
+
+def kernels_on(variant: Variant, way: Way, target: str) -> Kernels | HopperKernels:
+    """Those that a call runs on a chip, as torch's switch for determinism stands.
+
+    Raises HopperTemplateError where the variant's options insist on Hopper's and they cannot be.
+    """
+    why = hopper.why_portable(
+        variant.spec_of(way), way, target, dict(variant.options),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    family = family_of(target)
+    if why is None:
+        return HopperKernels(variant.kernels(way, fused=True, family=family))
+    if hopper.template(dict(variant.options), way) == "hopper":
+        raise HopperTemplateError(way=way, why=why)
+    return variant.kernels(way, family=family)
+
+
+def ptx(variant: Variant, target: str) -> Named[str]:
+    """The PTX of each of `jobs`, by the kernel's name; compiles them.
+
+    Raises:
+        UnknownTarget: as `jobs`.
+        NoPtxError: the chip is not NVIDIA's, or a kernel cannot be on it.
+    """
+    if named(target).backend != "cuda":
+        raise NoPtxError(of=target, why="it is not a chip of NVIDIA's", advice=NAME_A_CHIP)
+    texts = {}
+    for job in jobs(variant, target):
+        built = job.compile()
+        if built.report is None or built.problem:
+            raise NoPtxError(
+                of=f"the {job.kernel} on {target}", why=built.problem,
+                advice="name another chip, or compile a handle with kernel_options={'TEMPLATE': 'portable'}",
+            )  # fmt: skip
+        texts[job.kernel] = built.report.asm["ptx"]
+    return Named(texts)
 
 
 def portable_kernels(kernels: Kernels) -> tuple[KernelName, ...]:

@@ -14,6 +14,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.ir.fingerprint import fingerprint
 from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
+from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
 ScoreMod = Callable[..., Any]
 
@@ -51,6 +52,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    layout: LayoutName = "bhsd",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
@@ -63,11 +65,14 @@ def flex_attention(
         lse     [B, Hq, M]           natural logarithm, float32 (float64 for float64)
 
     `score_mod(score, b, h, q_idx, kv_idx) -> score` works on scalars: score is float32 and natural, h the
-    query head. `block_mask` is from create_block_mask, or torch's own; without one every pair is attended
-    to. `scale` is that of the scores, 1/sqrt(D) if None. With `enable_gqa` Hq may be a multiple of Hkv.
+    query head. `block_mask` is from create_block_mask, or torch's own; without one every pair is attended to.
+    `scale` is that of the scores, 1/sqrt(D) if None. With `enable_gqa` Hq may be a multiple of Hkv.
     `return_lse` returns (output, lse), `return_aux` (output, AuxOutput) with what the AuxRequest asks for.
-    docs/kernel_options.md lists `kernel_options`. A query with nothing to attend to has output 0, lse -inf
-    and gradients 0: each of them where there are no keys. An empty batch gives an empty output.
+    docs/kernel_options.md lists `kernel_options`. `layout="bshd"` is for query, key, value and output with
+    their dimensions 1 and 2 the other way round, [B, M, Hq, D]: nothing is copied, the kernels go by strides;
+    lse and max_scores stay [B, Hq, M], and masks and mods see what they see in any case. A query with nothing
+    to attend to has output 0, lse -inf and gradients 0: each of them where there are no keys. An empty batch
+    gives an empty output.
 
     Raises, before anything is launched:
 
@@ -78,8 +83,8 @@ def flex_attention(
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
-        options  ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError,
-                 BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits
+        options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
+                 DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits
 
     and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
 
@@ -92,21 +97,49 @@ def flex_attention(
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
     attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
-    return results_of(attend, given, return_lse, return_aux)
+    return results_of(attend, given, return_lse, return_aux, layout_of(layout))
 
 
 def results_of(
-    attend: Callable[..., Forward], given: tuple[Any, ...], return_lse: bool, return_aux: AuxRequest | None
+    attend: Callable[..., Forward],
+    given: tuple[Any, ...],
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+    layout: Layout,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """What a caller gets of attend(*given, whether it shall find the largest scores)."""
+    """What a caller gets of attend(*given, whether it shall find the largest scores).
+
+    `attend` takes tensors [B, heads, length, dim]; those given come as in the layout.
+    """
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
-    result = attend(*given, return_aux is not None and return_aux.max_scores)
+    want_max = return_aux is not None and return_aux.max_scores
+    result = attend(*given, want_max) if layout is USUAL else _heads_first(attend, layout, *given, want_max)
     if return_lse:
         return result.out, result.lse
     if return_aux is not None:
         return result.out, AuxOutput(result.lse if return_aux.lse else None, result.max_scores)
     return result.out
+
+
+def _heads_first(
+    attend: Callable[..., Forward], layout: Layout, query: Any, key: Any, value: Any, *rest: Any
+) -> Forward:
+    """attend() on views [B, heads, length, dim]. A mistake in the tensors is told in words of the layout."""
+    given = (query, key, value)
+    for tensor in given:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            checks.check_tensors(*given, True, layout)
+    views = [tensor.transpose(1, 2) for tensor in given]
+    if torch.compiler.is_compiling():  # where it breaks the graph, no block may stand around it
+        result = attend(*views, *rest)
+    else:
+        try:
+            result = attend(*views, *rest)
+        except errors.FlexmodError:
+            checks.check_tensors(*given, True, layout)
+            raise
+    return Forward(result.out.transpose(1, 2), result.lse, result.max_scores)
 
 
 def _attend(

@@ -79,11 +79,20 @@ class Call:
             capture_grad=capture_grad(score.graph, numbers) if numbers else None,
         )
 
-    def forward(self, mask: BlockMask | None, tensors: tuple[Tensor, ...]) -> Tensors:
+    def forward(
+        self, mask: BlockMask | None, tensors: tuple[Tensor, ...], beside: tuple[Tensor, ...] | None = None
+    ) -> Tensors:
         """out, lse, the row maximum or None, and what the backend keeps for its backward.
 
-        `tensors` are query, key, value and those that the score mod captures.
+        `tensors` are query, key, value and those that the score mod captures; `beside` those of the mask that
+        are launched, where the caller has them at hand.
         """
+        generated = self.backend in GENERATED
+        if generated:
+            beside = launched_tensors(mask) if beside is None else beside
+            played = self._forward.played(tensors, beside)
+            if played is not None:
+                return played
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Tensors:
             keep: list[Tensor] = []
@@ -96,9 +105,7 @@ class Call:
         if nothing(*tensors[:2]):
             return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
-        if self.backend not in GENERATED:
-            return attend(*tensors)
-        return self._forward(attend, tensors, launched_tensors(mask))
+        return self._forward(attend, tensors, beside or ()) if generated else attend(*tensors)
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         """Results where there is no query, or no key: then each query has nothing to attend to."""
@@ -151,10 +158,15 @@ def run(
     value: Tensor,
     captured: Sequence[Tensor],
     plain: bool,
+    beside: tuple[Tensor, ...] | None = None,
 ) -> Forward:
-    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
+    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one.
+
+    `beside`: as `Call.forward` takes it.
+    """
     if call.backend == "reference" and not nothing(query, key) or not call.track:
-        return Forward(*call.forward(mask, (query, key, value, *captured))[:3])  # type: ignore[arg-type]
+        out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured), beside)
+        return Forward(out, lse, largest)  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
     # what Function.apply does besides is for torch.func
     apply = super(torch.autograd.Function, Attention).apply if plain else Attention.apply

@@ -102,11 +102,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
 
 
+def known(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Ready | None:
+    """What is known of a call; None if it is new."""
+    memory = _without_mask if block_mask is None else _by_mask.get(block_mask, NO_CALLS)
+    return memory.get(_facts(query, key, value, block_mask, asked))
+
+
 def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> tuple[object, ...] | None:
     """All that a call depends on, but for what tensors hold; None where that cannot be told."""
     score, scale, enable_gqa, options, want_max = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
         return None
+    of_tensors = kinds(query, key, value, options)
+    if of_tensors is None:
+        return None
+    of_mask: tuple[object, ...] | None = ()
+    if block_mask is not None:
+        of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
+        if of_mask is None:
+            return None
+    return (
+        of_tensors, of_mask, score.seen.key, scale, bool(enable_gqa), options.backend, options.tiles, want_max
+    )  # fmt: skip
+
+
+def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
+    """What a call depends on of its tensors and of the state of torch; None where that cannot be told."""
     if transforms.active() or forward_ad._current_level >= 0:
         return None
     if config.debug_level() or config.check_bounds():
@@ -117,16 +138,10 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
     kind = query.device.type
     if kind not in ("cuda", "cpu"):
         return None
-    of_mask: tuple[object, ...] | None = ()
-    if block_mask is not None:
-        of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
-        if of_mask is None:
-            return None
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     precision = float32_precision() if query.dtype is torch.float32 else None
     return (
-        of_query, of_key, of_value, of_mask, score.seen.key, scale, bool(enable_gqa), options, want_max,
-        torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
+        of_query, of_key, of_value, torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
         tuned.state() if options.tiles else None,
     )  # fmt: skip
 
@@ -196,11 +211,18 @@ def float32_precision() -> Literal["ieee", "tf32"]:
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """autocast casts query, key and value, as it does for torch's own attention."""
+    if not torch.is_autocast_enabled(tensors[0].device.type):
+        return tensors
+    return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
+
+
+def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that query, key and value have for a call as it stands."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
+        return tuple(t.dtype for t in tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tuple(dtype if t.is_floating_point() and t.dtype != torch.float64 else t.dtype for t in tensors)
 
 
 def _backend(options: KernelOptions, query: Tensor) -> str:

@@ -12,6 +12,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
 from flexmod.ir.trace import Traced
+from flexmod.layouts import USUAL, Layout
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LONGEST = 2**30  # the sum of two lengths, and of some tiles beyond, is an int32
@@ -24,34 +25,42 @@ DTYPES = {
 }
 
 
-def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    """Shapes and devices of query, key and value."""
+def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: Layout = USUAL) -> None:
+    """Shapes and devices of query, key and value, whose dimensions come as in the layout."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise errors.NotATensor(name=name, type=type(tensor).__name__)
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout.shape)
         if tensor.is_nested:
             raise errors.NestedTensorInput(name=name)
         if tensor.layout is not torch.strided:
             raise errors.NotStrided(name=name, layout=tensor.layout)
         if tensor.dim() != 4:
-            raise errors.NotFourDimensional(name=name, rank=tensor.dim(), shape=tuple(tensor.shape))
+            raise errors.NotFourDimensional(
+                name=name, rank=tensor.dim(), shape=tuple(tensor.shape), layout=layout.shape
+            )
         if not tensor.shape[3]:
             raise errors.EmptyHeadDim(name=name, shape=tuple(tensor.shape))
     for name in ("key", "value"):
         _same_device("query", query, name, named[name].device)
     if query.shape[3] != key.shape[3]:
         raise errors.HeadDimMismatch(query=query.shape[3], key=key.shape[3])
-    if key.shape[2] != value.shape[2]:
-        raise errors.LengthMismatch(key=key.shape[2], value=value.shape[2])
-    if key.shape[1] != value.shape[1]:
-        raise errors.KeyValueHeadsMismatch(key=key.shape[1], value=value.shape[1])
+    heads, length = layout.heads, layout.length
+    if key.shape[length] != value.shape[length]:
+        raise errors.LengthMismatch(
+            key=key.shape[length], value=value.shape[length], dimension=f"{length}{layout.named}"
+        )
+    if key.shape[heads] != value.shape[heads]:
+        raise errors.KeyValueHeadsMismatch(
+            key=key.shape[heads], value=value.shape[heads], dimension=f"{heads}{layout.named}"
+        )
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
-    if query.shape[1] % key.shape[1] if key.shape[1] else query.shape[1]:
-        raise errors.HeadRatioError(query=query.shape[1], key=key.shape[1])
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise errors.HeadCountMismatch(query=query.shape[1], key=key.shape[1])
+    of_query, of_key = query.shape[heads], key.shape[heads]
+    if of_query % of_key if of_key else of_query:
+        raise errors.HeadRatioError(query=of_query, key=of_key)
+    if of_query != of_key and not enable_gqa:
+        raise errors.HeadCountMismatch(query=of_query, key=of_key)
 
 
 def check_extents(query: Tensor, key: Tensor) -> None:
@@ -100,9 +109,12 @@ def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
         )
     lengths = (query.shape[2], key.shape[2])
     if tuple(mask.seq_lengths) != lengths:
+        swapped = ""
+        if tuple(mask.seq_lengths) == (query.shape[1], key.shape[1]):
+            swapped = "; or say by layout='bhsd' or 'bshd' which dimension has the positions"
         raise errors.MaskLengthError(
             mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1],
-            call=_rebuild_call(mask, lengths),
+            call=_rebuild_call(mask, lengths), layout=swapped,
         )  # fmt: skip
     for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
         size = mask.held.batch[dim]

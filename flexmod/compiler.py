@@ -35,6 +35,7 @@ from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
+from flexmod.codegen.prelude import Family
 from flexmod.codegen.render import render, render_builder, render_runs
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_terms
@@ -199,10 +200,12 @@ def kernels_for(
     interpreted: bool = False,
     wanted: tuple[int, ...] = (),
     fused: bool = False,
+    family: Family = "",
 ) -> Kernels:
     """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
 
     `wanted` are the captures of the score_mod that a backward makes gradients of; `fused`: those of Hopper.
+    `family`: of the chips that the portable kernels may use instructions of.
     """
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
@@ -214,7 +217,7 @@ def kernels_for(
     # its own dK/dV kernel does not run beside Hopper's
     portable = replace(captures, column=None) if fused else captures
     return Kernels(
-        spec, lambda s: build(s, score_text, mask_text, grad_text, portable),
+        spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
         score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,
     )  # fmt: skip
 
@@ -262,9 +265,10 @@ def build(
     mask: ModText | None,
     grad: ModText | None,
     captures: CaptureTexts = NO_CAPTURES,
+    family: Family = "",
 ) -> ModuleType:
     """render and load."""
-    text = stage("render", lambda: render(spec, score, mask, grad, captures))
+    text = stage("render", lambda: render(spec, score, mask, grad, captures, target=family))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
     module = stage("load", lambda: modules.load(text, name))
     if config.debug_level() >= 3:

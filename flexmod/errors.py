@@ -53,13 +53,18 @@ class FlexmodError(Exception):
 
 
 class NotFourDimensional(FlexmodError, ValueError):
-    what = "{name} has {rank} dimensions, shape {shape}; attention takes [batch, heads, length, head_dim]."
+    what = "{name} has {rank} dimensions, shape {shape}; attention takes {layout}."
     instead = "add the missing dimensions, e.g. {name}.unsqueeze(0), or merge the extra ones."
+
+
+class LayoutError(FlexmodError, ValueError):
+    what = "layout is {layout!r}."
+    instead = "give 'bhsd' for [batch, heads, length, head_dim], or 'bshd' for [batch, length, heads, head_dim]."
 
 
 class NotATensor(FlexmodError, TypeError):
     what = "{name} is a {type}, not a torch.Tensor."
-    instead = "pass a tensor of shape [batch, heads, length, head_dim]."
+    instead = "pass a tensor of shape {layout}."
 
 
 class EmptyHeadDim(FlexmodError, ValueError):
@@ -129,7 +134,7 @@ class HeadDimMismatch(FlexmodError, ValueError):
 
 class LengthMismatch(FlexmodError, ValueError):
     what = "key has length {key} but value has {value}."
-    instead = "give key and value the same number of positions (dimension 2)."
+    instead = "give key and value the same number of positions (dimension {dimension})."
 
 
 class BatchMismatch(FlexmodError, ValueError):
@@ -139,7 +144,7 @@ class BatchMismatch(FlexmodError, ValueError):
 
 class KeyValueHeadsMismatch(FlexmodError, ValueError):
     what = "key has {key} heads but value has {value}."
-    instead = "give key and value the same number of heads (dimension 1)."
+    instead = "give key and value the same number of heads (dimension {dimension})."
 
 
 class HeadCountMismatch(FlexmodError, ValueError):
@@ -167,7 +172,7 @@ class MaskBroadcastError(FlexmodError, ValueError):
 
 class MaskLengthError(FlexmodError, ValueError):
     what = "block_mask was made for Q_LEN={mask_q} and KV_LEN={mask_kv}, but query has {query} positions and key {key}."
-    instead = "{call}"
+    instead = "{call}{layout}"
 
 
 class MaskReadsBroadcastIndex(FlexmodError, ValueError):
@@ -402,6 +407,21 @@ class NoTileFits(FlexmodError, RuntimeError):
     instead = (
         "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
     )
+
+
+class NotCalledError(FlexmodError, RuntimeError):
+    what = "this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a call."
+    instead = "call it once, or write {advice}."
+
+
+class NoPtxError(FlexmodError, ValueError):
+    what = "there is no PTX of {of}: {why}."
+    instead = "{advice}."
+
+
+class NoStandaloneError(FlexmodError, NotImplementedError):
+    what = "this handle cannot be saved as a file of its own: {why}."
+    instead = "{advice}."
 
 
 class FlexOnCpuError(FlexmodError, NotImplementedError):

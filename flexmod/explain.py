@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -14,7 +14,16 @@ from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
 from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph
-from flexmod.variant import variant
+from flexmod.variant import Variant, variant
+
+T = TypeVar("T")
+
+
+class Named(dict[str, T]):
+    """Graphs or texts by name; `str` is all of them, one after another."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.values()))
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,20 @@ class Explanation:
     def __str__(self) -> str:
         graphs = "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
         return "\n".join([graphs, "", *self.templates])
+
+
+def graphs_of(made: Variant) -> Named[Graph]:
+    """The optimized graphs of a variant: "mask", "score", and "grad", the score's derivative.
+
+    The derivative is by captured elements too, where these are learned. What changes nothing is not there.
+    """
+    score, mask = made.score, made.mask
+    found = {"mask": mask.score if mask else None}
+    if score and score.score:
+        found |= {"score": score.score, "grad": score.grad}
+        if made.learned:
+            found["grad"] = capture_grad(score.score, made.learned).graph
+    return Named({name: graph for name, graph in found.items() if graph})
 
 
 def explain(
@@ -63,12 +86,10 @@ def explain(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size
     )
     score, mask, spec = made.score, made.mask, made.spec
-    graphs = [mask.score if mask else None, *((score.score, score.grad) if score else ())]
     captures = by_column = NO_CAPTURES
     if made.learned and score and score.score:
         captures = capture_texts(score.score, made.learned)
         by_column = capture_texts(score.score, made.learned, True)
-        graphs[-1] = capture_grad(score.score, made.learned).graph
     score_text, mask_text = score.text if score else None, mask.text if mask else None
     grad_text, exponent = (score.grad_text, score.exponent_text) if score else (None, None)
     source = render(spec, score_text, mask_text, grad_text, captures)
@@ -84,4 +105,4 @@ def explain(
         else:
             why = f"portable everywhere: {why}"
         templates.append(f"{way} template: {why}")
-    return Explanation(tuple(graph for graph in graphs if graph), source, sources, tuple(templates))
+    return Explanation(tuple(graphs_of(made).values()), source, sources, tuple(templates))

@@ -90,13 +90,16 @@ class KernelOptions:
     tiles: tuple[tuple[str, Any], ...] = ()
 
 
+NONE = KernelOptions()
+
+
 def parse(options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks names and values.
 
     Raises UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError.
     """
     if not options:
-        return KernelOptions()
+        return NONE
     backend = options.get("BACKEND", "AUTO")
     if backend == "FLASH":
         raise errors.FlashBackendError()

@@ -16,8 +16,8 @@ from flexmod.codegen.expressions import printable
 WRITTEN_OUT = 64
 
 
-def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
-    """The source of the mods and of the functions in their closures, with the numbers there.
+def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[list[str]]:
+    """The source of the mods and of the functions in their closures, with the `numbers` there.
 
     Lines for comments: none has a character that would end it.
     """
@@ -37,9 +37,9 @@ def quotes(mods: Sequence[Callable[..., Any]]) -> list[list[str]]:
             queue += getattr(mod, "__dict__", {}).values()
             continue
         cells = dict(zip(code.co_freevars, (c.cell_contents for c in mod.__closure__ or ()), strict=True))
-        numbers = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]
-        lines = [*_source(mod), *([f"where {', '.join(numbers)}"] if numbers else [])]
-        found.setdefault(code, list(map(printable, lines)))
+        plain = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]
+        where = [f"where {', '.join(plain)}"] if plain and numbers else []
+        found.setdefault(code, list(map(printable, [*_source(mod), *where])))
         queue += cells.values()
     return list(found.values())
 

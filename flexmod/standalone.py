@@ -41,6 +41,7 @@ ON_GPU = (2, 8, 4, 2000, 2100)
 INTERPRETED = (2, 2, 1, 100, 130)
 # How far a result in the dtype may be from dense attention in float64, as a ratio of norms.
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+NO_TILES: Mapping[KernelName, Tile] = {}
 # Names that the template has at the places where captured tensors have theirs.
 TAKEN = {
     "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "peak", "total", "row", "column", "length", "dtype",
@@ -111,15 +112,31 @@ def standalone(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
         extents=EXTENTS, mask_form="lists", shared_kv=True,
     )  # fmt: skip
-    return _File(made, [mod for mod in (score_mod, mask_mod) if mod], target, dict(tiles or {})).text()
+    return file_of(made, quotes([mod for mod in (score_mod, mask_mod) if mod]), target, tiles or {})
+
+
+def file_of(
+    made: Variant,
+    quoted: list[list[str]],
+    target: str,
+    tiles: Mapping[KernelName, Tile] = NO_TILES,
+    scale: float | None = None,
+) -> str:
+    """The text of a file. The variant is one of EXTENTS, with lists of blocks and shared keys.
+
+    `quoted` are the user's functions; `scale` the one that the file takes where it is given none, None for
+    1/sqrt(D). Raises UnknownTarget, NoTileFits.
+    """
+    return _File(made, quoted, target, dict(tiles), scale).text()
 
 
 @dataclass
 class _File:
     variant: Variant
-    mods: list[Callable[..., Any]]
+    quoted: list[list[str]]
     target: str
     tiles: dict[KernelName, Tile]
+    scale: float | None
 
     def __post_init__(self) -> None:
         v = self.variant
@@ -141,7 +158,7 @@ class _File:
         score, mask = v.score, v.mask
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
-            score.grad_text if score else None, captures=self.captures,
+            score.grad_text if score else None, dict(v.options), captures=self.captures,
         )  # fmt: skip
 
     def build(self, spec: KernelSpec) -> ModuleType:
@@ -160,7 +177,8 @@ class _File:
         return render(
             spec, kernels.score, kernels.mask, kernels.grad, self.captures, "standalone.jinja",
             head=self.head(),
-            quotes=quotes(self.mods),
+            quotes=self.quoted,
+            usual_scale=self.scale,
             of_score=self.score and write_torch(self.score, "score_mod_in_torch", self.score_names),
             of_mask=self.mask and write_torch(self.mask, "mask_mod_in_torch", self.mask_names),
             score_names=score_names,

@@ -13,6 +13,7 @@ import torch
 
 from flexmod.codegen.hopper import Way
 from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.prelude import Family
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.passes import Extents
@@ -26,7 +27,7 @@ class Variant:
     """`spec` is that of the backward, whose module has the forward too.
 
     `score_tensors` and `mask_tensors` are what the mods capture, in the order of their graphs' captures;
-    `learned` the numbers of those of the score_mod that require grad.
+    `learned` the numbers of those of the score_mod that require grad. `options` are checked kernel_options.
     """
 
     spec: KernelSpec
@@ -35,14 +36,18 @@ class Variant:
     score_tensors: tuple[torch.Tensor, ...] = ()
     mask_tensors: tuple[torch.Tensor, ...] = ()
     learned: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def spec_of(self, way: Way) -> KernelSpec:
         return replace(self.spec, backward=way == "backward")
 
-    def kernels(self, way: Way, fused: bool = False) -> Kernels:
-        """The portable kernels of one direction; `fused`: those that run beside Hopper's."""
+    def kernels(self, way: Way, fused: bool = False, family: Family = "") -> Kernels:
+        """The portable kernels of one direction, for a family of chips; `fused`: those beside Hopper's."""
         wanted = self.learned if way == "backward" else ()
-        return kernels_for(self.spec_of(way), self.score, self.mask, wanted=wanted, fused=fused)
+        spec = self.spec_of(way)
+        return kernels_for(
+            spec, self.score, self.mask, self.options, wanted=wanted, fused=fused, family=family
+        )
 
 
 def variant(
@@ -61,24 +66,35 @@ def variant(
     `extents` are the largest B, Hq, M and N that index arithmetic must be wide enough for; `facts` further
     fields of the KernelSpec. Raises what tracing raises.
     """
-    traced = trace(score_mod, "score") if score_mod else None
-    score = lower(traced.graph, extents, split=mask_mod is None) if traced else None
-    of_mask = trace(mask_mod, "mask") if mask_mod else None
-    if traced is not None and score is not None and score.split is not None:
-        of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
-    mask = lower(of_mask.graph, extents, split=False) if of_mask else None
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     spec = KernelSpec(
         q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
-        mask_block=block if mask else None, backward=True, **facts,
+        mask_block=block, backward=True, **facts,
     )  # fmt: skip
+    traced = trace(score_mod, "score") if score_mod else None
+    return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
+
+
+def of_traces(
+    traced: Traced | None,
+    of_mask: Traced | None,
+    spec: KernelSpec,
+    extents: Extents = EXTENTS,
+    options: tuple[tuple[str, Any], ...] = (),
+) -> Variant:
+    """The variant of a traced score_mod and a traced mask_mod; `spec` has the block of a mask in any case."""
+    score = lower(traced.graph, extents, split=of_mask is None) if traced else None
+    if traced is not None and score is not None and score.split is not None:
+        of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
+    mask = lower(of_mask.graph, extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
     changes = score is not None and score.score is not None
     return Variant(
-        spec,
+        spec if mask else replace(spec, mask_block=None),
         score,
         mask,
         tensors,
         of_mask.tensors if of_mask else (),
         tuple(n for n, tensor in enumerate(tensors) if tensor.requires_grad) if changes else (),
+        options,
     )

@@ -121,6 +121,59 @@ def sliced_by_torch() -> Any:
 
 HALF, DOUBLE = torch.float16, torch.float64
 
+BSHD: list[Row] = [
+    (
+        errors.LayoutError,
+        lambda: call(layout="sbhd"),
+        "layout is 'sbhd'.\n"
+        "  Instead: give 'bhsd' for [batch, heads, length, head_dim], or 'bshd' for [batch, length, heads, "
+        "head_dim].",
+    ),
+    (
+        errors.NotATensor,
+        lambda: call(key=[1.0], layout="bshd"),
+        "key is a list, not a torch.Tensor.\n"
+        "  Instead: pass a tensor of shape [batch, length, heads, head_dim] in layout 'bshd'.",
+    ),
+    (
+        errors.NotFourDimensional,
+        lambda: call(x(32, 4, 16), layout="bshd"),
+        "query has 3 dimensions, shape (32, 4, 16); attention takes [batch, length, heads, head_dim] in "
+        "layout 'bshd'.\n"
+        "  Instead: add the missing dimensions, e.g. query.unsqueeze(0), or merge the extra ones.",
+    ),
+    (
+        errors.EmptyTensor,
+        lambda: call(key=x(2, 0, 4, 16), layout="bshd"),
+        "key has no elements, shape (2, 0, 4, 16).\n  Instead: give every dimension at least one element.",
+    ),
+    (
+        errors.LengthMismatch,
+        lambda: call(x(2, 32, 4, 16), value=x(2, 31, 4, 16), layout="bshd"),
+        "key has length 32 but value has 31.\n"
+        "  Instead: give key and value the same number of positions (dimension 1 of layout 'bshd').",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(x(2, 32, 4, 16), value=x(2, 32, 2, 16), layout="bshd"),
+        "key has 4 heads but value has 2.\n"
+        "  Instead: give key and value the same number of heads (dimension 2 of layout 'bshd').",
+    ),
+    (
+        errors.HeadCountMismatch,
+        lambda: call(x(2, 32, 4, 16), key=x(2, 32, 2, 16), layout="bshd"),
+        "query has 4 heads but key and value have 2.\n"
+        "  Instead: pass enable_gqa=True if groups of query heads share a key head.",
+    ),
+    (
+        errors.MaskLengthError,
+        lambda: call(block_mask=mask(2, None, 32), layout="bshd"),
+        "block_mask was made for Q_LEN=32 and KV_LEN=32, but query has 4 positions and key 4.\n"
+        "  Instead: create_block_mask(mask_mod, 2, None, 4, 4, device='cpu', BLOCK_SIZE=(128, 128)); or say "
+        "by layout='bhsd' or 'bshd' which dimension has the positions",
+    ),
+]
+
 TENSORS: list[Row] = [
     (
         errors.NotATensor,
@@ -564,4 +617,4 @@ OPTION_MISTAKES: list[Row] = [
     ),
 ]
 
-ROWS = [*TENSORS, *BLOCK_MASKS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]
+ROWS = [*TENSORS, *BSHD, *BLOCK_MASKS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]

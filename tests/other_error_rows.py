@@ -10,6 +10,7 @@ import torch
 from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
+import flexmod
 from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
@@ -45,7 +46,50 @@ def behind_the_recorder() -> Any:
     return recorder.noted(recorder.arguments[0] * 2)
 
 
+def called() -> flexmod.CompiledAttention:
+    attend = flexmod.compile()
+    attend(x(), x(), x())
+    return attend
+
+
 ROWS: list[Row] = [
+    (
+        errors.NotCalledError,
+        lambda: flexmod.compile().source,
+        "this handle was not called yet, and its source depends on the dtype and the head dimensions of a "
+        "call.\n"
+        "  Instead: call it once, or write flexmod.explain(score_mod, mask_mod, head_dim=64, "
+        "dtype=torch.bfloat16).source.",
+    ),
+    (
+        errors.NoPtxError,
+        lambda: called().ptx,
+        "there is no PTX of the latest call: it ran on the CPU.\n"
+        "  Instead: name a chip that need not be here, e.g. attend.ptx_for('sm_90').",
+    ),
+    (
+        errors.NoPtxError,
+        lambda: called().ptx_for("gfx942"),
+        "there is no PTX of gfx942: it is not a chip of NVIDIA's.\n"
+        "  Instead: name a chip that need not be here, e.g. attend.ptx_for('sm_90').",
+    ),
+    (
+        errors.NoPtxError,
+        lambda: flexmod.compile(kernel_options={"tuned": True}).ptx_for(
+            "sm_90", head_dim=64, dtype=torch.bfloat16
+        ),
+        "there is no PTX of this handle: its kernel option tuned asks for tiles that were found on a "
+        "device.\n"
+        "  Instead: compile a handle without the option.",
+    ),
+    (
+        errors.NoStandaloneError,
+        lambda: flexmod.compile(kernel_options={"tuned": True}).save(
+            "mine.py", head_dim=64, dtype=torch.bfloat16
+        ),
+        "this handle cannot be saved as a file of its own: a file does not heed its kernel option tuned.\n"
+        "  Instead: compile a handle without the option, and save that.",
+    ),
     (
         errors.InGraphModError,
         behind_the_recorder,

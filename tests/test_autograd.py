@@ -255,9 +255,9 @@ def test_without_gradients_nothing_is_made_for_them(options: Any, mode: Any, lau
         kept.append(given.get("keep"))
         return forward(*arguments, **given)
 
-    def watch_render(spec: Any, *arguments: Any) -> str:
+    def watch_render(spec: Any, *arguments: Any, **given: Any) -> str:
         rendered.append(spec.backward)
-        return render_text(spec, *arguments)
+        return render_text(spec, *arguments, **given)
 
     target = type(backend) if options else backend
     refuse = mock.Mock(side_effect=AssertionError("something was saved"))

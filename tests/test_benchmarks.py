@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks import block_masks, gpu_time, targets
+import pytest
+
+from benchmarks import block_masks, gpu_time, host_path, targets
 from benchmarks.measure_row import PEERS, take_turns
 from benchmarks.rows import SETS, find
+from flexmod.runtime.direct import Direct
 
 
 def test_targets_are_those_of_rows():
@@ -36,6 +39,25 @@ def test_table_of_targets():
         ["0.79", "0.78", "0.68", "missed"],
         ["-", "0.78", "0.68", "not measured"],
     ]
+
+
+@pytest.mark.parametrize("template", ["hopper", "portable"])
+def test_calls_of_the_host_path_are_known(template, monkeypatch):
+    """What it times are launches without Triton's launcher: one of a forward, three of a backward."""
+    launches = []
+    call = Direct.__call__
+    monkeypatch.setattr(
+        Direct, "__call__", lambda launch, tensors: launches.append(launch) or call(launch, tensors)
+    )
+    with host_path.on_an_h200():
+        for name, run in host_path.cases({"TEMPLATE": template}).items():
+            for _ in range(4):
+                launches.clear()
+                run()
+            kernels = 0 if name.startswith("one ") else 4 if name.endswith("backward") else 1
+            assert len(launches) == kernels, name
+            counts = [len(launch._counters) for launch in launches]
+            assert sum(counts) == (template == "hopper" and kernels > 0)
 
 
 def test_a_peer_that_fails_is_dropped():

@@ -10,7 +10,7 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod import AuxRequest, calls, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir import trace as tracing
 from flexmod.runtime.tape import Tape
 
@@ -51,6 +51,42 @@ def test_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(5):
         attend(*inputs())
     assert len(plays) == 3
+
+
+def test_a_known_call_looks_at_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another kind of tensor, a mask that is given, autocast, what a mod captures: these are looked into."""
+    looked = []
+    attend = calls.attend
+    monkeypatch.setattr(calls, "attend", lambda *given: looked.append(given) or attend(*given))
+    slopes, documents = torch.rand(2), torch.arange(LENGTH) // 9
+    handle = flexmod.compile(mods.alibi(slopes), masks.document(documents), kernel_options=INTERPRET)
+    mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device="cpu")
+
+    def right(*tensors: Tensor, given: Any = None, new: int) -> None:
+        looked.clear()
+        found = handle(*tensors, given)
+        assert len(looked) == new
+        of = given or create_block_mask(masks.document(documents), None, None, LENGTH, LENGTH, device="cpu")
+        wanted = flex_attention(*tensors, mods.alibi(slopes), of, kernel_options=INTERPRET)
+        assert torch.equal(found, wanted)
+
+    right(*inputs(), new=1)
+    for seed in range(4):
+        right(*inputs(seed=seed), new=0)
+    right(*inputs(True), new=1)
+    right(*inputs(True), new=0)
+    right(*inputs(), given=mask, new=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            right(*inputs(), new=1)
+    slopes.mul_(2)
+    right(*inputs(), new=0)
+    documents[5:] += 1
+    right(*inputs(), new=1)
+    right(*inputs(), new=0)
+    slopes.set_(torch.rand(2, 3)[:, 1])
+    right(*inputs(), new=1)
+    right(*inputs(), new=0)
 
 
 def test_a_number_stays_what_it_was() -> None:

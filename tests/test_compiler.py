@@ -25,9 +25,9 @@ def renders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     seen: list[object] = []
     render = compiler.render
 
-    def counted(*args: Any) -> str:
+    def counted(*args: Any, **given: Any) -> str:
         seen.append(args)
-        return render(*args)
+        return render(*args, **given)
 
     monkeypatch.setattr(compiler, "render", counted)
     monkeypatch.setattr(compiler, "CONSTANTS", Constants())

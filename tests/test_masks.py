@@ -109,6 +109,7 @@ TILED, CURVED = in_tiles((4, 6), (2, 3)), curved((5, 3))
 KV_OFFSETS = [0, 2, 2, 5, 7]
 KV_SEQUENCE = [0, 0, 2, 2, 2, 3, 3]
 CHOICE = [1, 0, 2, 5]
+KV_IDS = [2, 0, 0, -1, 1, 9, 1]
 
 
 def chosen_reference(h, q, k):
@@ -149,6 +150,15 @@ CASES = {
     "cu_seqlens": (
         masks.document(cu_seqlens=torch.tensor([0, 3, 5, 9, 10]), causal=True), 10, 10,
         lambda b, q, k: q >= k and BY_LENGTH[0][q] == BY_LENGTH[0][k],
+    ),
+    "segments": (masks.segments(torch.tensor(IDS)), 10, 10, lambda b, q, k: IDS[q] == IDS[k]),
+    "segments, keys of their own": (
+        masks.segments(torch.tensor([IDS, IDS[::-1]]), torch.tensor(KV_IDS)), 10, 7,
+        lambda b, q, k: (IDS, IDS[::-1])[b][q] == KV_IDS[k],
+    ),
+    "segments by batch, of keys alone": (
+        masks.segments(torch.tensor(KV_IDS), torch.tensor([IDS, IDS[::-1]])), 7, 10,
+        lambda b, q, k: KV_IDS[q] == (IDS, IDS[::-1])[b][k],
     ),
     "shared prefix": (
         masks.shared_prefix(4, torch.tensor(IDS)), 10, 10,
@@ -413,6 +423,16 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
             lambda: masks.document(cu_seqlens=RATES),
             "document: cu_seqlens is torch.float32 [2]",
             "an integer tensor of shape [n + 1] or [B, n + 1]",
+        ),
+        (
+            lambda: masks.segments([0, 1]),
+            "segments: q_ids is a list",
+            "an integer tensor of shape [M] or [B, M]",
+        ),
+        (
+            lambda: masks.segments(LENGTHS, RATES),
+            "segments: kv_ids is torch.float32 [2]",
+            "an integer tensor of shape [N] or [B, N]",
         ),
         (lambda: masks.document(lengths=LENGTHS, total=0), "document: total is 0", "an integer of 1 or more"),
         (

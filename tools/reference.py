@@ -52,6 +52,9 @@ MASKS = {
     "reordered": (
         "masks.reordered(masks.natten((8, 8), kernel=3), masks.tile_order((8, 8), (2, 4)))", 64, 64
     ),
+    "segments": (
+        "masks.segments((torch.arange(48) + 9) // 20, torch.arange(64) // 20)", 48, 64
+    ),
     "shared_prefix": ("masks.shared_prefix(16, torch.arange(64) // 16)", 64, 64),
     "sliding_tiles": ("masks.sliding_tiles(extent=(4, 16), tile=(2, 4), kernel=(1, 3))", 64, 64),
     "sliding_window": ("masks.sliding_window(16)", 64, 64),

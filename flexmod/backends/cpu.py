@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.captured import CaptureSums
-from flexmod.backends.heads import Heads, as_slice, chunks
+from flexmod.backends.heads import Heads, as_slice, chunks, in_order_of
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.tiles import Step, shared_part, steps_of_table, steps_without_mask
 from flexmod.ir.evaluate import evaluate
@@ -53,7 +53,8 @@ def forward(
         lse[part.rows] = total.masked_fill_(dead, -torch.inf)
         largest[part.rows] = highest
     maximum = heads.join_query(largest) if want_max else None
-    return Forward(heads.join_query(out).to(q.dtype), heads.join_query(lse), maximum)
+    joined = in_order_of(heads.join_query(out).to(q.dtype), q)
+    return Forward(joined, heads.join_query(lse), maximum)
 
 
 def backward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
 from flexmod.runtime import tuned
-from flexmod.runtime.target import target_of
+from flexmod.runtime.target import family_of, target_of
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,12 @@ class Generated:
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
         wanted = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
-        make = partial(
-            kernels_for,
-            spec,
-            score.lowered if score else None,
-            mask.lowered if mask else None,
-            problem.options,
-            self.interpreted,
-            wanted,
-        )
+        lowered = (score.lowered if score else None, mask.lowered if mask else None)
+        family = "" if self.interpreted else family_of(target_of(q.device).name)
+
+        def make(fused: bool) -> Kernels:
+            return kernels_for(spec, *lowered, problem.options, self.interpreted, wanted, fused, family)
+
         given = (problem.scale, problem.mask, score_captured, mask_captured)
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
             self._tune(problem, spec, [make(fused) for fused in (False, True)], q.device)

@@ -80,6 +80,12 @@ class Heads:
         return x.reshape(*self.shape, *rest)
 
 
+def in_order_of(x: Tensor, like: Tensor) -> Tensor:
+    """x [B, heads, length, dim], contiguous but for its first three dimensions, which lie in like's order."""
+    order = sorted((2, 1, 0), key=like.stride)[::-1]
+    return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
+
+
 def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
     """Pairs of parts of z and g, each of at most `count` heads (or of one): whole groups where they fit."""
     if count >= len(g):

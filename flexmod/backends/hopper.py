@@ -25,6 +25,7 @@ from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
 from flexmod.runtime import tape
+from flexmod.runtime.counters import COUNTER, filled
 from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
 
@@ -94,7 +95,7 @@ def forward(
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        "COUNTER": q.new_zeros(1, dtype=torch.int32),
+        "COUNTER": COUNTER,
         **triton.mask_arguments(mask, "kv"),
         **kernels.portable.mod_arguments("hopper_forward", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
@@ -263,7 +264,7 @@ def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments:
     """Compiles and loads a kernel; how many registers of a thread it spills."""
     with torch.cuda.device(device):
         compiled = getattr(kernels.module, f"{way}_kernel").warmup(
-            grid=(1,), **arguments, enable_fp_fusion=True
+            grid=(1,), **filled(arguments, device), enable_fp_fusion=True
         )
         compiled.run  # noqa: B018  loads it
     return int(compiled.n_spills)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexmod.backends.heads import in_order_of
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.tiles import element_table
 from flexmod.block_mask.format import BlockMask
@@ -28,7 +29,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     weights = torch.softmax(alive, -1).masked_fill(dead, 0.0)
     lse = torch.logsumexp(alive, -1).masked_fill(dead.squeeze(-1), -torch.inf)
     largest = scores.detach().amax(-1) if want_max else None
-    return Forward((weights @ value).to(q.dtype), lse, largest)
+    return Forward(in_order_of((weights @ value).to(q.dtype), q), lse, largest)
 
 
 def modified(problem: Problem, scores: Tensor) -> Tensor:

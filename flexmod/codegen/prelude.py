@@ -7,6 +7,10 @@ that one text serves every target and the interpreter.
 from __future__ import annotations
 
 import re
+from typing import Literal
+
+# Of chips: NVIDIA's from sm_75 on, or any, the interpreter too.
+Family = Literal["nvidia", ""]
 
 FUNCTIONS: dict[str, str] = {
     "floor_divide": '''
@@ -89,6 +93,12 @@ def logistic(x):
 def tanh(x):
     """1 - 2 / (1 + e^2x): an absolute error near 1e-7, and right at both infinities."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+''',
+    "tanh_approximate": '''
+@triton.jit
+def tanh_approximate(x):
+    """tanh as it is elsewhere: not every chip has an instruction for it."""
+    return tanh(x)
 ''',
     "log1p": '''
 @triton.jit
@@ -188,9 +198,22 @@ def tanh(x):
 }
 
 
-# What a chip has better instructions for, in kernels made for it.
+# What all chips of NVIDIA's have instructions for that others do not, from sm_75 on.
+NVIDIA: dict[str, str] = {
+    "tanh_approximate": '''
+@triton.jit
+def tanh_approximate(x):
+    """The chip's own tanh, with a relative error of up to 2^-11."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x.to(tl.float32)], tl.float32, is_pure=True, pack=1
+    ).to(x.dtype)
+''',
+}
+# What a kind of chip has better instructions for, in kernels made for it.
 OF_TARGETS: dict[str, dict[str, str]] = {
+    "nvidia": NVIDIA,
     "sm_90": {
+        **NVIDIA,
         "tanh": '''
 @triton.jit
 def tanh(x):
@@ -234,7 +257,7 @@ IN_PAIRS: dict[str, frozenset[str]] = {"sm_90": frozenset({"logistic"})}
 def used_by(*texts: str, single: bool = False, target: str = "") -> str:
     """The functions that the texts call, and those that these call, complete, in the table's order.
 
-    `single`: for kernels on float32. `target`: for kernels made for this chip.
+    `single`: for kernels on float32. `target`: for kernels made for this kind of chip.
     """
     functions = FUNCTIONS | (EXACT if single else {}) | OF_TARGETS.get(target, {})
     wanted: set[str] = set()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.composed import Mask
 from flexmod.ir.names import CASTS, FILLS
 from flexmod.ir.ops import BY_TORCH_NAME, COMPOSED
@@ -223,7 +224,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _pure() -> frozenset[object]:
     """The functions and types that may be met: what they give depends on their arguments alone."""
-    found = [getattr(builtins, name) for name in BUILTINS]
+    found = [*FUNCTIONS.values(), *(getattr(builtins, name) for name in BUILTINS)]
     for module in MODULES:
         found += [held for name, held in vars(module).items() if name in ATTRIBUTES]
     return frozenset(held for held in found if type(held) in CALLABLES)

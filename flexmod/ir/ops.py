@@ -281,6 +281,9 @@ _ROWS = [
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),)),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one),
+    # of `approximate.py`
+    Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share),
     # what tanh and sigmoid of a score come down to, see `exponents.py`; torch has no name for it

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
+from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.graph import Graph
 from flexmod.ir.names import draws, writes
 from flexmod.ir.trace import Traced, trace
@@ -217,6 +218,8 @@ def _function(name: str) -> Callable[..., Any]:
             return straight
         turned = getattr(operator, OPERATORS.get(name, f"__{name[3:]}"))
         return lambda value, other: turned(other, value)
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
     for home in (torch, torch.nn.functional):
         found = getattr(home, name, None)
         if callable(found):  # `torch.float` is a dtype, the method is meant

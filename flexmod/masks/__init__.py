@@ -14,7 +14,7 @@ from flexmod.masks.checks import MaskMod
 from flexmod.masks.heads import by_head
 from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross
 from flexmod.masks.orders import morton_order, reordered, tile_order
-from flexmod.masks.packed import document, jagged, shared_prefix
+from flexmod.masks.packed import document, jagged, segments, shared_prefix
 from flexmod.masks.text import block_diffusion, causal, padding, prefix_lm
 from flexmod.masks.trees import tree
 from flexmod.masks.windows import dilated_window, global_window, sliding_window
@@ -34,6 +34,7 @@ __all__ = [
     "padding",
     "prefix_lm",
     "reordered",
+    "segments",
     "shared_prefix",
     "sliding_tiles",
     "sliding_window",

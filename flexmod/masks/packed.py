@@ -98,6 +98,45 @@ def _document_ids(
     return torch.searchsorted(ends.contiguous(), in_rows, right=True, out_int32=True)
 
 
+def segments(q_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
+    """Segments keep to themselves; queries and keys have ids of their own: q_ids[q_idx] == kv_ids[kv_idx].
+
+    `q_ids` [M] or [B, M] and `kv_ids` [N] or [B, N] are integer tensors, the segment of each query and of
+    each key, in any order; kv_ids is q_ids if None. Padding gets an id that the other side does not have:
+    such a query has nothing to attend to, and gives 0. `masks.document` is the same for one sequence that
+    attends to itself, and takes lengths in place of ids too.
+
+    Source: the SegmentIds of JAX's flash attention for TPUs, 2023 (jax.experimental.pallas).
+
+    Example:
+
+        q_ids = torch.arange(1024, device=query.device) // 300
+        kv_ids = torch.where(torch.arange(1024, device=query.device) < 1000, q_ids, -1)
+        mask_mod = masks.segments(q_ids, kv_ids) & masks.causal()
+        block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
+
+    `masks.segments(torch.tensor([0, 0, 1, 1, 1, 7]), torch.tensor([0, 0, 0, 1, 1, 2, -1, -1]))`, 6 x 8:
+
+        ###.....
+        ###.....
+        ...##...
+        ...##...
+        ...##...
+        ........
+    """
+    check_tensor("segments", "q_ids", q_ids, ranks=(1, 2), shapes="[M] or [B, M]")
+    of_keys = q_ids if kv_ids is None else kv_ids
+    check_tensor("segments", "kv_ids", of_keys, ranks=(1, 2), shapes="[N] or [B, N]")
+
+    @Mask
+    def segments_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        of_query = q_ids[q_idx] if q_ids.dim() == 1 else q_ids[b, q_idx]
+        of_key = of_keys[kv_idx] if of_keys.dim() == 1 else of_keys[b, kv_idx]
+        return of_query == of_key
+
+    return segments_mask
+
+
 def shared_prefix(prefix: int, ids: Tensor) -> Mask:
     """Several continuations of one prefix, packed one after another, are causal and do not see each other:
 

@@ -21,6 +21,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexmod.runtime.counters import COUNTER, counter
+
 # Descriptors that a launch keeps, by pointer: the allocator hands out the same places again and again.
 KEPT = 64
 STREAM = 3  # where the stream stands in a launcher's arguments
@@ -40,7 +42,7 @@ class Direct:
     """A launch of `compiled` in a grid of one dimension.
 
     `arguments` are all of the kernel's, in order. `slots` says for the places of tensors and descriptors
-    which of the tensors that a later call is given goes there.
+    which of the tensors that a later call is given goes there. A COUNTER is that of the stream.
 
     Raises:
         LookupError: this launcher is not known, or asks for memory of its own.
@@ -63,6 +65,7 @@ class Direct:
         self._device = device.index
         self._launch = _in_c(launcher.launch)
         self._pointers: list[tuple[int, int]] = []
+        self._counters: list[int] = []
         self._descriptors: list[tuple[int, int, dict[int, Any], Callable[[int], Any]]] = []
         values = self._values = list[Any]()
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -71,6 +74,9 @@ class Direct:
                 make = _descriptor_maker(launcher, value, next(metas, None))
                 self._descriptors.append((len(values), slots[place], {}, make))
                 values += [None, *value.shape, *value.strides]
+            elif value is COUNTER:
+                self._counters.append(len(values))
+                values.append(None)
             elif place in slots:
                 self._pointers.append((len(values), slots[place]))
                 values.append(None)
@@ -107,8 +113,11 @@ class Direct:
                     known.clear()
                 found = known[pointer] = make(pointer)
             values[place] = found
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for place in self._counters:
+            values[place] = counter(self._device, stream).data_ptr()
         head = self._head.copy()
-        head[STREAM] = torch._C._cuda_getCurrentRawStream(self._device)
+        head[STREAM] = stream
         if self._tuple:
             self._launch(*head, values)
         else:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from triton.backends.compiler import GPUTarget
 
+from flexmod.codegen.prelude import Family
 from flexmod.errors import NotAGpuError, UnknownTarget
 
 
@@ -64,6 +65,11 @@ def named(name: str) -> Target:
     if name not in _TARGETS:
         raise UnknownTarget(name=name, known=", ".join(_TARGETS))
     return _TARGETS[name]
+
+
+def family_of(name: str) -> Family:
+    """The family of a chip: whose instructions the texts of its kernels may use."""
+    return "nvidia" if name.startswith("sm_") and int(name.removeprefix("sm_")) >= 75 else ""
 
 
 def target_of(device: torch.device | str) -> Target:

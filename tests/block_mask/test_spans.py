@@ -66,6 +66,8 @@ MORE: dict[str, tuple[Any, int | None, int | None, int, int]] = {
     ),
     "block diffusion": (masks.block_diffusion(500, 32), None, None, 1000, 1000),
     "shared prefix": (masks.shared_prefix(100, IDS), None, None, 1000, 1000),
+    "segments": (masks.segments(IDS, torch.cat([IDS[:450], IDS[500:] + 1])), None, None, 1000, 950),
+    "segments in no order": (masks.segments(SHUFFLED, IDS.flip(0)), None, None, 1000, 1000),
     "sliding tiles": (masks.sliding_tiles((6, 15, 12), (2, 5, 4), (1, 3, 3)), None, None, 1080, 1080),
     "tree": (masks.tree(PARENTS), None, None, 500, 500),
     "tree with context": (masks.tree(PARENTS, 300), None, None, 500, 800),

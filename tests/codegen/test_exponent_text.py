@@ -116,3 +116,18 @@ def test_a_target_has_functions_of_its_own() -> None:
     assert prelude.in_pairs("1 + logistic(x)", "sm_90")
     assert not prelude.in_pairs("tanh(x)", "sm_90")
     assert not prelude.in_pairs("logistic(x)", "sm_80")
+
+
+def test_a_family_of_chips_has_functions_of_its_own() -> None:
+    call = "tanh_approximate(x)"
+    for target, own in (("", False), ("nvidia", True), ("sm_90", True)):
+        text = prelude.used_by(call, target=target)
+        assert ("tanh.approx.f32" in text, "def tanh(x)" in text) == (own, not own)
+    assert "series" in prelude.used_by(call, single=True)  # for float32 the plain one is exact
+
+
+def test_approximate_tanh_stays_one() -> None:
+    """Of a score's tanh the forward for Hopper makes `logistic`; this one is cheaper as it is."""
+    found = lower(trace(mods.softcap(20.0, approximate=True), "score").graph, EXTENTS, split=False)
+    assert found.exponent_text is not None and found.exponent_text.bounds == (-20.0, 20.0)
+    assert "tanh_approximate(" in found.exponent_text.text and "logistic" not in found.exponent_text.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import create_block_mask, flex_attention, masks
+from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod.runtime import counters, tape
 from flexmod.runtime.direct import Direct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -180,3 +182,79 @@ def test_a_device_that_is_not_current() -> None:
         out = flex_attention(*tensors)
     assert torch.cuda.current_device() == 0 and out.device.index == 1
     assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_a_handle_shows_is_what_ran(template: str) -> None:
+    """Its modules are those of the launches, its PTX that of the chip."""
+    attend = flexmod.compile(mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template})
+    started: list[str] = []
+    start = tape.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
+        )
+        attend(*inputs(grad=True)).sum().backward()
+    ran = {Path(file).read_text() for file in started if "attention" in file}
+    assert set(attend.source.values()) == ran
+    texts = attend.ptx
+    chip = torch.cuda.get_device_capability(DEVICE)
+    assert all(f".target sm_{chip[0]}{chip[1]}" in text for text in texts.values())
+    assert set(texts) in ({"forward", "backward"}, {"forward", "dq", "dkdv"})
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_positions_before_heads(template: str, handle: bool) -> None:
+    """[B, S, H, D] as it lies in memory: no copy, out and gradients in the same order, and they are right."""
+    options = {"TEMPLATE": template}
+    attend = flexmod.compile(mask_mod=masks.causal(), kernel_options=options, layout="bshd")
+    mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device=DEVICE)
+    for seed in range(4):
+        views = [x.detach() for x in inputs(seed=seed)]
+        tensors = [x.transpose(1, 2).contiguous().requires_grad_() for x in views]
+        before = torch.cuda.memory_allocated()
+        if handle:
+            out = attend(*tensors)
+        else:
+            out = flex_attention(*tensors, block_mask=mask, kernel_options=options, layout="bshd")
+        if seed == 3:  # a call that is played
+            made = torch.cuda.memory_allocated() - before
+            assert made < 2 * out.numel() * out.element_size()
+        assert out.is_contiguous()
+        grad_out = torch.randn_like(out)
+        grads = torch.autograd.grad(out, tensors, grad_out)
+        leaves = [x.requires_grad_() for x in views]
+        truth = flex_attention(*leaves, block_mask=mask, kernel_options=REFERENCE)
+        wanted = torch.autograd.grad(truth, leaves, grad_out.transpose(1, 2))
+        for found, exact in zip((out, *grads), (truth, *wanted), strict=True):
+            assert found.is_contiguous() and near(found, exact.transpose(1, 2))
+
+
+@torch.no_grad()
+def test_counters_are_left_as_they_were() -> None:
+    """Launches of many sizes on two streams at once, and graphs of them in between: every row is computed."""
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("only the forward for Hopper counts")
+    cases = []
+    for length in (64, 190, 1000, 5000):
+        mask = create_block_mask(masks.causal(), None, None, length, length, device=DEVICE)
+        case = make_case(
+            q_len=length, heads=40, head_dim=64, dtype=torch.bfloat16, device=DEVICE, seed=length
+        )
+        wanted = flex_attention(*case.inputs, block_mask=mask, kernel_options={"TEMPLATE": "portable"})
+        cases.append((case.inputs, mask, wanted))
+    graph = recorded(lambda: flex_attention(*cases[2][0], block_mask=cases[2][1]))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += [(flex_attention(*x, block_mask=mask), wanted) for x, mask, wanted in cases]
+        graph.graph.replay()
+        found.append((graph.result.clone(), cases[2][2]))
+    torch.cuda.synchronize()
+    assert all(near(out, wanted) for out, wanted in found)
+    assert counters._kept and not any(int(counter) for counter in counters._kept.values())

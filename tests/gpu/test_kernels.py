@@ -387,3 +387,29 @@ def test_two_processes_compile_the_same_at_once(tmp_path: Path) -> None:
     started = [process(tmp_path) for _ in range(2)]
     one, other = (answer(each) for each in started)
     assert one["out"] == other["out"]
+
+
+@pytest.mark.parametrize("template", ["portable", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_approximate_softcap_is_as_near_as_it_says(dtype: torch.dtype, template: str) -> None:
+    """A score is off by up to cap / 2048, so a weight, like the sum that it is divided by, by that share."""
+    cap = 20.0
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 500, 64, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    truth = flexmod.flex_attention(
+        *exact, flexmod.mods.softcap(cap), scale=3.0, kernel_options={"BACKEND": "REFERENCE"}
+    )
+    errors = {}
+    for approximate in (False, True):
+        mod = flexmod.mods.softcap(cap, approximate)
+        out = flexmod.flex_attention(q, k, v, mod, scale=3.0, kernel_options={"TEMPLATE": template})
+        errors[approximate] = (out.double() - truth).abs().max().item()
+    limit = 2 * cap / 2048 * v.abs().max().item()
+    assert errors[True] <= limit
+    if dtype == torch.float32:  # otherwise the rounding of the operands hides it
+        assert errors[False] < 1e-4 < errors[True]  # the instruction is there
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    wanted = torch.autograd.grad(truth, exact, torch.ones_like(truth))
+    for found, true in zip(grads, wanted, strict=True):
+        assert (found.double() - true).norm() <= 5 * cap / 2048 * true.norm()

@@ -13,6 +13,8 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexmod.runtime import counters
+from flexmod.runtime.counters import COUNTER, filled
 from flexmod.runtime.direct import KEPT, Direct
 from flexmod.runtime.gluon import layout_of
 
@@ -100,6 +102,35 @@ def test_descriptors(triton: str) -> None:
         else:
             assert launcher.calls[-1] == (*start, None, None, packed, *nothing, *values)
     assert len(MADE) == 2
+
+
+def test_a_counter_is_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each stream and device, kept; in a graph that is being recorded, one of the graph's own."""
+    made: list[torch.Tensor] = []
+    stream, capturing = [7], [False]
+
+    def zero(device: int) -> torch.Tensor:
+        made.append(torch.zeros(1, dtype=torch.int32))
+        return made[-1]
+
+    monkeypatch.setattr(counters, "_zero", zero)
+    monkeypatch.setattr(counters, "_kept", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0])
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    launcher = CudaLauncher(descriptors=False)
+    launch = Direct(compiled(launcher), DEVICE, (5,), [COUNTER, 3], {})
+    for number, graph in ((7, False), (8, False), (7, False), (7, True), (7, True), (8, False)):
+        stream[0], capturing[0] = number, graph
+        launch([])
+    assert [call[3] for call in launcher.calls] == [7, 8, 7, 7, 7, 8]
+    of_seven, of_eight, *of_graphs = (tensor.data_ptr() for tensor in made)
+    assert [call[13] for call in launcher.calls] == [of_seven, of_eight, of_seven, *of_graphs, of_eight]
+    assert len(of_graphs) == 2
+    stream[0] = 8
+    given = {"COUNTER": COUNTER, "X": made[0]}
+    assert filled(given, DEVICE) == {"COUNTER": made[1], "X": made[0]}
+    plain = {"X": made[0]}
+    assert filled(plain, DEVICE) is plain
 
 
 def test_how_many_descriptors_are_kept() -> None:

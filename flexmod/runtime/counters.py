@@ -1,0 +1,45 @@
+"""A number in memory that the programs of a launch count with: zero before it, and left zero by it.
+
+Each stream has its own, since launches of one stream follow one another and others may run at the same time.
+So a call neither allocates one nor clears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Counter:
+    """Stands among the arguments of a launch for the counter of the stream that it goes to."""
+
+
+COUNTER = Counter()
+_kept: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: int, stream: int) -> Tensor:
+    """int32 [1], for a launch on this stream of the device, both of which are current."""
+    # a graph may be replayed on any stream: it has a counter of its own, which it clears
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return _zero(device)
+    found = _kept.get((device, stream))
+    if found is None:
+        found = _kept[device, stream] = _zero(device)
+    return found
+
+
+def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """The arguments of a launch on the current stream of a device, which is current."""
+    if not any(value is COUNTER for value in arguments.values()):
+        return arguments
+    assert device.index is not None
+    own = counter(device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    return {name: own if value is COUNTER else value for name, value in arguments.items()}
+
+
+def _zero(device: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))

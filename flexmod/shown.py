@@ -1,0 +1,232 @@
+"""What a handle of flexmod.compile shows of itself: its graphs, modules, PTX, and a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from flexmod import ahead, errors, standalone
+from flexmod.checks import KERNEL_DTYPES
+from flexmod.codegen.hopper import Way
+from flexmod.codegen.spec import KernelSpec
+from flexmod.explain import Named, graphs_of
+from flexmod.ir.graph import Graph, dtype_name
+from flexmod.ir.passes import Extents
+from flexmod.ir.trace import Traced, trace
+from flexmod.kernel_options import KernelOptions
+from flexmod.layouts import USUAL, Layout
+from flexmod.quotes import quotes
+from flexmod.runtime.target import target_of
+from flexmod.variant import EXTENTS, Variant, of_traces
+
+# kernel_options that a file, with the portable kernels and a plain launcher, cannot heed
+NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")
+CALL = "head_dim=64, dtype=torch.bfloat16"
+
+
+class Latest(NamedTuple):
+    """What the kernels of a call depend on besides the mods. `spec` has the block of a mask."""
+
+    device: torch.device
+    spec: KernelSpec
+    extents: Extents
+
+
+class Shown:
+    """The part of a handle that is for people to read.
+
+    graph        the optimized graphs: "mask", "score" and "grad", the score's derivative
+    source       the modules of kernels of the latest call, "forward" and "backward"
+    ptx          their PTX by kernel, compiled for the chip of the latest call
+    ptx_for()    the same for a named chip
+    save()       a file that depends on torch and triton alone
+
+    The first four are dicts; printed, what they hold comes one after another. The mods are what they were
+    when they were compiled.
+    """
+
+    _mods: dict[str, Callable[..., Any]]
+    _scale: float | None
+    _options: KernelOptions
+    _layout: Layout
+    _latest: Latest | None = None
+
+    def _traced(self) -> dict[str, Traced]:
+        """The mods as they were traced, "score" and "mask", as far as there are any."""
+        raise NotImplementedError
+
+    @property
+    def graph(self) -> Named[Graph]:
+        """The optimized graphs; index arithmetic is as wide as the latest call needs it."""
+        # dtypes and head dimensions do not show in a graph
+        spec = self._latest.spec if self._latest else _spec(torch.float32, 64, 64)
+        return graphs_of(self._made(spec))
+
+    @property
+    def source(self) -> Named[str]:
+        """The modules of kernels as the latest call has them, on its chip.
+
+        Both directions, whether it had a backward or not. On the CPU nothing of it runs but in the
+        interpreter. A number in a mod that has become an argument of the kernels, since other mods differ in
+        it, stands there as it is.
+
+        Raises:
+            NotCalledError: there was no call.
+            UnsupportedDtype: there are no kernels for float64.
+        """
+        spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
+        made, target = self._made(spec), self._chip() or "cpu"
+        modules = {way: ahead.kernels_on(made, way, target).module for way in get_args(Way)}
+        return Named({way: Path(str(module.__file__)).read_text() for way, module in modules.items()})
+
+    @property
+    def ptx(self) -> Named[str]:
+        """The PTX of the latest call's kernels by name, for its chip; compiling them takes seconds.
+
+        Kernels that have no tile to choose (statistics, rounding) are left out.
+
+        Raises:
+            NotCalledError, UnsupportedDtype: as `source`.
+            NoPtxError: the call ran on the CPU, or on a chip that has no PTX; see `ptx_for`.
+        """
+        spec, chip = self._spec("PTX", f"attend.ptx_for('sm_90', {CALL})"), self._chip()
+        if chip is None:
+            raise errors.NoPtxError(
+                of="the latest call", why="it ran on the CPU", advice=ahead.NAME_A_CHIP
+            )  # fmt: skip
+        return self._ptx(spec, chip)
+
+    def ptx_for(
+        self,
+        target: str,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Named[str]:
+        """The PTX of the kernels by name, for a chip that need not be here, e.g. "sm_90".
+
+        head_dim, value_dim, dtype: of query and key, of value, of all three; the latest call's where they are
+        not given, and for value_dim head_dim where that is. Raises UnknownTarget, and what `ptx` raises.
+        """
+        advice = f"attend.ptx_for({target!r}, {CALL})"
+        return self._ptx(self._spec("PTX", advice, head_dim, value_dim, dtype), target)
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        target: str | None = None,
+    ) -> Path:
+        """Write a file with this attention, forward and backward, that depends on torch and triton alone.
+
+        It has the portable kernels, a plain launcher, and a main() that checks them against dense attention;
+        see `flexmod.standalone`. Returns its path.
+
+        head_dim, value_dim, dtype: as in `ptx_for`. target: the chip that the tiles are chosen for, the
+        latest call's if None, or sm_80 where that ran on none.
+
+        Raises:
+            NotCalledError, UnsupportedDtype: as `source`.
+            NoStandaloneError: the handle does what a file does not.
+            UnknownTarget, NoTileFits: see `standalone`.
+        """
+        advice = f"attend.save({str(path)!r}, {CALL})"
+        spec = self._spec("file", advice, head_dim, value_dim, dtype)
+        self._check_savable(spec)
+        of_file = replace(spec, mask_form="lists", shared_kv=True)
+        traced = self._traced()
+        # a number that is another by now is not quoted
+        unchanged = all(
+            trace(mod, kind).graph.key == traced[kind].graph.key for kind, mod in self._mods.items()
+        )
+        text = standalone.file_of(
+            self._made(of_file, standalone.EXTENTS), quotes([*self._mods.values()], unchanged),
+            target or self._chip() or "sm_80", scale=self._scale,
+        )  # fmt: skip
+        path = Path(path)
+        path.write_text(text)
+        return path
+
+    def _ptx(self, spec: KernelSpec, target: str) -> Named[str]:
+        if any(name.endswith("tuned") for name, _ in self._options.tiles):
+            raise errors.NoPtxError(
+                of="this handle", why="its kernel option tuned asks for tiles that were found on a device",
+                advice="compile a handle without the option",
+            )  # fmt: skip
+        return ahead.ptx(self._made(spec), target)
+
+    def _chip(self) -> str | None:
+        """Of the latest call."""
+        on_gpu = self._latest is not None and self._latest.device.type == "cuda"
+        return target_of(self._latest.device).name if self._latest and on_gpu else None
+
+    def _made(self, spec: KernelSpec, extents: Extents | None = None) -> Variant:
+        traced = self._traced()
+        known = self._latest.extents if self._latest else EXTENTS
+        return of_traces(traced.get("score"), traced.get("mask"), spec, extents or known, self._options.tiles)
+
+    def _spec(
+        self,
+        what: str,
+        advice: str,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KernelSpec:
+        """The latest call's, but for what is given."""
+        latest = self._latest
+        if latest is not None:
+            spec = latest.spec
+        elif head_dim is None or dtype is None:
+            raise errors.NotCalledError(what=what, advice=advice)
+        else:
+            spec = _spec(dtype, head_dim, head_dim, positive_scale=self._scale is None or self._scale > 0)
+        if head_dim is not None:
+            spec = replace(spec, head_dim=head_dim, value_dim=head_dim)
+        if value_dim is not None:
+            spec = replace(spec, value_dim=value_dim)
+        if dtype is not None:
+            spec = replace(spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype)
+        if spec.q_dtype not in KERNEL_DTYPES:
+            raise errors.UnsupportedDtype(
+                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON", example=torch.bfloat16,
+                accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
+            )  # fmt: skip
+        return spec
+
+    def _check_savable(self, spec: KernelSpec) -> None:
+        why, advice = "", "compile a handle without the option, and save that"
+        options = {name.removeprefix("fwd_").removeprefix("bwd_"): x for name, x in self._options.tiles}
+        unheeded = [name for name in options if name in NOT_IN_A_FILE]
+        if unheeded:
+            why = f"a file does not heed its kernel option {unheeded[0]}"
+        elif options.get("TEMPLATE") == "hopper":
+            why = "its kernel option TEMPLATE is 'hopper', and a file has the portable kernels"
+        elif self._scale is not None and self._scale <= 0:
+            why, advice = (
+                f"its scale is {self._scale}, and a file takes a positive one",
+                "scale query instead",
+            )
+        elif self._layout is not USUAL:
+            why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
+            advice = "save a handle without layout, and give the file's attention views, x.transpose(1, 2)"
+        elif not spec.q_dtype == spec.k_dtype == spec.v_dtype:
+            why = f"query was {dtype_name(spec.q_dtype)} and key {dtype_name(spec.k_dtype)}, a file has one"
+            advice = "name the dtype, e.g. attend.save(path, dtype=torch.bfloat16)"
+        if why:
+            raise errors.NoStandaloneError(why=why, advice=advice)
+
+
+def _spec(dtype: torch.dtype, head_dim: int, value_dim: int, **facts: Any) -> KernelSpec:
+    return KernelSpec(
+        q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim,
+        mask_block=(128, 128), backward=True, **facts,
+    )  # fmt: skip
