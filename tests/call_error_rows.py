@@ -143,9 +143,10 @@ BSHD: list[Row] = [
         "  Instead: add the missing dimensions, e.g. query.unsqueeze(0), or merge the extra ones.",
     ),
     (
-        errors.EmptyTensor,
-        lambda: call(key=x(2, 0, 4, 16), layout="bshd"),
-        "key has no elements, shape (2, 0, 4, 16).\n  Instead: give every dimension at least one element.",
+        errors.EmptyHeadDim,
+        lambda: call(key=x(2, 32, 4, 0), layout="bshd"),
+        "key has a head_dim of 0, shape (2, 32, 4, 0).\n"
+        "  Instead: give it one element at least; batch, heads and lengths may be 0.",
     ),
     (
         errors.LengthMismatch,
