@@ -43,11 +43,14 @@ TOLERANCE = {
     "erfc": (0.0, 3e-7), "tanh_approximate": (0.0, 3e-7),
 }  # fmt: skip
 # the chip's own texts; the logistic stops at 2^-60
-TOLERANCE_ON_SM_90 = {"tanh": (0.0, 5e-7), "logistic": (2e-6, 1e-18)}
+TOLERANCE_ON_SM_90 = {"tanh": (0.0, 5e-7), "logistic": (2e-6, 1e-18), "tanh_approximate": (2.0**-11, 1e-7)}
+# what the compiler makes, of int32 alone
+OF_INT32 = {"unsigned_lt", "unsigned_max"}
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # what lies at a tie may go either way
 
 # Triton's -x is 0 - x; others meet 0 on their way to a result that is 0
-SIGN_OF_ZERO_LOST = {"neg", "round", "floor_divide", "trunc_divide", "remainder", "fmod", "pow", "tanh"}
+SIGN_OF_ZERO_LOST = {"neg", "round", "floor_divide", "trunc_divide", "remainder", "fmod", "pow", "tanh",
+                     "tanh_approximate"}  # fmt: skip
 # which of 0.0 and -0.0 is the smaller is the chip's; so is the sign of what is too small for it
 SIGN_OF_ZERO_IS_A_CHIPS = SIGN_OF_ZERO_LOST | {"minimum", "maximum", "sin", "tan", "erf", "expm1", "log1p"}
 
@@ -178,7 +181,8 @@ def arity(row: Op) -> int:
 
 def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
-    rows = [row for row in OPS.values() if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
+    rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
+    rows = [row for row in rows if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
     return [r for r in rows if r.name in prelude.OF_TARGETS["sm_90"]] if source == "score on sm_90" else rows
 
 

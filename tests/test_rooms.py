@@ -17,7 +17,7 @@ PACKAGE = ROOT / "flexmod"
 
 ROOMS = (
     ("errors", "command_errors"),
-    ("config",),
+    ("config", "syntax"),
     ("kernel_options",),
     ("transforms",),
     ("ir.graph",),

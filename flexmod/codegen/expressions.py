@@ -12,6 +12,7 @@ import torch
 from flexmod.codegen import prelude
 from flexmod.errors import Where
 from flexmod.ir.ops import HALF, number
+from flexmod.syntax import parse
 
 TRITON_DTYPES = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
@@ -34,7 +35,7 @@ def quoted(where: Where) -> str:
 
 def tidy(text: str) -> str:
     """The expression with no more parentheses than it needs."""
-    return ast.unparse(ast.parse(text, mode="eval")).replace("'", '"')
+    return ast.unparse(parse(text, mode="eval")).replace("'", '"')
 
 
 def held(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,8 @@ import ast
 from types import CodeType
 from typing import Any
 
+from flexmod.syntax import parse
+
 TO_TENSOR = "__flexmod_to_tensor__"
 TRUTH = "__flexmod_truth__"
 
@@ -23,7 +25,7 @@ def compile_for_interpreter(text: str, file: str) -> CodeType:
         text: the module's source.
         file: the path that tracebacks name.
     """
-    tree = _Functions().visit(ast.parse(text, file))
+    tree = _Functions().visit(parse(text, file))
     return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
 
 
