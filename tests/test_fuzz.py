@@ -97,7 +97,8 @@ def test_a_wrong_text_is_found(found: dict[str, list[str]]) -> None:
 
 
 def test_every_operation_is_drawn() -> None:
-    named = {name for name, row in ops.OPS.items() if row.torch_names}
+    """But the one that may be off by more than a rounding."""
+    named = {name for name, row in ops.OPS.items() if row.torch_names and row.name != "tanh_approximate"}
     assert operations.FORMS.keys() == named | ops.COMPOSED.keys()
 
 

@@ -7,7 +7,8 @@ over gets a second look, at what any computation in this precision must lose:
   - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
     the derivative of the mods, and its size comes to the limit. A mod that computes in a half type rounds
-    each term to it.
+    each term to it. A derivative may cancel in the mod itself (score - score has one of 0): a few roundings
+    of float32 are allowed of what would come to the queries and keys without a mod.
   - Scores, which are rounded sums: a mod may magnify that, and jump (floor, a comparison) where a score lies.
     The truth is taken again with all scores moved, each up or down as far as its sum may round, and with a
     mod that computes as it is written, in float32 or less. How far these lie from the truth is allowed for,
@@ -159,6 +160,16 @@ class _Dense:
                 found[name] += x.double().abs()
         return found
 
+    def unmodified(self) -> Results:
+        """The sizes of the gradients of queries and keys if the mod were none."""
+        names = [name for name in self.leaves if name in "qk"]
+        with torch.no_grad():
+            change = self.weights * (self.call.grad_out.double() @ self.value.mT).abs()
+        terms = (self.scores * (change + self.weights.detach() * change.sum(-1, keepdim=True))).sum()
+        leaves = [self.leaves[name] for name in names]
+        found = torch.autograd.grad(terms, leaves, retain_graph=True) if names else ()
+        return {f"d{name}": x.double().abs() for name, x in zip(names, found, strict=True)}
+
 
 # the judgement
 
@@ -256,6 +267,11 @@ def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
         rms, largest = limits[name]
         typical, most = noise.square().mean().sqrt().item(), noise.max().item()
         limits[name] = rms + 2 * eps * typical, largest + 4 * eps * most
+    rounding = _eps(torch.promote_types(call.q.dtype, torch.float32))  # of what kernels compute in
+    for name, size in (work.unmodified() if case.score else {}).items():
+        rms, largest = limits[name]
+        typical, most = size.square().mean().sqrt().item(), size.max().item()
+        limits[name] = rms + 4 * rounding * typical, largest + 8 * rounding * most
     others = [as_written(case, call), *moved(case, call)]
     slack = {
         name: 2.0 * sum(_apart(x[name].double(), exact) for x in others) for name, exact in draw.truth.items()

@@ -172,6 +172,7 @@ FORMS: dict[str, list[Form]] = {
     "tanh": [_rounded("torch.tanh({0})", 1.0), _rounded("3.0 * torch.tanh({0} / 3.0)", 3.0)],
     "sigmoid": [_rounded("torch.sigmoid({0})", 1.0), _rounded("{0}.sigmoid()", 1.0, "f")],
     "erf": [_rounded("torch.erf({0})", 1.0)],
+    "erfc": [_rounded("torch.special.erfc({0})", 2.0)],
     "floor": [
         _piece("torch.floor({0})", lambda x: x + 1, "f", grain=_whole),
         # exact of whole numbers, since flexmod's division of what is free of the score is torch's
