@@ -63,6 +63,7 @@ MASKS: dict[str, Callable[[], Any]] = {
     "reordered": lambda: masks.reordered(
         masks.natten((64, 64), kernel=7), masks.tile_order((64, 64), (8, 8))
     ),
+    "segments": lambda: masks.segments(_places() // 500, _places() // 400),
     "shared_prefix": lambda: masks.shared_prefix(512, _places() // 512),
     "sliding_tiles": lambda: masks.sliding_tiles(extent=(4, 32, 32), tile=(2, 8, 8), kernel=(1, 3, 3)),
     "sliding_window": lambda: masks.sliding_window(1000),

@@ -48,6 +48,7 @@ MASKS: dict[str, Made] = {
     "prefix_lm": lambda n, image, device: masks.prefix_lm(n // 3),
     "padding": lambda n, image, device: masks.padding(torch.tensor([n, n // 3], device=device)),
     "document": lambda n, image, device: masks.document(ids_of(n, device), causal=True),
+    "segments": lambda n, image, device: masks.segments(ids_of(n, device), ids_of(n, device).flip(0)),
     "jagged": lambda n, image, device: masks.jagged(
         torch.tensor([0, n // 7, n // 2, n], device=device), masks.causal()
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class Shown:
         spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
         made, target = self._made(spec), self._chip() or "cpu"
         modules = {way: ahead.kernels_on(made, way, target).module for way in get_args(Way)}
-        return Named({way: Path(str(module.__file__)).read_text() for way, module in modules.items()})
+        return Named({way: inspect.getsource(module) for way, module in modules.items()})
 
     @property
     def ptx(self) -> Named[str]:
