@@ -98,7 +98,12 @@ def lower(
     checked: bool = False,
 ) -> Lowered:
     """A traced graph through the graph stages. `numbers` are places and values of its parameters."""
-    return _lower(fitted(graph, extents, numbers), split, checked)
+    return _lower(fitted(_own(graph), extents, numbers), split, checked)
+
+
+def _own(graph: Graph) -> Graph:
+    """The graph apart from those of equal mods, where an index outside shall name the line of this one."""
+    return replace(graph, lines=True) if config.check_bounds() else graph
 
 
 @lru_cache(4096)
@@ -181,7 +186,7 @@ class Mod:
 
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
     """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
-    return _compiled_mod(graph, extents, CONSTANTS.version, config.check_bounds())
+    return _compiled_mod(_own(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
 @lru_cache(4096)
@@ -224,7 +229,7 @@ def kernels_for(
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
-    return _builder(graph, extents, CONSTANTS.version, config.check_bounds())
+    return _builder(_own(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
 @lru_cache(4096)

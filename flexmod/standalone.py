@@ -261,7 +261,7 @@ class _File:
                 sums.append(SumText(buffer, term.along))
             else:
                 assert self.score is not None
-                graph = Graph("mask", term.indices, self.score.captures)
+                graph = self.score.of(term.indices, "mask")
                 name = f"place_in_{self.score_names[term.capture]}" + (f"_{len(sums) + 1}" if sums else "")
                 place = write_torch(graph, name, self.score_names)
                 given = tuple(self.score_names[n] for n in place.captures)

@@ -82,11 +82,14 @@ def of_traces(
     extents: Extents = EXTENTS,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Variant:
-    """The variant of a traced score_mod and a traced mask_mod; `spec` has the block of a mask in any case."""
-    score = lower(traced.graph, extents, split=of_mask is None) if traced else None
+    """The variant of a traced score_mod and a traced mask_mod; `spec` has the block of a mask in any case.
+
+    It quotes the lines of these mods, whatever equal ones there were.
+    """
+    score = lower(replace(traced.graph, lines=True), extents, split=of_mask is None) if traced else None
     if traced is not None and score is not None and score.split is not None:
         of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
-    mask = lower(of_mask.graph, extents, split=False) if of_mask else None
+    mask = lower(replace(of_mask.graph, lines=True), extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
     changes = score is not None and score.score is not None
     return Variant(

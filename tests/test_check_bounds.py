@@ -111,6 +111,20 @@ def test_outside(case: tuple[Callable[..., Any], str, Tensor, int, int], backend
         attend(case[0], backend=backend)
 
 
+def by_column_again(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return s + short[kv_idx]
+
+
+@pytest.mark.parametrize("backend", ["INTERPRET", "AUTO"])
+@pytest.mark.usefixtures("checked")
+def test_each_of_two_equal_mods_has_its_own_line(backend: str) -> None:
+    for mod in (by_column, by_column_again):
+        with pytest.raises(CaptureBoundsError) as raised:
+            attend(mod, backend=backend)
+        assert raised.value.where is not None
+        assert raised.value.where.line == mod.__code__.co_firstlineno + 1
+
+
 def negative(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return s * long[-1 - kv_idx] + long[q_idx - kv_idx]
 

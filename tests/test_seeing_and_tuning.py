@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from reference_case import make_case
 import flexmod
 from flexmod import config, create_block_mask, errors, explain, flex_attention
 from flexmod.runtime import launch
+from flexmod.variant import variant
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +45,33 @@ def test_explain_shows_graphs_with_the_users_lines_and_the_whole_module() -> Non
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel", "score_mod", "mask_mod"} <= kernels(
         explanation.source
     )
+
+
+def moved(lines: int, file: str) -> Any:
+    """A mod that stands `lines` further down in a file of this name."""
+    text = "def cube(score, b, h, q_idx, kv_idx):\n    return score * score * score * 0.375\n"
+    scope: dict[str, Any] = {}
+    exec(compile("\n" * lines + text, file, "exec"), scope)
+    linecache.cache[file] = (1, None, [*["\n"] * lines, *text.splitlines(True)], file)
+    return scope["cube"]
+
+
+def test_an_equal_mod_before_it_does_not_lend_its_lines() -> None:
+    first, second = explain(moved(0, "first.py")), explain(moved(7, "second.py"))
+    assert "# first.py:2: return score * score" in str(first)
+    assert "# second.py:9: return score * score" in str(second)
+    assert "# second.py:9\n@triton.jit\ndef score_mod(" in second.source
+
+
+def test_a_mod_that_moves_is_not_compiled_again() -> None:
+    """What Triton's cache asks of a kernel is what it was."""
+    keys = []
+    for lines, file in ((0, "first.py"), (7, "second.py")):
+        made = variant(moved(lines, file), causal)
+        text = made.kernels("backward").module
+        names = ("forward_kernel", "dkdv_kernel", "score_mod")
+        keys.append([getattr(text, name).cache_key for name in names])
+    assert keys[0] == keys[1]
 
 
 def test_explain_splits_off_infinite_branches() -> None:

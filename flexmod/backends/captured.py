@@ -83,7 +83,7 @@ def gradients(
                 totals[term.capture] = _Total(tensors[term.capture], torch.float32)
             b, h, q_idx, kv_idx = _positions(term.along, extents, tensors[term.capture].device)
             indices = evaluate(
-                Graph(graph.kind, term.indices, graph.captures), tensors,
+                graph.of(term.indices), tensors,
                 b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, numbers=numbers, guarded=True,
             )  # fmt: skip
             totals[term.capture].add(next(left[term.along]), indices, torch.float64)

@@ -21,16 +21,46 @@ TRITON_DTYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
 
+WIDTH = 96  # of a line in a function
+
 
 def printable(text: str) -> str:
     """A user's text for a comment: blanks stand for what might end its line, or hide some of it."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def quoted(where: Where) -> str:
-    """A comment of one line with a line of the user's."""
-    line = f"{os.path.basename(where.file)}:{where.line}: {where.text}"
-    return "# " + " ".join(printable(line).split()).rstrip(": ")
+class UserLines:
+    """The user's lines that one function quotes: each above the first statement that it made.
+
+    Where they stand is told above the function. Triton's cache does not read what is there, so a mod may move
+    in its file, or to another, and nothing compiles anew.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[Where, str] = {}
+
+    def new(self, where: Where | None) -> list[str]:
+        """The line as a comment if it was not quoted yet, or nothing."""
+        if where is None or where in self._lines:
+            return []
+        line = _comment(where.text)
+        known = line in self._lines.values()
+        self._lines[where] = line
+        return [line] if where.text and not known else []
+
+    @property
+    def above(self) -> str:
+        """The line above the function, with its end: file:line, line; file:line."""
+        files: dict[str, list[int]] = {}
+        for where in self._lines:
+            files.setdefault(os.path.basename(where.file), []).append(where.line)
+        places = [f"{file}:{', '.join(map(str, sorted(lines)))}" for file, lines in files.items()]
+        return _comment("; ".join(places)) + "\n" if places else ""
+
+
+def _comment(text: str) -> str:
+    line = "# " + " ".join(printable(text).split())
+    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
 def tidy(text: str) -> str:

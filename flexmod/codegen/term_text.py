@@ -57,7 +57,7 @@ class _TermWriter(Writer):
         results = [graph.result] if along in ("row", "column") else []
         for term in terms:
             results += [term.gradient, *(term.indices if along == "element" else ())]
-        super().__init__(Graph(graph.kind, tuple(results), graph.captures), MAIN[along], checked=checked)
+        super().__init__(graph.of(results), MAIN[along], checked=checked)
         self._along = along
         self._terms = terms
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexmod.codegen.expressions import fill, literal, quoted, tidy
-from flexmod.codegen.triton_text import ARGUMENTS, WIDTH, fresh, give_back
+from flexmod.codegen.expressions import WIDTH, UserLines, fill, literal, tidy
+from flexmod.codegen.triton_text import ARGUMENTS, fresh, give_back
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
 
@@ -58,7 +58,7 @@ class _Writer:
     captures: tuple[str, ...]
     lines: list[str] = field(default_factory=list)
     known: dict[Node, str] = field(default_factory=dict)
-    quoted: set[str] = field(default_factory=set)
+    user: UserLines = field(default_factory=UserLines)
 
     def write(self) -> TorchText:
         arguments = ARGUMENTS[self.graph.kind]
@@ -71,7 +71,8 @@ class _Writer:
                 self.users[argument] = self.users.get(argument, 0) + 1
         give_back(self.lines, *(self._result(node) for node in self.graph.results))
         body = "\n".join(f"    {line}" for line in self.lines)
-        return TorchText(self.name, f"def {self.name}({', '.join(given)}):\n{body}\n", used)
+        text = f"{self.user.above}def {self.name}({', '.join(given)}):\n{body}\n"
+        return TorchText(self.name, text, used)
 
     def _result(self, node: Node) -> str:
         """A constant becomes a tensor, so that it has a shape and a device."""
@@ -88,21 +89,13 @@ class _Writer:
             return f"{node.value}.long()" if node.dtype == torch.int64 else str(node.value)
         if node not in self.known:
             text = self._expression(node)
-            self._comment(node)
+            self.lines += self.user.new(node.where)
             if self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
                 self.known[node] = text
             else:
                 self.known[node] = fresh(f"{node.op}_{len(self.known)}", self.taken)
                 self.lines.append(f"{self.known[node]} = {tidy(text)}")
         return self.known[node]
-
-    def _comment(self, node: Node) -> None:
-        if node.where is None:
-            return
-        line = quoted(node.where)[:WIDTH]
-        if line not in self.quoted:
-            self.quoted.add(line)
-            self.lines.append(line)
 
     def _expression(self, node: Node) -> str:
         if node.op == "load":

@@ -21,13 +21,14 @@ from flexmod.codegen import prelude
 from flexmod.codegen.costs import costly, dear
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
+    WIDTH,
+    UserLines,
     asks_for_dtype,
     cast,
     fill,
     group,
     held,
     literal,
-    quoted,
     rounded,
     tidy,
 )
@@ -58,7 +59,6 @@ RESERVED = {
 }  # fmt: skip
 # what an exponent may read besides, and its name in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
-WIDTH = 96
 
 
 def write(graph: Graph, checked: bool = False) -> ModText:
@@ -90,7 +90,7 @@ class Function:
         default_factory=dict
     )  # kernel parameters and hoisted values, in order of use
     bound: dict[str, str] = field(default_factory=dict)  # index expressions that have a line of their own
-    quoted: set[str] = field(default_factory=set)  # the user's lines that stand above a statement already
+    user: UserLines = field(default_factory=UserLines)
 
 
 class Writer:
@@ -211,7 +211,7 @@ class Writer:
         if len(head) > WIDTH + 14:
             inner = "\n".join(f"    {a}," for a in [*function.arguments, *function.uses])
             head = f"def {function.name}(\n{inner}\n):"
-        return f"@triton.jit\n{head}\n{body}\n"
+        return f"{function.user.above}@triton.jit\n{head}\n{body}\n"
 
     def shaped(self, value: str, result: Node) -> str:
         """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
@@ -244,22 +244,12 @@ class Writer:
                 function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
-        self._comment(function, node)
+        function.lines += function.user.new(node.where)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
             return text
         name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
         function.names[node] = bind(function, name, text)
         return name
-
-    def _comment(self, function: Function, node: Node) -> None:
-        """The user's line above the first statement that it made."""
-        if node.where is None:
-            return
-        line = quoted(node.where)
-        line = line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
-        if line not in function.quoted:
-            function.quoted.add(line)
-            function.lines.append(line)
 
     def _expression(self, function: Function, node: Node) -> str:
         if node.op == "load":
@@ -353,7 +343,7 @@ class Writer:
         self.checks.append(Check(capture, mod_name(self.graph), number, dim, node.where))
         found = self.parameter(function, self.found, "found", 0, comment="int64, see check_bounds")
         size = self.parameter(function, f"{self.captures[number]}_size{dim}", "size", number, dim)
-        self._comment(function, node)
+        function.lines += function.user.new(node.where)
         live = self.live(node.args[dim], found)
         function.lines.append(f"check_bounds({found} + {place}, {value}, {size}, {live})")
 
@@ -365,7 +355,7 @@ class Writer:
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
-            self._comment(function, node)
+            function.lines += function.user.new(node.where)
             function.bound[text] = bind(function, fresh(name, self.taken), text)
         return function.bound[text]
 

@@ -33,7 +33,7 @@ def differentiate(graph: Graph) -> Graph:
     Raises NoDerivativeError, with the user's line, for an operation whose row has no derivative.
     """
     whole = differentiate_captures(graph, ()).graph
-    return Graph("grad", whole.results[:1], whole.captures)
+    return whole.of(whole.results[:1])
 
 
 def differentiate_captures(graph: Graph, wanted: Sequence[int]) -> CaptureGrad:
@@ -58,7 +58,7 @@ def differentiate_captures(graph: Graph, wanted: Sequence[int]) -> CaptureGrad:
     by_score = reached[0] if reached else tracer.cast(0.0, torch.float32)
     terms = [node for load in loads for node in (grads[load]._node, *load.args)]
     numbers = tuple(load.value for load in loads)
-    return CaptureGrad(Graph("grad", (by_score._node, *terms), graph.captures), numbers)  # type: ignore[arg-type]
+    return CaptureGrad(graph.of([by_score._node, *terms], "grad"), numbers)  # type: ignore[arg-type]
 
 
 def _active(graph: Graph, loads: Sequence[Node]) -> set[Node]:

@@ -73,7 +73,7 @@ class _Rewriter:
     multiplication of an element more."""
 
     def __init__(self, graph: Graph, unit: float) -> None:
-        self.captures = graph.captures
+        self.given = graph
         self.unit = _Factor(unit)
         self.builder = Builder()
         self.raw = self.builder.input("score", torch.float32)
@@ -90,7 +90,7 @@ class _Rewriter:
         columns = [self._sum(self.columns)] if self.columns else []
         element = self._sum([*self.elements, *columns] or [self._number(0.0)])
         rows = [self._sum(self.rows)] if self.rows else []
-        return Graph("score", (element, *rows), self.captures)
+        return self.given.of([element, *rows])
 
     # what a score is a sum of
 

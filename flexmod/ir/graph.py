@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -116,14 +116,23 @@ def _freeze(value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots."""
+    """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots.
+
+    `lines`: the user's lines count when graphs are compared. They do for what people read; kernels are shared
+    by mods that are equal but for where they stand.
+    """
 
     kind: str
     results: tuple[Node, ...]
     captures: tuple[Capture, ...] = ()
+    lines: bool = False
+
+    def of(self, results: Iterable[Node], kind: str | None = None) -> Graph:
+        """The graph with other results."""
+        return replace(self, kind=kind or self.kind, results=tuple(results))
 
     def __eq__(self, other: object) -> bool:
-        """Equal structure, constants and captures; lines of code do not count."""
+        """Equal structure, constants and captures."""
         return self is other or isinstance(other, Graph) and self.key == other.key
 
     def __hash__(self) -> int:
@@ -162,7 +171,9 @@ class Graph:
 
     @cached_property
     def key(self) -> Structure:
-        """The structure and the constants, hashable. Lines do not count."""
+        """The structure and the constants, and the lines if they count; hashable."""
+        if self.lines:
+            return self._structure(lambda n: (_freeze(n.value), n.where))
         return self._structure(lambda n: _freeze(n.value))
 
     @cached_property
@@ -207,7 +218,7 @@ def rebuild(graph: Graph, change: Callable[[Builder, Node, tuple[Node, ...]], No
     for n in graph.nodes:
         args = tuple(new[a] for a in n.args)
         new[n] = change(builder, n, args) or keep(builder, n, args)
-    return Graph(graph.kind, tuple(new[r] for r in graph.results), graph.captures)
+    return graph.of(new[r] for r in graph.results)
 
 
 def keep(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node:

@@ -116,7 +116,7 @@ class _Analyzer:
         for node in self._needed():
             self.found[node] = self._bounds(node)
         nodes = [self._node(end) for end in self._of(self.graph.result)]
-        graph = simplify(Graph("bounds", tuple(nodes), self.graph.captures))
+        graph = simplify(self.graph.of(nodes, "bounds"))
         names = {n.value for n in graph.nodes if n.op == "input"}
         terms = (term for term, _ in self.terms.values())
         return Analysis(graph, tuple(t for t in terms if {t.low, t.high} & names))
@@ -207,7 +207,7 @@ class _Analyzer:
         if (axis, node) not in self.terms:
             value = self.sources.along_diagonal(node) if axis == "diagonal" else node
             name = f"{axis}{sum(a == axis for a, _ in self.terms)}"
-            graph = Graph("term", (value,), self.graph.captures)
+            graph = self.graph.of([value], "term")
             term = Term(axis, graph, f"{name}_low", f"{name}_high")
             span = self._finite(node)
             inputs = [self.builder.input(end, term.dtype) for end in (term.low, term.high)]

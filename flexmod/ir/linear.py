@@ -193,7 +193,7 @@ def regroup(graph: Graph, forms: Forms) -> Graph:
             groups.setdefault(forms.kind(link), []).append(new[link])
         ends = [joined(builder, chain[0], group) for kind, group in groups.items() if kind != "mixed"]
         new[node] = joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
-    return Graph(graph.kind, tuple(new[r] for r in graph.results), graph.captures)
+    return graph.of(new[r] for r in graph.results)
 
 
 def is_logic(node: Node) -> bool:

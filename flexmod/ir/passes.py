@@ -216,13 +216,13 @@ def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
             break
         score, condition = split
         conditions.append(condition)
-    left = None if score.op == "input" else Graph("score", (score,), graph.captures)
+    left = None if score.op == "input" else graph.of([score])
     if not conditions:
         return left, None
     mask = conditions[0]
     for condition in conditions[1:]:
         mask = builder.node("bitwise_and", (mask, condition), torch.bool, None, condition.where)
-    return left, Graph("mask", (mask,), graph.captures)
+    return left, graph.of([mask], "mask")
 
 
 def _split_once(builder: Builder, node: Node) -> tuple[Node, Node] | None:

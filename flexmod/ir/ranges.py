@@ -60,7 +60,7 @@ class _Rewriter:
                 self.new[node] = self._judged(chain, ranges)
             else:
                 self.new[node] = keep(self.builder, node, tuple(self.new[a] for a in node.args))
-        return Graph(self.old.kind, tuple(self.new[n] for n in self.old.results), self.old.captures)
+        return self.old.of(self.new[n] for n in self.old.results)
 
     def _judged(self, chain: Sequence[Node], ranges: Sequence[_Range]) -> Node:
         """The chain, with ranges of one length as one."""

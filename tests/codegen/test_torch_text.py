@@ -82,7 +82,8 @@ def test_the_text() -> None:
     graph = lower(trace(mods.alibi(slopes), "score").graph, EXTENTS, split=False).score
     assert graph is not None
     written = write_torch(graph, "score_mod_in_torch", ("slopes",))
-    head, comment, result = written.text.splitlines()
+    place, head, comment, result = written.text.splitlines()
+    assert place.startswith("# positions.py:")
     assert head == "def score_mod_in_torch(score, b, h, q_idx, kv_idx, slopes):"
-    assert comment.startswith("    # positions.py:")
+    assert comment.startswith("    # return score + ")
     assert result == "    return score + slopes[h] * (kv_idx.float() - q_idx.float())"
