@@ -40,7 +40,7 @@ TYPES = {
 OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
 STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
-LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_COUNTS", "_TILES", "COUNTER")
+LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
 NAME_A_CHIP = "name a chip that need not be here, e.g. attend.ptx_for('sm_90')"
 

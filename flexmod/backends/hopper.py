@@ -20,6 +20,7 @@ from flexmod.backends import triton
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Axis
 from flexmod.codegen.hopper import HopperKernels, Shape, Way, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
@@ -97,6 +98,7 @@ def forward(
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
         **triton.mask_arguments(mask, "kv"),
+        **_order(mask, "kv"),
         **kernels.portable.mod_arguments("hopper_forward", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
         "B": batch,
@@ -154,6 +156,7 @@ def backward(
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **triton.mask_arguments(mask, "q"),
+        **_order(mask, "q"),
         **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
         "B": batch,
@@ -179,9 +182,11 @@ def backward(
         grows.zero_()
     programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
     start(kernels, "statistics_kernel", q.device, programs, statistics)
-    start(
-        kernels, "backward_kernel", q.device, grid(kv_batch, kv_heads, keys, shape.block_n), arguments(shape)
-    )
+    programs = grid(kv_batch, kv_heads, keys, shape.block_n)
+    if spec.mask_block and shared.get("Q_ORDER") is not None:  # whole blocks: see `count_tiles`
+        block = spec.mask_block[1]
+        programs = grid(kv_batch, kv_heads, -(-keys // block) * block, shape.block_n)
+    start(kernels, "backward_kernel", q.device, programs, arguments(shape))
     grad_q = None
     if needs[0]:
         grad_q = triton.allocate(q, q.shape[3])
@@ -275,6 +280,11 @@ def start(
 ) -> None:
     """One launch."""
     tape.start(getattr(kernels.module, name), programs, device, arguments)
+
+
+def _order(mask: BlockMask | None, axis: Axis) -> Arguments:
+    runs = mask.held.runs(axis) if mask else None
+    return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order}
 
 
 def processors(device: torch.device) -> int:

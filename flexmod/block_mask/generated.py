@@ -4,6 +4,8 @@
     squares_kernel     squares of tiles by their bounds, then their tiles by bounds and by corners
     elements_kernel    what is still open, element by element
     runs_kernel        what the tiles are, as runs by row and by column
+    order_kernel       the rows and the columns by how many tiles they have, where the mask captures tensors:
+                       of others the first or the last ones have most
 
 Where the runs might need much room they are counted first, which takes the one synchronization there is.
 """
@@ -42,6 +44,8 @@ LINES, TILES = 4, 128
 # Bytes of runs for which room is made without counting them, and of what is told of the tiles at once.
 UNCOUNTED = 32 << 20
 TILES_AT_ONCE = 256 << 20
+# Rows of larger blocks are not put in order: kernels that go by it do the last block whole, past the end too.
+ORDERED_BLOCK = 128
 
 Arguments = dict[str, object]
 
@@ -81,11 +85,14 @@ def runs_of_parts(parts: Sequence[Runs]) -> Runs:
     for part in parts:
         rows.append(part.rows + part.rows.new_tensor([0, 0, offset]))
         offset += len(part.spans)
-    return Runs(torch.cat(rows), torch.cat([part.spans for part in parts]))
+    orders = [part.order for part in parts if part.order is not None]
+    spans = torch.cat([part.spans for part in parts])
+    return Runs(torch.cat(rows), spans, torch.cat(orders) if orders else None)
 
 
 def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
-    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans)
+    order = None if runs.order is None else runs.order.view(batch, heads, -1)
+    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order)
 
 
 class _Part:
@@ -125,6 +132,7 @@ class _Part:
         }  # fmt: skip
         self.slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
         self.room = [2 * groups * down * self.slots["kv_slots"], 2 * groups * across * self.slots["q_slots"]]
+        self.small_blocks = max(block) <= ORDERED_BLOCK
         self.repeated: dict[tuple[object, ...], Repeated] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
@@ -139,11 +147,11 @@ class _Part:
             made: tuple[Any, ...] = run(*tensors)
         else:
             made = self.repeated.setdefault(key, Repeated())(run, tuple(tensors))
-        by_row, of_rows, by_column, of_columns = made
-        return Runs(by_row, of_rows), Runs(by_column, of_columns)
+        half = len(made) // 2
+        return Runs(*made[:half]), Runs(*made[half:])
 
-    def _run(self, separate: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows and spans in both directions."""
+    def _run(self, separate: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What runs consist of, by row and then by column."""
         watch = Watch(self.lengths, self.device) if config.check_bounds() else None
         kinds = self._kinds(tensors, watch)
         if watch is not None:
@@ -160,7 +168,12 @@ class _Part:
         spans = [self._new((max(1, count), 2), torch.int32) for count in room]
         given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
         self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **given})
-        return by_row, spans[0], by_column, spans[1]
+        if not (tensors and self.small_blocks):
+            return by_row, spans[0], by_column, spans[1]
+        orders = [self._new((self.groups, lines), torch.int32) for lines in self.grid]
+        given = {"KV_ROWS": by_row, "Q_ROWS": by_column, "KV_ORDER": orders[0], "Q_ORDER": orders[1]}
+        self._start(runs_module(), "order_kernel", self.runs_programs, {**self.for_runs, **given})
+        return by_row, spans[0], orders[0], by_column, spans[1], orders[1]
 
     def _counts(self) -> bool:
         """Are runs counted before room for them is made? A CUDA graph cannot wait for a count."""

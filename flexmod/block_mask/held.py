@@ -43,7 +43,7 @@ class Held:
         self._separate = separate
         self._runs = by_axis
         runs = [r for r in (by_axis or {}).values() if r is not None]
-        self._of_runs = tuple(tensor for r in runs for tensor in (r.rows, r.spans))
+        self._of_runs = tuple(tensor for r in runs for tensor in r.tensors())
         self._lists = lists  # of runs: those that were asked for
         self._versions: dict[str, float] = {}
 
@@ -60,8 +60,8 @@ class Held:
         versions: list[int] = []
         for axis, runs in () if self._runs is None else self._runs.items():
             if runs is not None:
-                names.append(axis)
-                tensors += [runs.rows, runs.spans]
+                names.append(axis if runs.order is None else f"{axis} in order")
+                tensors += runs.tensors()
         for name, part in self._lists.items():
             if part is not None:
                 names.append(name)
@@ -84,8 +84,10 @@ class Held:
         lists: Parts = {}
         written: dict[str, float] = {}
         for name in names:
-            if name in ("kv", "q"):
-                by_axis[name] = Runs(next(rest), next(rest))  # type: ignore[index]
+            axis, _, ordered = name.partition(" ")
+            if axis in ("kv", "q"):
+                runs = Runs(next(rest), next(rest), next(rest) if ordered else None)
+                by_axis[axis] = runs  # type: ignore[index]
             else:
                 lists[name], version = next(rest), next(versions)
                 written[name] = math.nan if version < 0 else version

@@ -3,6 +3,7 @@
     rows     int32 [..., R, 2, 3]   for the partial tiles of a row, then for its full ones: how many tiles, in
                                     how many runs, and the number of the first of these runs in `spans`
     spans    int32 [N, 2]           the first tile of a run, and the one after its last
+    order    int32 [..., R]         the rows, those with most tiles first; None where it was not made
 
 The runs of a kind in a row follow each other, ascending. Where in `spans` they begin is of no account, and
 there may be places that nothing uses.
@@ -26,6 +27,10 @@ class Runs:
 
     rows: Tensor
     spans: Tensor
+    order: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows, self.spans) if self.order is None else (self.rows, self.spans, self.order)
 
     def counts(self) -> Tensor:
         """int32 [2, ..., R]: how many partial and how many full tiles a row has."""
@@ -54,7 +59,7 @@ class Runs:
         return table[:, :columns].view(*lead, columns)
 
     def to(self, device: torch.device | str) -> Runs:
-        return Runs(self.rows.to(device), self.spans.to(device))
+        return Runs(*(tensor.to(device) for tensor in self.tensors()))
 
 
 def of_table(table: Tensor) -> Runs:

@@ -39,6 +39,12 @@ def check(mask_mod, sizes, block, separate=True):
         expected.clamp_(max=1)
     assert torch.equal(found["kv"].table(expected.shape[-1]), expected)
     assert torch.equal(found["q"].table(expected.shape[-2]), expected.mT)
+    for runs in found.values():
+        ordered = mask.tensors and max(block) <= generated.ORDERED_BLOCK
+        assert (runs.order is not None) == bool(ordered)
+        if ordered:
+            most_first = runs.counts().sum(0).argsort(dim=-1, descending=True, stable=True)
+            assert torch.equal(runs.order.long(), most_first)
     return found
 
 
@@ -177,6 +183,7 @@ def test_compiles_for(target, monkeypatch):
         "squares_kernel",
         "elements_kernel",
         "runs_kernel",
+        "order_kernel",
     ]
     for module, name, values in launched:
         kernel = getattr(module, name)

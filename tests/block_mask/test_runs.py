@@ -10,6 +10,8 @@ from flexmod import masks
 from flexmod.block_mask import runs, tiles
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Held
+from flexmod.block_mask.runs import Runs
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -99,3 +101,16 @@ def test_lists_that_were_assigned_are_what_counts():
     assert mask.held.form == "lists"
     assert torch.equal(mask.table(), expected)
     assert mask.q_num_blocks is not None
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_held_is_taken_apart_and_put_together(ordered):
+    """As masks go into a graph of torch.compile and come out again."""
+    runs = create_block_mask(masks.causal(), None, None, 500, 500, "cpu").held.runs("kv")
+    order = torch.tensor([3, 2, 1, 0], dtype=torch.int32) if ordered else None
+    given = Runs(runs.rows, runs.spans, order)
+    held = Held((1, 1), (4, 4), {"kv": given, "q": None}, {})
+    names, tensors, numbers = held.to("cpu").taken_apart()
+    found = Held.put_together(names, tensors, numbers, (4, 4), True)
+    assert found.runs("q") is None and found.runs("kv").tensors() == held.tensors() == given.tensors()
+    assert len(held.tensors()) == 2 + ordered

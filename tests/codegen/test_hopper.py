@@ -224,7 +224,7 @@ def test_a_derivative_of_one_is_no_step() -> None:
 
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
-LISTS = ("_ROWS", "_RUNS", "_BLOCKS", "_INDICES", "COUNTER")
+LISTS = ("_ROWS", "_RUNS", "_ORDER", "_BLOCKS", "_INDICES", "COUNTER")
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -44,6 +44,7 @@ class Case:
     scale: float = 0.125
     form: str = "runs"
     programs: int = 3
+    ordered: bool = False
 
     def __str__(self) -> str:
         return "-".join(str(x).replace(" ", "") for x in self.__dict__.values())
@@ -59,6 +60,8 @@ CASES = [
     Case("window", "softcap", (256, 256), (500, 500), block_n=64, scale=0.6),
     Case("holes", lengths=(500, 500)),
     Case("holes", "softcap", lengths=(500, 500), scale=-0.5),
+    Case("holes", lengths=(700, 700), ordered=True),
+    Case("window", "alibi", lengths=(700, 700), block_n=64, ordered=True, programs=5),
     Case("nothing", lengths=(500, 500)),
     Case(dims=(192, 128), block_n=64),
 ]
@@ -101,6 +104,9 @@ class Call:
             "CONSUMER_REGISTERS": 0, "PRODUCER_REGISTERS": 0,
         }  # fmt: skip
         given = triton.mask_arguments(self.mask(), "kv") if case.mask else {}
+        if "KV_ROWS" in given:
+            tiles_of_row = given["KV_ROWS"][..., 0].sum(-1)
+            given["KV_ORDER"] = tiles_of_row.argsort(dim=-1, descending=True) if case.ordered else None
         if kernels.exponent:
             captured = tuple(self.traced["score"].tensors)
             given |= {p.name: p.value(captured, ()) for p in kernels.exponent.parameters}
