@@ -1,0 +1,110 @@
+"""The generated Hopper backward, run as plain Python beside dense attention: its pipeline, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from flexmod.codegen.hopper import BackwardShape
+
+from .hopper_backward_calls import APART, TOGETHER, Call, Case, faults
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Under deterministic algorithms torch fills what it allocates with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# every way there is, those too that no ladder has
+WAYS = [
+    *(
+        BackwardShape(block_m, ahead=ahead, shared_operand=shared, late=late)
+        for block_m, ahead, shared, late in product((64, 128), *[(False, True)] * 3)
+    ),
+    *(
+        BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
+        for ahead, late in product((False, True), repeat=2)
+    ),
+]
+IN_STEP = BackwardShape(128, ahead=False, shared_operand=False, late=True)
+LATE = BackwardShape(64, ahead=True, shared_operand=None, late=True, block_n=64)
+WIDE = (192, 64)
+
+
+def dims(shape: BackwardShape) -> tuple[int, int]:
+    return WIDE if shape.block_n == 64 else (64, 64)
+
+
+CASES = [
+    # few blocks, whose pairs are judged; many steps over one tile of keys, and a derivative of the score
+    *(Case("documents", "slopes", shape, dims(shape), (260, 130)) for shape in WAYS),
+    *(Case("", "softcap", shape, dims(shape), (260, 65)) for shape in (APART, IN_STEP, TOGETHER, LATE)),
+    # lengths, and what no number comes of past them
+    *(Case("", "", shape, dims(shape), (1, 1)) for shape in (APART, TOGETHER)),
+    *(Case("", "gate", shape, dims(shape), (129, 65)) for shape in (IN_STEP, LATE)),
+    Case("", "", lengths=(1, 300)),
+    Case("causal", "gate", replace(APART, stages=3)),
+    # masks: queries that see nothing, lists in place of runs, one for each batch entry and head
+    *(
+        Case(mask, "", IN_STEP, form=form)
+        for mask in ("window", "listed", "holes")
+        for form in ("runs", "lists")
+    ),
+    Case("documents"),
+    Case("documents", block=(128, 256), lengths=(300, 300)),
+    Case("nothing", "softcap"),
+    # rows of blocks in an order; then tiles may lie past the last key
+    Case("holes", "slopes", ordered=True, lengths=(260, 300)),
+    Case("by head", "", IN_STEP, (64, 64), (300, 300), (2, 2), (2, 1), ordered=True, block=(256, 256)),
+    Case("window", "bias of keys", TOGETHER, WIDE, ordered=True, lengths=(130, 130)),
+    Case("causal", "relative table", LATE, WIDE, ordered=True, lengths=(130, 130), heads=(2, 1)),
+    Case("holes", "gate", LATE, WIDE),
+    Case("listed", "alibi", TOGETHER, WIDE, form="lists"),
+    Case("by head", "alibi", heads=(2, 1), batch=(2, 2)),
+    # heads and batch entries that share keys
+    Case("causal", "softcap", heads=(4, 2), batch=(2, 1), lengths=(66, 66)),
+    Case("", "", TOGETHER, WIDE, heads=(3, 1), batch=(2, 1), lengths=(70, 70)),
+    # head dimensions
+    *(Case("causal", "", APART, dims) for dims in ((64, 128), (128, 64), (96, 40), (80, 112))),
+    *(Case("causal", "", LATE, dims, (130, 70)) for dims in ((256, 256), (160, 224), (64, 256))),
+    # scale and lse
+    Case("causal", "softcap", IN_STEP, scale=-0.3, grad_lse=True),
+    Case("", "", TOGETHER, WIDE, (130, 65), grad_lse=True),
+    # sums for captures: by column and along diagonals, before and after dp has come
+    *(
+        Case(mask, learned, shape, dims(shape), (140, 130), heads=(2, 1))
+        for learned, mask in (
+            ("bias of keys", "window"), ("relative table", "causal"), ("temperature", "listed"),
+            ("clamped distances", ""), ("several", "holes"),
+        )
+        for shape in (APART, LATE)
+    ),
+    Case("causal", "relative table", IN_STEP, lengths=(140, 199)),
+    Case("", "temperature", lengths=(70, 70), heads=(4, 2), batch=(3, 1)),
+    # rounded as on the chip
+    *(Case("window", "softcap", APART, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    Case("causal", "bias of keys", TOGETHER, WIDE, dtype=torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_ends_and_agrees_with_dense_attention(case: Case) -> None:
+    call = Call(case)
+    out, lse, exact = call.truth()
+    assert not faults(call.run(out, lse), exact, case.dtype)
+
+
+@pytest.mark.parametrize("shape", [APART, TOGETHER], ids=str)
+def test_in_any_order_of_turns(shape: BackwardShape) -> None:
+    call = Call(Case("", "", shape, dims(shape), (260, 65), heads=(2, 1)))
+    out, lse, exact = call.truth()
+    for seed in range(1, 4):
+        assert not faults(call.run(out, lse, seed=seed), exact, call.case.dtype)

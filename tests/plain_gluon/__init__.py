@@ -1,0 +1,125 @@
+"""Hopper's generated kernels as plain Python: each partition of warps a thread, its tiles arrays of float64.
+
+    with on_python():
+        hopper.forward(...), hopper.backward(...)                              # of flexmod.backends
+        flex_attention(..., kernel_options={"BACKEND": "INTERPRET", "TEMPLATE": "hopper"})
+
+The partitions take turns, in an order drawn from a seed, and copies come late. To hang is an error (`Stuck`).
+So is, whatever the order, to read what has not come or to write what may still be read (`Race`): `order.py`.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flexmod.backends import generated, hopper
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Axis
+from flexmod.codegen.hopper import TARGET, HopperKernels, Shape, Way, text, why_portable
+from flexmod.codegen.spec import KernelSpec
+from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.tape import Repeated
+from plain_gluon.language import names, run_program
+from plain_gluon.memory import Descriptor, Pointer
+from plain_gluon.mods import called, functions_of, kernel, split
+from plain_gluon.order import SOURCE, Program, Race
+from plain_gluon.tasks import Stuck, Tasks
+
+__all__ = ["Race", "Stuck", "on_python"]
+
+PROCESSORS = 3
+OPTIONS = ("num_warps", "maxnreg")
+
+
+@contextmanager
+def on_python(
+    changed: Callable[[str], str] = lambda source: source, seed: int = 0, ordered: bool = False
+) -> Iterator[None]:
+    """Here the launches of `backends/hopper.py` run as plain Python, from texts that are `changed`.
+
+    Calls with BACKEND="INTERPRET" come there where a Hopper chip's would. `seed`: of the order of turns, and
+    of the shape where a call has none. `ordered`: masks of runs have an order of rows, as a chip may make it.
+    """
+    own_order = hopper._order
+
+    def order(mask: BlockMask | None, axis: Axis) -> Mapping[str, Any]:
+        given = own_order(mask, axis)
+        if not given or not ordered:
+            return given
+        tiles_of_row = mask.held.runs(axis).rows[..., 0].sum(-1)
+        return {name: tiles_of_row.argsort(descending=True).int() for name in given}
+
+    def start(kernels: HopperKernels, name: str, device: Any, programs: tuple[int], arguments: Any) -> None:
+        p = kernels.portable
+        source = text(p.spec, kernels.score, p.mask, p.grad, p.captures)
+        launch(changed(source), name, programs[0], arguments, seed)
+
+    def settle(kernels: HopperKernels, way: Way, *_: Any) -> Shape:
+        shapes = kernels.ladder(way)
+        return shapes[seed % len(shapes)]
+
+    def why(spec: KernelSpec, way: Way, target: str, options: Any, **facts: bool) -> str | None:
+        return why_portable(spec, way, TARGET, options, **facts)
+
+    with (
+        mock.patch.object(hopper, "start", start),
+        mock.patch.object(hopper, "_order", order),
+        mock.patch.object(hopper, "settle", settle),
+        mock.patch.object(generated, "why_portable", why),
+        # tapes know nothing of these launches
+        mock.patch.object(Repeated, "__call__", lambda self, run, given, beside=(): run(*given)),
+        mock.patch.object(hopper, "processors", lambda device: PROCESSORS),
+        mock.patch.object(hopper, "TensorDescriptor", described),
+        mock.patch.object(hopper, "_layout", lambda block, dtype: None),
+    ):
+        yield
+
+
+def launch(source: str, name: str, programs: int, arguments: Mapping[str, Any], seed: int = 0) -> None:
+    """Run a kernel of a module; raises the first error of any partition."""
+    code, functions, lines = _compiled(source)
+    linecache.cache[SOURCE] = (len(source), None, lines, SOURCE)
+    if name in functions:
+        kernel(functions[name])[(programs,)](**arguments)
+        return
+    scope = names(programs) | {key: called(function) for key, function in functions.items()}
+    exec(code, scope)
+    counter = torch.zeros(1, dtype=torch.int32)
+    given = {key: _given(x, counter) for key, x in arguments.items() if key not in OPTIONS}
+    tasks = Tasks(seed)
+
+    def run_one(number: int) -> None:
+        run_program(Program(number, tasks), scope[name], given)
+
+    tasks.run([(f"program {number}", partial(run_one, number)) for number in range(programs)])
+    assert counter[0] == 0, "the next launch begins with a counter of zero"
+
+
+@lru_cache(16)
+def _compiled(source: str) -> tuple[CodeType, dict[str, Callable[..., Any]], list[str]]:
+    """The module's Gluon, its functions in Triton, its lines."""
+    triton, gluon = split(source)
+    return compile(gluon, SOURCE, "exec"), functions_of(triton), source.splitlines(keepends=True)
+
+
+def described(base: Tensor, shape: list[int], strides: list[int], block: list[int], _: None) -> Descriptor:
+    """In place of a TensorDescriptor, also for float64."""
+    places = [base.data_ptr(), *(stride * base.element_size() for stride in strides[:-1])]
+    assert strides[-1] == 1 and not any(place % 16 for place in places), "what the TMA unit can address"
+    return Descriptor(base.as_strided(shape, strides), block)
+
+
+def _given(x: Any, counter: Tensor) -> Any:
+    """A launch argument as a kernel has it here."""
+    if x is COUNTER:
+        return Pointer(counter)
+    return Pointer(x) if isinstance(x, Tensor) else x
