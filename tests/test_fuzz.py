@@ -30,7 +30,7 @@ from flexmod.ir import ops
 ON_GPU = ("triton", "hopper")
 
 
-@pytest.mark.parametrize(("backend", "programs"), [("cpu", 120), ("interpret", 5)])
+@pytest.mark.parametrize(("backend", "programs"), [("cpu", 120), ("interpret", 5), ("python", 3)])
 def test_a_fixed_budget(backend: str, programs: int) -> None:
     failed = []
     for number in range(programs):

@@ -2,8 +2,8 @@
 
 With the repository and its tests/ in PYTHONPATH. Programs are drawn from the seed by number, in worker
 processes; all calls of one are judged in one process. The counts come last, also as JSON in OUT, if that
-names a folder. Failing calls are written there as scripts, in one file; on the CPU and in the interpreter
-they are made small first. Ends with 1 if any failed.
+names a folder. Failing calls are written there as scripts, in one file; without a GPU they are made small
+first. Ends with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuzz.script import script
 
 PROGRAMS = 64  # of a group that one worker takes
 # seconds of one program before its process is ended
-LIMITS = {"cpu": 60, "interpret": 240, "triton": 180, "hopper": 240}
+LIMITS = {"cpu": 60, "interpret": 240, "python": 240, "triton": 180, "hopper": 240}
 MOST_SCRIPTS = 20
 
 
@@ -50,8 +50,8 @@ def outcomes(backend: str, seed: int, seconds: float, processes: int) -> Iterato
 
 
 def main() -> int:
-    many = 4 if is_hopper() else 3 if torch.cuda.is_available() else 2
-    here = ("cpu", "interpret", "triton", "hopper")[:many]
+    many = 5 if is_hopper() else 4 if torch.cuda.is_available() else 3
+    here = ("cpu", "interpret", "python", "triton", "hopper")[:many]
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--backend", choices=sorted(SIZES), nargs="+", default=here, help="in turn")
     parser.add_argument("--seconds", type=float, default=600.0, help="of each backend")

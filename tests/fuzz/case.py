@@ -33,11 +33,12 @@ class Table:
 class Case:
     """A call. Pairs are (queries', keys'): `batch` (B, B or 1), `heads` (Hq, Hkv), `lengths` (M, N).
 
-    `backend`: cpu, interpret, triton (the portable kernels) or hopper. `score` and `mask`: texts of functions
-    ("": none), which read `numbers`, and tables, by name. `kv_dtype` is lower than `dtype` only without
-    gradients. `layouts`: of query, key, value and the gradient of the output. `mask_sizes`: B and H of the
-    mask, 0 for None; `mask_form`: built, without full tiles (partial), the complement of the complement, or
-    given as lists. `wanted`: which of q, k, v want a gradient; "" and no learned table: a forward alone.
+    `backend`: cpu, interpret, triton (the portable kernels), hopper, or python, which is Hopper's kernels on
+    the CPU. `score` and `mask`: texts of functions ("": none), which read `numbers`, and tables, by name.
+    `kv_dtype` is lower than `dtype` only without gradients. `layouts`: of query, key, value and the gradient
+    of the output. `mask_sizes`: B and H of the mask, 0 for None; `mask_form`: built, without full tiles
+    (partial), the complement of the complement, or given as lists. `wanted`: which of q, k, v want a
+    gradient; "" and no learned table: a forward alone.
     """
 
     backend: str
@@ -145,6 +146,15 @@ def mod_of(text: str, case: Case, tables: dict[str, Tensor], halves: bool = True
 
 def compiled(case: Case, call: Call) -> Results:
     """flexmod's results, from memory that held NaN before."""
+    if case.backend != "python":
+        return _compiled(case, call)
+    from plain_gluon import on_python  # not on every path of a script
+
+    with on_python(seed=case.seed, ordered=case.seed % 2 == 1):
+        return _compiled(case, call)
+
+
+def _compiled(case: Case, call: Call) -> Results:
     device = call.q.device
     tables = {
         t.name: call.tables[t.name].detach().requires_grad_(t.learned)
@@ -152,8 +162,11 @@ def compiled(case: Case, call: Call) -> Results:
     }
     inputs = {n: getattr(call, n).detach().requires_grad_(n in case.wanted) for n in "qkv"}
     mask, options = None, dict(case.options)
-    backend = {"interpret": {"BACKEND": "INTERPRET"}, "hopper": {"TEMPLATE": "hopper"}}
-    options |= backend.get(case.backend, {"TEMPLATE": "portable"} if case.backend == "triton" else {})
+    backends = {
+        "interpret": {"BACKEND": "INTERPRET"}, "python": {"BACKEND": "INTERPRET", "TEMPLATE": "hopper"},
+        "triton": {"TEMPLATE": "portable"}, "hopper": {"TEMPLATE": "hopper"},
+    }  # fmt: skip
+    options |= backends.get(case.backend, {})
     if case.mask:
         mask_mod = mod_of(case.mask, case, {name: x.detach() for name, x in tables.items()})
         mask = block_mask(case, mask_mod, device)

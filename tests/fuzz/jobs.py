@@ -46,7 +46,7 @@ def run(job: Job) -> Found:
             counts["with gradients"] += 1
         if why:
             failed.append((case, why))
-    if failed and job.backend in ("cpu", "interpret"):
+    if failed and job.backend in ("cpu", "interpret", "python"):
         failed = [smaller(job, *failed[0]), *failed]
     return Found(counts, failed)
 

@@ -49,6 +49,10 @@ SIZES = {
         56, (1, 3, 8, 16, 17, 24, 32, 40), 2, 2, 2, 2400, (16, 32, (16, 32), (48, 16), 64, 128),
         ("float32", "float32", *HALVES), LAYOUTS, 8, 16,
     ),
+    "python": Sizes(
+        600, (40, 64, 64, 72, 96, 128, 128, 160, 192, 256), 2, 2, 2, 1 << 18, (128, 128, (128, 256), 256),
+        HALVES, ("plain", "plain", "bshd", "packed"), 8, 4,
+    ),
     "triton": Sizes(
         400, ANY_DIMS, 3, 3, 4, 1 << 21, (16, 64, (64, 128), 128, 128, (128, 64), 256),
         ("float32", *HALVES), LAYOUTS, 9, 8,
@@ -58,6 +62,7 @@ SIZES = {
         HALVES, ("plain", "plain", "bshd", "packed"), 9, 8,
     ),
 }  # fmt: skip
+HOPPER = ("python", "hopper")  # the same kernels
 NUMBERS = {
     "float": (0.5, 1.0, 2.0, -0.75, 0.0),
     "int": (0, 1, 2, 3, -4),
@@ -79,7 +84,7 @@ def program(draw: Drawn, backend: str) -> Cases:
         dims = dims[0], dims[0]
     wanted, kv_dtype = draw.one(["qkv"] * 5 + ["q", "kv", "v", "", "k"]), ""
     learns = any(form.learned for form in forms)
-    if not wanted and not learns and backend != "hopper" and dtype == "float32":
+    if not wanted and not learns and backend not in HOPPER and dtype == "float32":
         kv_dtype = draw.one(["", "bfloat16", "float16"])
     block = draw.one(sizes.blocks)
     layouts = [draw.one(sizes.layouts) for _ in range(4)]
@@ -89,7 +94,7 @@ def program(draw: Drawn, backend: str) -> Cases:
         dims=dims, layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
         block=block if isinstance(block, tuple) else (block, block), mask_form=draw.one(MASK_FORMS),
         wanted=wanted, grad_lse=draw.rarely(4), scale=draw.one(SCALES),
-        deterministic=backend != "hopper" and draw.flag(), options=_options(draw, backend, block),
+        deterministic=backend not in HOPPER and draw.flag(), options=_options(draw, backend, block),
     )  # fmt: skip
     calls = draw.whole(sizes.calls // 2, sizes.calls)
     return tuple(_call(draw, sizes, forms, numbers, reads, aligned, apart, shared) for _ in range(calls))
