@@ -18,19 +18,8 @@ from flexmod.codegen.triton_text import ARGUMENTS, fresh, give_back
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
 
-# The operators of Python that torch tensors have; all others are functions of torch.
-INFIX = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
-    "floor_divide": "{0} // {1}", "remainder": "{0} % {1}", "pow": "{0} ** {1}", "neg": "-{0}",
-    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
-    "ge": "{0} >= {1}", "logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}",
-    "logical_not": "~{0}", "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}",
-    "bitwise_not": "~{0}", "shift_left": "{0} << {1}", "shift_right": "{0} >> {1}",
-    "trunc_divide": 'torch.div({0}, {1}, rounding_mode="trunc")',
-}  # fmt: skip
-# torch.minimum and torch.maximum take no numbers
+# of a number, which torch.minimum and torch.maximum do not take
 CLAMPS = {"minimum": "torch.clamp({0}, max={1})", "maximum": "torch.clamp({0}, min={1})"}
-LOGICAL = ("logical_and", "logical_or", "logical_xor", "logical_not")
 METHODS = {torch.float32: "float()", torch.int64: "long()", torch.int32: "int()", torch.bool: "bool()"}
 
 
@@ -108,21 +97,23 @@ class _Writer:
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         # a tensor without dimensions promotes others less than torch's scalars of a mod do each other
         said = any(not a.home and (not a.is_const or isinstance(a.dtype, torch.dtype)) for a in node.args)
+        clamps = node.op in CLAMPS and at[0] != torch.bool and any(a.is_const for a in node.args)
+        template = CLAMPS[node.op] if clamps else row.python
         values = []
         for argument, dtype in zip(node.args, at, strict=True):
             if argument.is_const:
-                values.append(literal(argument.value, row.number_dtype(dtype)))
+                wanted = row.number_dtype(dtype)
+                number = literal(argument.value, wanted)
+                values.append(number if template else f"torch.tensor({number}, dtype={wanted})")
                 continue
             value = self._value(argument)
-            cast = strong(argument.dtype) != dtype and (said or node.op in LOGICAL)
+            cast = strong(argument.dtype) != dtype and (said or row.at == "bool")
             values.append(fill(f"{{0}}.{_to(dtype)}", [value]) if cast else value)
-        if node.op in CLAMPS and any(a.is_const for a in node.args):
-            if node.args[0].is_const:
-                values.reverse()
-            return fill(CLAMPS[node.op], values)
-        if node.op in INFIX:
-            return fill(INFIX[node.op], values)
-        return f"torch.{row.torch_names[0]}({', '.join(map(tidy, values))})"
+        if clamps and node.args[0].is_const:
+            values.reverse()
+        if template is None:
+            return f"torch.{row.torch_names[0]}({', '.join(map(tidy, values))})"
+        return fill(template, values)
 
 
 def _to(dtype: torch.dtype) -> str:

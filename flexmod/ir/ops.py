@@ -17,6 +17,7 @@ A row holds everything that flexmod knows of an operation:
     exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
                 floor(q_idx / 49) is what torch has. A score is spared the cost.
     unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
+    python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
 
 `COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
 """
@@ -106,6 +107,7 @@ class Op:
     interval: Callable[..., bounds.Bounds] | None = None
     exact: str | None = None
     unmixed: bool = False
+    python: str | None = None
 
     def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
         """The dtype that each argument is cast to.
@@ -192,31 +194,33 @@ _ROWS = [
     # arithmetic
     Op("add", ("add",), "result", promote,
        {"bool": "{0} | {1}", "int": "{0} + {1}", "float": "{0} + {1}"},
-       torch.add, lambda g, y, a, b: (g, g), bounds.add),
+       torch.add, lambda g, y, a, b: (g, g), bounds.add, python="{0} + {1}"),
     Op("sub", ("sub", "subtract"), "result", promote, {"int": "{0} - {1}", "float": "{0} - {1}"},
-       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub, unmixed=True),
+       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub, unmixed=True, python="{0} - {1}"),
     Op("mul", ("mul", "multiply"), "result", promote,
        {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
-       torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul),
+       torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul, python="{0} * {1}"),
     Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
-       torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})"),
+       torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})",
+       python="{0} / {1}"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
-       torch.floor_divide, _zero, bounds.floor_divide),
+       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}"),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
        _trunc_divide, _zero, bounds.trunc_divide,
-       exact="trunc(tl.div_rn({0}, {1}))"),
+       exact="trunc(tl.div_rn({0}, {1}))", python='torch.div({0}, {1}, rounding_mode="trunc")'),
     Op("remainder", ("remainder", "mod"), "result", promote,
        {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
-       torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder),
+       torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
+       python="{0} % {1}"),
     Op("fmod", ("fmod",), "result", promote, {"int": "{0} % {1}", "float": "fmod({0}, {1})"},
        torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod),
     Op("pow", ("pow", "float_power"), "result", promote,
        {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
-       torch.pow, _pow_derivative, bounds.power),
+       torch.pow, _pow_derivative, bounds.power, python="{0} ** {1}"),
     Op("neg", ("neg", "negative"), "result", _first, {"int": "-{0}", "float": "-{0}"},
-       torch.neg, lambda g, y, x: (-g,), bounds.neg),
+       torch.neg, lambda g, y, x: (-g,), bounds.neg, python="-{0}"),
     Op("abs", ("abs", "absolute"), "result", _first, {"int": "tl.abs({0})", "float": "tl.abs({0})"},
        torch.abs, lambda g, y, x: (g * torch.sign(x),), bounds.absolute),
     Op("sign", ("sign", "sgn"), "result", _first, {"int": "sign({0})", "float": "sign({0})", "bool": "{0}"},
@@ -230,35 +234,44 @@ _ROWS = [
         "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum),
     Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})", torch.where,
-       lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where),
+       lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where,
+       python="torch.where({0}, {1}, {2})"),
     # comparisons
-    Op("eq", ("eq",), "common", _bool, "{0} == {1}", torch.eq, _zero, bounds.eq),
-    Op("ne", ("ne", "not_equal"), "common", _bool, "{0} != {1}", torch.ne, _zero, bounds.ne),
-    Op("lt", ("lt", "less"), "common", _bool, "{0} < {1}", torch.lt, _zero, bounds.lt),
-    Op("le", ("le", "less_equal"), "common", _bool, "{0} <= {1}", torch.le, _zero, bounds.le),
-    Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt),
-    Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge),
+    Op("eq", ("eq",), "common", _bool, "{0} == {1}", torch.eq, _zero, bounds.eq, python="{0} == {1}"),
+    Op("ne", ("ne", "not_equal"), "common", _bool, "{0} != {1}", torch.ne, _zero, bounds.ne,
+       python="{0} != {1}"),
+    Op("lt", ("lt", "less"), "common", _bool, "{0} < {1}", torch.lt, _zero, bounds.lt, python="{0} < {1}"),
+    Op("le", ("le", "less_equal"), "common", _bool, "{0} <= {1}", torch.le, _zero, bounds.le,
+       python="{0} <= {1}"),
+    Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt, python="{0} > {1}"),
+    Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge,
+       python="{0} >= {1}"),
     # numbers of 32 bits as unsigned ones, what ranges come down to, see `ranges.py`; torch has no name for it
     Op("unsigned_lt", (), "common", _bool, {"int": "unsigned_lt({0}, {1})"}, _unsigned_lt, _zero),
     Op("unsigned_max", (), "result", promote, {"int": "unsigned_max({0}, {1})"},
        lambda a, b: torch.where(_unsigned_lt(a, b), b, a), _zero),
     # logic and bits
-    Op("logical_and", ("logical_and",), "bool", _bool, "{0} & {1}", torch.logical_and, _zero, bounds.both),
-    Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either),
-    Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero, bounds.one_of),
-    Op("logical_not", ("logical_not",), "bool", _bool, "{0} == 0", torch.logical_not, _zero, bounds.invert),
+    Op("logical_and", ("logical_and",), "bool", _bool, "{0} & {1}", torch.logical_and, _zero, bounds.both,
+       python="{0} & {1}"),
+    Op("logical_or", ("logical_or",), "bool", _bool, "{0} | {1}", torch.logical_or, _zero, bounds.either,
+       python="{0} | {1}"),
+    Op("logical_xor", ("logical_xor",), "bool", _bool, "{0} ^ {1}", torch.logical_xor, _zero, bounds.one_of,
+       python="{0} ^ {1}"),
+    Op("logical_not", ("logical_not",), "bool", _bool, "{0} == 0", torch.logical_not, _zero, bounds.invert,
+       python="~{0}"),
     Op("bitwise_and", ("bitwise_and", "and"), "result", promote, _bits("{0} & {1}"),
-       torch.bitwise_and, _zero, bounds.bitwise_and),
+       torch.bitwise_and, _zero, bounds.bitwise_and, python="{0} & {1}"),
     Op("bitwise_or", ("bitwise_or", "or"), "result", promote, _bits("{0} | {1}"),
-       torch.bitwise_or, _zero, bounds.bitwise_or),
+       torch.bitwise_or, _zero, bounds.bitwise_or, python="{0} | {1}"),
     Op("bitwise_xor", ("bitwise_xor", "xor"), "result", promote, _bits("{0} ^ {1}"),
-       torch.bitwise_xor, _zero, bounds.bitwise_xor),
+       torch.bitwise_xor, _zero, bounds.bitwise_xor, python="{0} ^ {1}"),
     Op("bitwise_not", ("bitwise_not", "invert"), "result", _first, _bits("~{0}"),
-       torch.bitwise_not, _zero, bounds.bitwise_not),
+       torch.bitwise_not, _zero, bounds.bitwise_not, python="~{0}"),
     Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, {"int": "shift_left({0}, {1})"},
-       torch.bitwise_left_shift, _zero, bounds.shift_left),
+       torch.bitwise_left_shift, _zero, bounds.shift_left, python="{0} << {1}"),
     Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote,
-       {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right),
+       {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right,
+       python="{0} >> {1}"),
     # exponentials and their like
     Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,)),
     Op("exp2", ("exp2", "special_exp2"), "result", promote_float, "tl.exp2({0})",
@@ -283,7 +296,7 @@ _ROWS = [
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one),
     # of `approximate.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
-       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one),
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})"),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share),
     # what tanh and sigmoid of a score come down to, see `exponents.py`; torch has no name for it

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from table_walk import arity
 
-from flexmod import masks, mods
+from flexmod import errors, masks, mods
 from flexmod.codegen.torch_text import write_torch
 from flexmod.compiler import lower
 from flexmod.ir.evaluate import evaluate
+from flexmod.ir.ops import OPS, Op
 from flexmod.ir.trace import trace
 
 EXTENTS = (2, 3, 40, 50)
@@ -65,7 +69,9 @@ def check(mod: Any, kind: str, inputs: tuple[torch.Tensor, ...]) -> None:
         graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=score[0] if score else None
     )
     assert found.dtype == expected.dtype, written.text
-    torch.testing.assert_close(found.expand(EXTENTS), expected.expand(EXTENTS), msg=written.text)
+    torch.testing.assert_close(
+        found.expand(EXTENTS), expected.expand(EXTENTS), equal_nan=True, msg=written.text
+    )
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -76,6 +82,33 @@ def test_masks(name: str) -> None:
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str) -> None:
     check(SCORES[name], "score", (torch.randn(EXTENTS), *positions()))
+
+
+@pytest.mark.parametrize("row", [row for row in OPS.values() if row.torch_names], ids=lambda row: row.name)
+def test_every_operation(row: Op) -> None:
+    """Of the score, of positions, of truth values, and of a number on either side."""
+    choices: list[Callable[[Any, Any], Sequence[Any]]] = [
+        lambda s, kv_idx: (s, kv_idx + 1), lambda s, kv_idx: (kv_idx, kv_idx + 2),
+        lambda s, kv_idx: (s > 0, kv_idx > 2), lambda s, kv_idx: (s > 0, True),
+    ]  # fmt: skip
+    if arity(row) > 1:
+        choices += [lambda s, kv_idx: (kv_idx, 3), lambda s, kv_idx: (3, kv_idx + 1),
+                    lambda s, kv_idx: (s, 2.5), lambda s, kv_idx: (2.5, s)]  # fmt: skip
+    met = 0
+    for choose in choices:
+        with contextlib.suppress(errors.OperationArgumentError):  # as torch has it
+            check(mod_of(row, choose), "score", (torch.randn(EXTENTS), *positions()))
+            met += 1
+    assert met
+
+
+def mod_of(row: Op, choose: Callable[[Any, Any], Sequence[Any]]) -> Any:
+    def mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        condition = [q_idx > 4] if row.name == "where" else []
+        found = s._tracer.apply(row.torch_names[0], [*condition, *choose(s, kv_idx)][: arity(row)])
+        return torch.where(found, s * 2, 0.5) if found.dtype == torch.bool else s * 0 + found
+
+    return mod
 
 
 def test_the_text() -> None:
