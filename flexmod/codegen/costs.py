@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmod.ir.graph import Node
-from flexmod.ir.ops import CAST, strong
-
-# operations of many instructions
-DEAR = {
-    "load", "div", "pow", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos",
-    "tan", "tanh", "sigmoid", "erf",
-}  # fmt: skip
-DIVISIONS = {"floor_divide", "remainder", "trunc_divide", "fmod"}
+from flexmod.ir.ops import CAST, OPS, strong
 
 
 def costly(node: Node) -> bool:
@@ -20,9 +13,12 @@ def costly(node: Node) -> bool:
     return node.op != CAST and strong(node.dtype) != torch.bool
 
 
-def dear(node: Node) -> bool:
-    """Is a value loaded, or made in more than a few instructions? A division by a power of two is one."""
-    if node.op not in DIVISIONS:
-        return node.op in DEAR
+def expensive(node: Node) -> bool:
+    """Is a value loaded, or made in more than a few instructions?"""
+    if node.op not in OPS:
+        return node.op == "load"
+    cost = OPS[node.op].cost
+    if cost != "division" or strong(node.dtype).is_floating_point:
+        return cost != "low"
     divisor = node.args[1].value if node.args[1].is_const else None
     return not isinstance(divisor, int) or divisor.bit_count() != 1

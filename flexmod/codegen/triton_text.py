@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.codegen import prelude
-from flexmod.codegen.costs import costly, dear
+from flexmod.codegen.costs import costly, expensive
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
     WIDTH,
@@ -168,7 +168,7 @@ class Writer:
             call=call,
             parameters=tuple(self.parameters.values()),
             held_by_column=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
-            dear=frozenset(home_of(n) for n in self.graph.nodes if dear(n)),
+            expensive=frozenset(home_of(n) for n in self.graph.nodes if expensive(n)),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),

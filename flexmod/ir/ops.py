@@ -18,6 +18,8 @@ A row holds everything that flexmod knows of an operation:
                 floor(q_idx / 49) is what torch has. A score is spared the cost.
     unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
     python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
+    cost        what a value takes: "low", a few instructions; "high", more; "division", more, but where a
+                whole number is divided by a power of two
 
 `COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
 """
@@ -28,7 +30,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -108,6 +110,7 @@ class Op:
     exact: str | None = None
     unmixed: bool = False
     python: str | None = None
+    cost: Literal["low", "high", "division"] = "low"
 
     def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
         """The dtype that each argument is cast to.
@@ -202,23 +205,24 @@ _ROWS = [
        torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul, python="{0} * {1}"),
     Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
        torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})",
-       python="{0} / {1}"),
+       python="{0} / {1}", cost="high"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
-       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}"),
+       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division"),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
        _trunc_divide, _zero, bounds.trunc_divide,
-       exact="trunc(tl.div_rn({0}, {1}))", python='torch.div({0}, {1}, rounding_mode="trunc")'),
+       exact="trunc(tl.div_rn({0}, {1}))", python='torch.div({0}, {1}, rounding_mode="trunc")',
+       cost="division"),
     Op("remainder", ("remainder", "mod"), "result", promote,
        {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
        torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
-       python="{0} % {1}"),
+       python="{0} % {1}", cost="division"),
     Op("fmod", ("fmod",), "result", promote, {"int": "{0} % {1}", "float": "fmod({0}, {1})"},
-       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod),
+       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division"),
     Op("pow", ("pow", "float_power"), "result", promote,
        {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
-       torch.pow, _pow_derivative, bounds.power, python="{0} ** {1}"),
+       torch.pow, _pow_derivative, bounds.power, python="{0} ** {1}", cost="high"),
     Op("neg", ("neg", "negative"), "result", _first, {"int": "-{0}", "float": "-{0}"},
        torch.neg, lambda g, y, x: (-g,), bounds.neg, python="-{0}"),
     Op("abs", ("abs", "absolute"), "result", _first, {"int": "tl.abs({0})", "float": "tl.abs({0})"},
@@ -273,40 +277,45 @@ _ROWS = [
        {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right,
        python="{0} >> {1}"),
     # exponentials and their like
-    Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,)),
+    Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,),
+       cost="high"),
     Op("exp2", ("exp2", "special_exp2"), "result", promote_float, "tl.exp2({0})",
-       torch.exp2, lambda g, y, x: (g * y * LN_2,)),
+       torch.exp2, lambda g, y, x: (g * y * LN_2,), cost="high"),
     Op("expm1", ("expm1", "special_expm1"), "result", promote_float, "expm1({0})",
-       torch.expm1, lambda g, y, x: (g * (y + 1.0),)),
-    Op("log", ("log",), "result", promote_float, "tl.log({0})", torch.log, lambda g, y, x: (g / x,)),
+       torch.expm1, lambda g, y, x: (g * (y + 1.0),), cost="high"),
+    Op("log", ("log",), "result", promote_float, "tl.log({0})", torch.log, lambda g, y, x: (g / x,),
+       cost="high"),
     Op("log2", ("log2",), "result", promote_float, "tl.log2({0})",
-       torch.log2, lambda g, y, x: (g * LOG2_E / x,)),
+       torch.log2, lambda g, y, x: (g * LOG2_E / x,), cost="high"),
     Op("log1p", ("log1p", "special_log1p"), "result", promote_float, "log1p({0})",
-       torch.log1p, lambda g, y, x: (g / (x + 1.0),)),
+       torch.log1p, lambda g, y, x: (g / (x + 1.0),), cost="high"),
     Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})",
-       torch.sqrt, lambda g, y, x: (g * 0.5 / y,), bounds.square_root, exact="tl.sqrt_rn({0})"),
-    Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse),
+       torch.sqrt, lambda g, y, x: (g * 0.5 / y,), bounds.square_root, exact="tl.sqrt_rn({0})", cost="high"),
+    Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse,
+       cost="high"),
     Op("sin", ("sin",), "result", promote_float, "tl.sin({0})",
-       torch.sin, lambda g, y, x: (g * torch.cos(x),), bounds.within_one),
+       torch.sin, lambda g, y, x: (g * torch.cos(x),), bounds.within_one, cost="high"),
     Op("cos", ("cos",), "result", promote_float, "tl.cos({0})",
-       torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one),
+       torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one, cost="high"),
     Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
-       torch.tan, lambda g, y, x: (g * (1.0 + y * y),)),
+       torch.tan, lambda g, y, x: (g * (1.0 + y * y),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
-       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one),
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high"),
     # of `approximate.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
-       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})"),
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
+       cost="high"),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
-       torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share),
+       torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high"),
     # what tanh and sigmoid of a score come down to, see `exponents.py`; torch has no name for it
     Op("logistic", (), "result", promote_float, "logistic({0})", lambda x: 1.0 / (1.0 + torch.exp2(x)),
-       lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share),
+       lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share, cost="high"),
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
-       torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),), bounds.within_one),
+       torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),), bounds.within_one,
+       cost="high"),
     Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "1.0 - tl.erf({0})",
        torch.erfc, lambda g, y, x: (g * (-2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),),
-       lambda x: (0.0, 2.0)),
+       lambda x: (0.0, 2.0), cost="high"),
     # rounding
     Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero,
        bounds.floor),
