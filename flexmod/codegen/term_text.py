@@ -10,6 +10,7 @@ What the main function returns, by how the terms are summed (see `ir/reductions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +20,8 @@ from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
 from flexmod.codegen.triton_text import Function, Writer, fresh, together
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph, Node
-from flexmod.ir.ops import CAST, strong
+from flexmod.ir.ops import OPS, strong
 from flexmod.ir.reductions import Along, Term
-
-# of finite arguments they make finite floats, range apart
-_FINITE = {CAST, "input", "const", "param", "add", "sub", "mul", "neg", "where"}
 
 MAIN: dict[Along, str] = {
     "row": "score_grad_by_row",
@@ -86,7 +84,7 @@ class _TermWriter(Writer):
         return all(
             node.op != "load"
             and "score" not in node.home
-            and (not strong(node.dtype).is_floating_point or node.op in _FINITE)
+            and (not strong(node.dtype).is_floating_point or _is_finite(node))
             for node in self.graph.nodes
         )
 
@@ -106,3 +104,10 @@ class _TermWriter(Writer):
         name = f"{self.captures[term.capture]}_place"
         place = self.bound_once(main, load, name, place)
         return place, together(guards or [f"{place} >= 0"])
+
+
+def _is_finite(node: Node) -> bool:
+    """Is a float finite where what it is made of is, range apart?"""
+    if node.is_const:
+        return math.isfinite(node.value)  # type: ignore[arg-type]
+    return OPS[node.op].finite if node.op in OPS else True

@@ -20,6 +20,7 @@ A row holds everything that flexmod knows of an operation:
     python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
     cost        what a value takes: "low", a few instructions; "high", more; "division", more, but where a
                 whole number is divided by a power of two
+    finite      of finite arguments it makes finite floats, range apart
 
 `COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
 """
@@ -111,6 +112,7 @@ class Op:
     unmixed: bool = False
     python: str | None = None
     cost: Literal["low", "high", "division"] = "low"
+    finite: bool = False
 
     def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
         """The dtype that each argument is cast to.
@@ -197,12 +199,12 @@ _ROWS = [
     # arithmetic
     Op("add", ("add",), "result", promote,
        {"bool": "{0} | {1}", "int": "{0} + {1}", "float": "{0} + {1}"},
-       torch.add, lambda g, y, a, b: (g, g), bounds.add, python="{0} + {1}"),
+       torch.add, lambda g, y, a, b: (g, g), bounds.add, python="{0} + {1}", finite=True),
     Op("sub", ("sub", "subtract"), "result", promote, {"int": "{0} - {1}", "float": "{0} - {1}"},
-       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub, unmixed=True, python="{0} - {1}"),
+       torch.sub, lambda g, y, a, b: (g, -g), bounds.sub, unmixed=True, python="{0} - {1}", finite=True),
     Op("mul", ("mul", "multiply"), "result", promote,
        {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
-       torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul, python="{0} * {1}"),
+       torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul, python="{0} * {1}", finite=True),
     Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
        torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})",
        python="{0} / {1}", cost="high"),
@@ -224,22 +226,22 @@ _ROWS = [
        {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
        torch.pow, _pow_derivative, bounds.power, python="{0} ** {1}", cost="high"),
     Op("neg", ("neg", "negative"), "result", _first, {"int": "-{0}", "float": "-{0}"},
-       torch.neg, lambda g, y, x: (-g,), bounds.neg, python="-{0}"),
+       torch.neg, lambda g, y, x: (-g,), bounds.neg, python="-{0}", finite=True),
     Op("abs", ("abs", "absolute"), "result", _first, {"int": "tl.abs({0})", "float": "tl.abs({0})"},
-       torch.abs, lambda g, y, x: (g * torch.sign(x),), bounds.absolute),
+       torch.abs, lambda g, y, x: (g * torch.sign(x),), bounds.absolute, finite=True),
     Op("sign", ("sign", "sgn"), "result", _first, {"int": "sign({0})", "float": "sign({0})", "bool": "{0}"},
-       torch.sign, _zero, bounds.sign),
+       torch.sign, _zero, bounds.sign, finite=True),
     Op("minimum", ("minimum", "min"), "result", promote,
        {"bool": "{0} & {1}", "int": "tl.minimum({0}, {1})",
         "float": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
-       torch.minimum, lambda g, y, a, b: _pick(a < b, b < a, g), bounds.minimum),
+       torch.minimum, lambda g, y, a, b: _pick(a < b, b < a, g), bounds.minimum, finite=True),
     Op("maximum", ("maximum", "max"), "result", promote,
        {"bool": "{0} | {1}", "int": "tl.maximum({0}, {1})",
         "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
-       torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum),
+       torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum, finite=True),
     Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})", torch.where,
        lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where,
-       python="torch.where({0}, {1}, {2})"),
+       python="torch.where({0}, {1}, {2})", finite=True),
     # comparisons
     Op("eq", ("eq",), "common", _bool, "{0} == {1}", torch.eq, _zero, bounds.eq, python="{0} == {1}"),
     Op("ne", ("ne", "not_equal"), "common", _bool, "{0} != {1}", torch.ne, _zero, bounds.ne,
@@ -294,37 +296,37 @@ _ROWS = [
     Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse,
        cost="high"),
     Op("sin", ("sin",), "result", promote_float, "tl.sin({0})",
-       torch.sin, lambda g, y, x: (g * torch.cos(x),), bounds.within_one, cost="high"),
+       torch.sin, lambda g, y, x: (g * torch.cos(x),), bounds.within_one, cost="high", finite=True),
     Op("cos", ("cos",), "result", promote_float, "tl.cos({0})",
-       torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one, cost="high"),
+       torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one, cost="high", finite=True),
     Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
-       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high"),
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high", finite=True),
     # of `approximate.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
-       cost="high"),
+       cost="high", finite=True),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
-       torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high"),
+       torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high", finite=True),
     # what tanh and sigmoid of a score come down to, see `exponents.py`; torch has no name for it
     Op("logistic", (), "result", promote_float, "logistic({0})", lambda x: 1.0 / (1.0 + torch.exp2(x)),
-       lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share, cost="high"),
+       lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share, cost="high", finite=True),
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
        torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),), bounds.within_one,
-       cost="high"),
+       cost="high", finite=True),
     Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "1.0 - tl.erf({0})",
        torch.erfc, lambda g, y, x: (g * (-2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),),
-       lambda x: (0.0, 2.0), cost="high"),
+       lambda x: (0.0, 2.0), cost="high", finite=True),
     # rounding
     Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero,
-       bounds.floor),
+       bounds.floor, finite=True),
     Op("ceil", ("ceil",), "result", _first, {"int": "{0}", "float": "tl.ceil({0})"}, torch.ceil, _zero,
-       bounds.ceil),
+       bounds.ceil, finite=True),
     Op("round", ("round",), "result", _first, {"int": "{0}", "float": "round_half_even({0})"},
-       torch.round, _zero, bounds.nearest),
+       torch.round, _zero, bounds.nearest, finite=True),
     Op("trunc", ("trunc", "fix"), "result", _first, {"int": "{0}", "float": "trunc({0})"},
-       torch.trunc, _zero, bounds.trunc),
+       torch.trunc, _zero, bounds.trunc, finite=True),
     # tests
     Op("isnan", ("isnan",), "own", _bool, {"int": "{0} != {0}", "bool": "{0} != {0}", "float": "{0} != {0}"},
        torch.isnan, _zero),

@@ -1,0 +1,43 @@
+"""What the texts of learned terms say of themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod.compiler import capture_texts, lower
+from flexmod.ir.trace import trace
+
+slopes = torch.rand(4, requires_grad=True)
+
+FINITE = {
+    "distance": lambda q_idx, kv_idx: kv_idx - q_idx,
+    "of floats": lambda q_idx, kv_idx: abs(kv_idx * 0.5 - q_idx).clamp(max=30.0),
+    "rounded": lambda q_idx, kv_idx: torch.floor((kv_idx - q_idx) * 0.3),
+    "bounded": lambda q_idx, kv_idx: torch.tanh((kv_idx - q_idx) * 0.1),
+    "chosen": lambda q_idx, kv_idx: torch.where(kv_idx > q_idx, 1.5, torch.sin(kv_idx * 0.1)),
+}
+NOT_FINITE = {
+    "logarithm": lambda q_idx, kv_idx: torch.log((kv_idx - q_idx) * 1.0),
+    "quotient": lambda q_idx, kv_idx: 1.0 / (kv_idx - q_idx),
+    "exponential": lambda q_idx, kv_idx: torch.exp(kv_idx - q_idx),
+    "constant": lambda q_idx, kv_idx: torch.where(kv_idx > q_idx, math.inf, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", [*FINITE, *NOT_FINITE])
+def test_a_gradient_of_zero_leaves_zeros(name: str) -> None:
+    """Only where a term is the gradient times what is finite everywhere."""
+    factor = (FINITE | NOT_FINITE)[name]
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * factor(q_idx, kv_idx)
+
+    graph = lower(trace(mod, "score").graph, (1, 4, 64, 64), split=False).score
+    assert graph is not None
+    text = capture_texts(graph, (0,), fused=True).column
+    assert text is not None
+    assert text.keeps_zeros == (name in FINITE)
