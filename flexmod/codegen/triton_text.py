@@ -48,11 +48,6 @@ HOMES = {
     "row": (ROW, ("b", "h", "q_idx"), "q"),
     "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
 }
-# where neither side is negative, and where the shift is by less than the number's width
-PLAIN = {
-    "floor_divide": "{0} // {1}", "remainder": "{0} % {1}",
-    "shift_left": "{0} << {1}", "shift_right": "{0} >> {1}",
-}  # fmt: skip
 RESERVED = {
     "b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float",
     *prelude.FUNCTIONS, *keyword.kwlist,
@@ -278,11 +273,11 @@ class Writer:
         row = OPS[node.op]
         if row.exact and held(at) == torch.float32 and not {"score", "grad"} & node.home:
             return row.exact
-        if node.op in PLAIN and not at.is_floating_point:
-            (first, _), (second, most) = (self.known[a] for a in node.args)
-            shifts = node.op.startswith("shift")
-            if (second >= 0 and most < torch.iinfo(at).bits) if shifts else (first >= 0 and second > 0):
-                return PLAIN[node.op]
+        if row.plain and not at.is_floating_point:
+            text, suffices = row.plain
+            first, second = (self.known[a] for a in node.args)
+            if suffices(first, second, torch.iinfo(at).bits):
+                return text
         return row.text(at)
 
     def _load(self, function: Function, node: Node) -> str:

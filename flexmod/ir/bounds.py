@@ -380,3 +380,17 @@ ROUNDED = frozenset({
     add, sub, mul, div, neg, absolute, minimum, maximum, where, floor, ceil, trunc, nearest, sign,
     square_root, lt, le, gt, ge, eq, ne,
 })  # fmt: skip
+# Of an argument without ends, which may be nan, they would make one that has an end.
+KEEP_NAN = frozenset({minimum, maximum, absolute, sign})
+# Of large integers they may leave int64.
+ARITHMETIC = frozenset({add, sub, mul, neg, absolute})
+
+
+def are_positive(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of numbers, for a quotient or a remainder: is rounding down the same as towards 0?"""
+    return a[0] >= 0 and b[0] > 0
+
+
+def shift_within(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of numbers: is a shift by less than the width of what is shifted?"""
+    return b[0] >= 0 and b[1] < bits

@@ -38,9 +38,6 @@ from flexmod.ir.sources import Sources
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
 # no product with an index then leaves int64.
 MODERATE = 2**40
-# Of an argument without ends, which may be nan, their rules would make one that has an end.
-KEEP_NAN = frozenset({"minimum", "maximum", "abs", "sign"})
-ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "abs"})
 
 
 @dataclass(frozen=True)
@@ -266,10 +263,10 @@ class _Analyzer:
         ]
         if node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool:
             arguments = [bounds.absolute(a) for a in arguments]
-        if node.op in ARITHMETIC and not floats:
+        if row.interval in bounds.ARITHMETIC and not floats:
             return self._arithmetic(row.interval, arguments, dtype)
         found = held(self.builder, row.interval(*arguments), dtype)
-        if floats and node.op in KEEP_NAN:
+        if floats and row.interval in bounds.KEEP_NAN:
             for low, high in arguments:
                 may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
                 found = bounds.choose_bounds(may_be_nan, bounds.UNKNOWN, found)

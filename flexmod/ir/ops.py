@@ -16,6 +16,8 @@ A row holds everything that flexmod knows of an operation:
                 known.
     exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
                 floor(q_idx / 49) is what torch has. A score is spared the cost.
+    plain       Triton's own operator on whole numbers, and what says, of the bounds of the arguments and the
+                number of bits, whether it does the same
     unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
     python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
     cost        what a value takes: "low", a few instructions; "high", more; "division", more, but where a
@@ -109,6 +111,7 @@ class Op:
     derivative: Derivative | None = None
     interval: Callable[..., bounds.Bounds] | None = None
     exact: str | None = None
+    plain: tuple[str, Callable[[bounds.Bounds, bounds.Bounds, int], bool]] | None = None
     unmixed: bool = False
     python: str | None = None
     cost: Literal["low", "high", "division"] = "low"
@@ -210,7 +213,8 @@ _ROWS = [
        python="{0} / {1}", cost="high"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
-       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division"),
+       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division",
+       plain=("{0} // {1}", bounds.are_positive)),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
        _trunc_divide, _zero, bounds.trunc_divide,
@@ -219,7 +223,7 @@ _ROWS = [
     Op("remainder", ("remainder", "mod"), "result", promote,
        {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
        torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
-       python="{0} % {1}", cost="division"),
+       python="{0} % {1}", cost="division", plain=("{0} % {1}", bounds.are_positive)),
     Op("fmod", ("fmod",), "result", promote, {"int": "{0} % {1}", "float": "fmod({0}, {1})"},
        torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division"),
     Op("pow", ("pow", "float_power"), "result", promote,
@@ -274,10 +278,11 @@ _ROWS = [
     Op("bitwise_not", ("bitwise_not", "invert"), "result", _first, _bits("~{0}"),
        torch.bitwise_not, _zero, bounds.bitwise_not, python="~{0}"),
     Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, {"int": "shift_left({0}, {1})"},
-       torch.bitwise_left_shift, _zero, bounds.shift_left, python="{0} << {1}"),
+       torch.bitwise_left_shift, _zero, bounds.shift_left, python="{0} << {1}",
+       plain=("{0} << {1}", bounds.shift_within)),
     Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote,
        {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right,
-       python="{0} >> {1}"),
+       python="{0} >> {1}", plain=("{0} >> {1}", bounds.shift_within)),
     # exponentials and their like
     Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,),
        cost="high"),
