@@ -73,10 +73,9 @@ def _step(draw: Any, tracer: Tracer, pool: list[Any]) -> Any:
     if kind == "cast":
         return tracer.cast(_recent(draw, pool), draw(st.sampled_from(CAST_TO)))
     row = OPS[draw(st.one_of(st.sampled_from(LIKELY), st.sampled_from(NAMED)))]
-    count = 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
     operands = [_recent(draw, pool)]
-    operands += [_operand(draw, pool) for _ in range(count - 1)]
-    if count == 2 and draw(st.booleans()):
+    operands += [_operand(draw, pool) for _ in range(row.arity - 1)]
+    if row.arity == 2 and draw(st.booleans()):
         operands.reverse()
     return _applied(row, tracer, operands)
 

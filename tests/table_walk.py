@@ -175,10 +175,6 @@ DIFFERENCES = (
 )  # fmt: skip
 
 
-def arity(row: Op) -> int:
-    return 3 if row.name == "where" else 2 if "{1}" in str(row.triton) else 1
-
-
 def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
     rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
@@ -187,7 +183,7 @@ def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
 
 
 def _arguments(row: Op, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return (torch.bool, dtype, dtype) if row.name == "where" else (dtype,) * arity(row)
+    return (torch.bool, dtype, dtype) if row.name == "where" else (dtype,) * row.arity
 
 
 def _result(row: Op, dtype: torch.dtype) -> torch.dtype:
@@ -223,7 +219,7 @@ def graph_of(row: Op, dtype: torch.dtype, source: Source) -> Graph:
     x = captured if source == "captured" else builder.input("score", torch.float32)
     y = builder.node("load", (kv_idx,), dtype, 1)
     condition = builder.node("gt", (q_idx, kv_idx), torch.bool)
-    arguments = (condition, x, y) if row.name == "where" else (x, y)[: arity(row)]
+    arguments = (condition, x, y) if row.name == "where" else (x, y)[: row.arity]
     result = builder.node(row.name, arguments, _result(row, dtype))
     return Graph("score", (result,), (Capture("x", dtype, 1), Capture("y", dtype, 1)))
 
@@ -298,7 +294,7 @@ def truth(row: Op, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         b = torch.where(kept, b, torch.ones_like(b))
     wide = [x.float() if dtype in HALF else x for x in (a, b)]
     places = torch.arange(len(a))
-    arguments = (places[:, None] > places, *wide) if row.name == "where" else wide[: arity(row)]
+    arguments = (places[:, None] > places, *wide) if row.name == "where" else wide[: row.arity]
     expected = row.torch(*arguments)
     if expected.is_floating_point():
         expected = expected.to(_result(row, dtype))

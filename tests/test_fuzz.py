@@ -25,7 +25,7 @@ from fuzz.script import script
 from fuzz.seeds import SEEDS
 
 from benchmarks import workers
-from flexmod.ir import ops
+from flexmod.ir import formulas, ops
 
 ON_GPU = ("triton", "hopper")
 
@@ -99,7 +99,7 @@ def test_a_wrong_text_is_found(found: dict[str, list[str]]) -> None:
 def test_every_operation_is_drawn() -> None:
     """But the one that may be off by more than a rounding."""
     named = {name for name, row in ops.OPS.items() if row.torch_names and row.name != "tanh_approximate"}
-    assert operations.FORMS.keys() == named | ops.COMPOSED.keys()
+    assert operations.FORMS.keys() == named | formulas.COMPOSED.keys()
 
 
 def test_all_kinds_are_drawn() -> None:

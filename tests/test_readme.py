@@ -16,7 +16,8 @@ import pytest
 from table_walk import DIFFERENCES
 
 from flexmod import config, masks
-from flexmod.ir.ops import COMPOSED, OPS, Op
+from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.ops import OPS, Op
 from flexmod.ir.trace import CASTS, FILLS
 from flexmod.kernel_options import OPTIONS
 

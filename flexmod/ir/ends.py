@@ -14,9 +14,8 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.graph import Builder, Node
-from flexmod.ir.ops import CAST, OPS, number, promote, strong
+from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, promote, strong
 
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
 INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
 

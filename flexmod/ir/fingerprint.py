@@ -23,8 +23,9 @@ from torch import Tensor
 
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.composed import Mask
+from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.names import CASTS, FILLS
-from flexmod.ir.ops import BY_TORCH_NAME, COMPOSED
+from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.trace import VALUE_DTYPES
 from flexmod.transforms import is_wrapped
 

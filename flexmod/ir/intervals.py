@@ -28,10 +28,10 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.casts import brought_to, held, without_nan
-from flexmod.ir.ends import COMPARISONS, End, dtype_limits
+from flexmod.ir.ends import End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
 from flexmod.ir.linear import Forms, Linear, regroup
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
 from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize, simplify
 from flexmod.ir.sources import Sources
 

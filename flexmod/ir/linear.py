@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.ends import COMPARISONS
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
-from flexmod.ir.ops import CAST, strong
+from flexmod.ir.ops import CAST, COMPARISONS, strong
 
 INTEGERS = (torch.int32, torch.int64)
 AND, OR = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")

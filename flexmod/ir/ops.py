@@ -24,7 +24,7 @@ A row holds everything that flexmod knows of an operation:
                 whole number is divided by a power of two
     finite      of finite arguments it makes finite floats, range apart
 
-`COMPOSED` lists what torch offers and flexmod needs no row for: each is a plain torch function of others.
+What torch offers and flexmod needs no row for is in `formulas.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -116,6 +116,10 @@ class Op:
     python: str | None = None
     cost: Literal["low", "high", "division"] = "low"
     finite: bool = False
+
+    @cached_property
+    def arity(self) -> int:
+        return next(count for count in (3, 2, 1) if f"{{{count - 1}}}" in str(self.triton))
 
     def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
         """The dtype that each argument is cast to.
@@ -345,67 +349,8 @@ OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 CAST = "cast"
 """A Node of its own kind: its target dtype is its `value`. Differentiable between floating-point dtypes."""
 
-
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    return _at_most(x if min is None else _at_least(x, min), max)
-
-
-def _at_least(x: Any, low: Any) -> Any:
-    # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
-    return torch.where(x < low, low, x) if x.is_floating_point() else x.maximum(low)
-
-
-def _at_most(x: Any, high: Any) -> Any:
-    if high is None:
-        return x
-    return torch.where(x > high, high, x) if x.is_floating_point() else x.minimum(high)
-
-
-def _relu(x: Any) -> Any:
-    # the gradient at 0 is 0, as in torch
-    return torch.where(x <= 0, 0, x) if x.is_floating_point() else x.maximum(0)
-
-
-def _gelu(x: Any, approximate: str = "none") -> Any:
-    if approximate == "tanh":
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
-    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
-
-
-def _rsub(x: Any, other: Any, *, alpha: float = 1) -> Any:
-    return other - (x if alpha == 1 else x * alpha)
-
-
-def _isfinite(x: Any) -> Any:
-    return torch.logical_not(torch.isnan(x) | torch.isinf(x))
-
-
-# What torch has a name for and plain torch functions can say. Signatures follow torch's.
-COMPOSED: dict[str, Callable[..., Any]] = {
-    "rsub": _rsub,
-    "clamp": _clamp,
-    "clip": _clamp,
-    "clamp_min": _at_least,
-    "clamp_max": _at_most,
-    "relu": _relu,
-    "silu": lambda x: x * torch.sigmoid(x),
-    "gelu": _gelu,
-    "square": lambda x: x * x,
-    "reciprocal": lambda x: 1.0 / x,
-    "softplus": lambda x: x.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(x))),
-    "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
-    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5,
-    "log10": lambda x: torch.log2(x) * math.log10(2.0),
-    "isfinite": _isfinite,
-    "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
-    "lerp": lambda a, b, weight: a + weight * (b - a),
-    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
-    "positive": lambda x: x,
-    "clone": lambda x, memory_format=None: x,
-    "contiguous": lambda x: x,
-}
-
 BY_TORCH_NAME: dict[str, Op] = {name: row for row in _ROWS for name in row.torch_names}
+COMPARISONS = frozenset(row.name for row in _ROWS if row.at == "common" and row.torch_names)
 
 
 def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any]) -> bool | int | float:

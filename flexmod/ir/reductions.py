@@ -18,7 +18,7 @@ import torch
 
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, DType, Graph, Node
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
 
 Along = Literal["row", "column", "diagonal", "element"]
 Uniform = Literal["row", "column"]
@@ -91,7 +91,7 @@ class _Differences:
 
     def _compares(self, node: Node) -> bool:
         """q_idx > kv_idx: the sign of a difference."""
-        if node.op not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        if node.op not in COMPARISONS:
             return False
         found = _combined("sub", node.args, self._arguments(node))
         return found is not None and found.exact and found.q == -found.kv

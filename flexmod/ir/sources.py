@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.ends import COMPARISONS
 from flexmod.ir.graph import UNIFORM, Builder, Graph, Node, keep
 from flexmod.ir.linear import Forms, Linear
-from flexmod.ir.ops import CAST, strong
+from flexmod.ir.ops import CAST, COMPARISONS, strong
 
 
 class Sources:

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
 from flexmod.ir.names import CASTS, FILLS, METADATA, REDUCTIONS, draws, writes
-from flexmod.ir.ops import BY_TORCH_NAME, CAST, COMPOSED, promote
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
@@ -297,7 +298,7 @@ class Tracer:
             operands = (operands[0], self.apply("mul", (operands[1], alpha)))
         if name == "float_power":
             operands = tuple(self.cast(a, torch.float64) for a in operands)
-        arity = {"where": 3}.get(name, 1 if name in _UNARY else 2)
+        arity = BY_TORCH_NAME[name].arity
         if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
             raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
         if len(operands) != arity or any(v is not None for v in options.values()):
@@ -376,7 +377,6 @@ _SPECIAL: dict[str, Callable[..., Proxy]] = {
     "as_tensor": Tracer.copy,
     "scalar_tensor": Tracer.copy,
 }
-_UNARY = {name for name, row in BY_TORCH_NAME.items() if "{1}" not in str(row.triton)} - {"where"}
 
 
 class _Watch(TorchFunctionMode):

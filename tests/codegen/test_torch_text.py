@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from table_walk import arity
 
 from flexmod import errors, masks, mods
 from flexmod.codegen.torch_text import write_torch
@@ -91,7 +90,7 @@ def test_every_operation(row: Op) -> None:
         lambda s, kv_idx: (s, kv_idx + 1), lambda s, kv_idx: (kv_idx, kv_idx + 2),
         lambda s, kv_idx: (s > 0, kv_idx > 2), lambda s, kv_idx: (s > 0, True),
     ]  # fmt: skip
-    if arity(row) > 1:
+    if row.arity > 1:
         choices += [lambda s, kv_idx: (kv_idx, 3), lambda s, kv_idx: (3, kv_idx + 1),
                     lambda s, kv_idx: (s, 2.5), lambda s, kv_idx: (2.5, s)]  # fmt: skip
     met = 0
@@ -105,7 +104,7 @@ def test_every_operation(row: Op) -> None:
 def mod_of(row: Op, choose: Callable[[Any, Any], Sequence[Any]]) -> Any:
     def mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         condition = [q_idx > 4] if row.name == "where" else []
-        found = s._tracer.apply(row.torch_names[0], [*condition, *choose(s, kv_idx)][: arity(row)])
+        found = s._tracer.apply(row.torch_names[0], [*condition, *choose(s, kv_idx)][: row.arity])
         return torch.where(found, s * 2, 0.5) if found.dtype == torch.bool else s * 0 + found
 
     return mod

@@ -12,7 +12,6 @@ from table_walk import (
     DTYPES,
     SOURCES,
     Source,
-    arity,
     check,
     graph_of,
     held_to,
@@ -104,7 +103,7 @@ def test_derivative_is_that_of_finite_differences(row: Op) -> None:
     """By differences on both sides, in float64, wherever these agree: not at a corner, nor at a jump."""
     values = torch.cat([-ORDINARY.flip(0), ORDINARY[1:]])
     a, b = values[:, None].repeat(1, len(values)), values.repeat(len(values), 1) + 0.017
-    arguments = [a, b][: min(arity(row), 2)]
+    arguments = [a, b][: min(row.arity, 2)]
     grad = torch.full_like(a, 0.7)
     for place, mine in enumerate(derivatives(row, arguments, grad)):
         x = arguments[place]
@@ -132,7 +131,7 @@ def test_derivative_is_that_of_finite_differences(row: Op) -> None:
 def test_derivative_at_special_values_is_autograds(row: Op) -> None:
     """At zeros, denormals, limits, infinities and what is no number; the smaller of nan and 1 has none."""
     a, b = (x.double() for x in pairs(torch.float32))
-    arguments = [a, b][: min(arity(row), 2)]
+    arguments = [a, b][: min(row.arity, 2)]
     grad = torch.full_like(a, 0.7)
     wanted = [x.clone().requires_grad_() for x in arguments]
     y = row.torch(*applied(row, wanted))
@@ -178,7 +177,7 @@ def allowed(row: Op, place: int) -> list[bounds.Bounds]:
     ends = [x for x in WHOLE if x >= -64 or place == 0] if row.name.startswith("shift") else WHOLE
     ends = ends if place == 0 or row.name == "where" else ends[1::2]
     unbounded = [UNKNOWN, *((-math.inf, e) for e in ends[::5]), *((e, math.inf) for e in ends[::5])]
-    return intervals(ends[:: 1 if arity(row) == 1 else 2]) + unbounded
+    return intervals(ends[:: 1 if row.arity == 1 else 2]) + unbounded
 
 
 def values_within(ends: bounds.Bounds) -> list[int]:
@@ -194,7 +193,7 @@ def test_interval_of_whole_numbers_holds_every_value(row: Op) -> None:
     assert row.interval is not None
     results: dict[tuple[int, ...], Any] = {}
     wrong, looked_at = [], 0
-    for ends in itertools.product(*(allowed(row, place) for place in range(arity(row)))):
+    for ends in itertools.product(*(allowed(row, place) for place in range(row.arity))):
         low, high = row.interval(*ends)
         for values in itertools.product(*map(values_within, ends)):
             if (row.name in DIVISIONS and values[1] == 0) or (
@@ -223,11 +222,11 @@ def test_interval_of_floats_holds_every_value(row: Op) -> None:
     def single(x: float) -> float:
         return torch.tensor(float(x)).item()
 
-    numbers = sorted({single(x) for f in FLOATS[:: arity(row)] for x in (f, -f)})
+    numbers = sorted({single(x) for f in FLOATS[:: row.arity] for x in (f, -f)})
     spans = intervals(numbers)
     first = [(False, False), (False, True), (True, True)] if row.name == "where" else []
     wrong = []
-    for ends in itertools.product(*([first] if first else []), *[spans] * min(arity(row), 2)):
+    for ends in itertools.product(*([first] if first else []), *[spans] * min(row.arity, 2)):
         low, high = row.interval(*ends)
         chosen = [sorted({e[0], e[1], *(n for n in (0.0, 1.0) if e[0] <= n <= e[1])}) for e in ends]
         for values in itertools.product(*chosen):

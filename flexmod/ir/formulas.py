@@ -1,0 +1,71 @@
+"""What torch has a name for and other functions of torch can say: it needs no row of the table.
+
+Signatures follow torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    return _at_most(x if min is None else _at_least(x, min), max)
+
+
+def _at_least(x: Any, low: Any) -> Any:
+    # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
+    return torch.where(x < low, low, x) if x.is_floating_point() else x.maximum(low)
+
+
+def _at_most(x: Any, high: Any) -> Any:
+    if high is None:
+        return x
+    return torch.where(x > high, high, x) if x.is_floating_point() else x.minimum(high)
+
+
+def _relu(x: Any) -> Any:
+    # the gradient at 0 is 0, as in torch
+    return torch.where(x <= 0, 0, x) if x.is_floating_point() else x.maximum(0)
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _rsub(x: Any, other: Any, *, alpha: float = 1) -> Any:
+    return other - (x if alpha == 1 else x * alpha)
+
+
+def _isfinite(x: Any) -> Any:
+    return torch.logical_not(torch.isnan(x) | torch.isinf(x))
+
+
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "rsub": _rsub,
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": _at_least,
+    "clamp_max": _at_most,
+    "relu": _relu,
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": _gelu,
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: 1.0 / x,
+    "softplus": lambda x: x.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(x))),
+    "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
+    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5,
+    "log10": lambda x: torch.log2(x) * math.log10(2.0),
+    "isfinite": _isfinite,
+    "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
+    "positive": lambda x: x,
+    "clone": lambda x, memory_format=None: x,
+    "contiguous": lambda x: x,
+}
