@@ -111,10 +111,11 @@ def _(
 
 
 def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
+    """The runs of an axis that there is room for. Raises InGraphMaskError."""
     most = sizes[0] * sizes[1] * max(rows * _even(columns), columns * _even(rows))
     if most > MOST_RUNS:
         raise InGraphMaskError(
-            problem=f"create_block_mask makes a mask of {most} tiles",
+            problem=f"create_block_mask makes a mask of {sizes[0] * sizes[1] * rows * columns} tiles",
             advice="build it before the call, and hand it to the compiled function",
         )
     return most
