@@ -142,14 +142,17 @@ class _Dense:
         places = [torch.arange(size, device=scores.device) for size in scores.shape]
         return [place.view(view) for place, view in zip(places, views, strict=True)]
 
+    @torch.no_grad()
+    def _size(self) -> Tensor:
+        """Of what is added up in each score's gradient."""
+        terms = (self.weights * (self.call.grad_out.double() @ self.value.mT)).abs()
+        return terms + self.weights * terms.sum(-1, keepdim=True)
+
     def noise(self) -> Results:
         """What a rounding of each weight's gradient comes to, for each gradient; see the head of the file."""
-        with torch.no_grad():
-            change = self.call.grad_out.double() @ self.value.mT
-            terms = (self.weights * change).abs()
-            size = terms + self.weights * terms.sum(-1, keepdim=True)
-            if self.case.grad_lse:
-                size += self.weights * self.call.grad_lse.double().abs()[..., None]
+        size = self._size()
+        if self.case.grad_lse:
+            size = size + self.weights.detach() * self.call.grad_lse.double().abs()[..., None]
         found = {f"d{n}": torch.zeros_like(x, dtype=torch.float64) for n, x in self.leaves.items()}
         random = torch.Generator(size.device).manual_seed(self.case.seed)
         finite = torch.where(self.modified > -torch.inf, self.modified, 0.0)
@@ -163,10 +166,8 @@ class _Dense:
     def unmodified(self) -> Results:
         """The sizes of the gradients of queries and keys if the mod were none."""
         names = [name for name in self.leaves if name in "qk"]
-        with torch.no_grad():
-            change = self.weights * (self.call.grad_out.double() @ self.value.mT).abs()
-        terms = (self.scores * (change + self.weights.detach() * change.sum(-1, keepdim=True))).sum()
         leaves = [self.leaves[name] for name in names]
+        terms = (self.scores * self._size()).sum()
         found = torch.autograd.grad(terms, leaves, retain_graph=True) if names else ()
         return {f"d{name}": x.double().abs() for name, x in zip(names, found, strict=True)}
 
