@@ -22,7 +22,7 @@ from flexmod.kernel_options import KernelOptions
 from flexmod.layouts import USUAL, Layout
 from flexmod.quotes import quotes
 from flexmod.runtime.target import target_of
-from flexmod.variant import EXTENTS, Variant, of_traces
+from flexmod.variant import EXTENTS, Variant, of_traces, spec_for
 
 # kernel_options that a file, with the portable kernels and a plain launcher, cannot heed
 NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")
@@ -64,7 +64,7 @@ class Shown:
     def graph(self) -> Named[Graph]:
         """The optimized graphs; index arithmetic is as wide as the latest call needs it."""
         # dtypes and head dimensions do not show in a graph
-        spec = self._latest.spec if self._latest else _spec(torch.float32, 64, 64)
+        spec = self._latest.spec if self._latest else spec_for(torch.float32, 64)
         return graphs_of(self._made(spec))
 
     @property
@@ -189,7 +189,7 @@ class Shown:
         elif head_dim is None or dtype is None:
             raise errors.NotCalledError(what=what, advice=advice)
         else:
-            spec = _spec(dtype, head_dim, head_dim, positive_scale=self._scale is None or self._scale > 0)
+            spec = spec_for(dtype, head_dim, positive_scale=self._scale is None or self._scale > 0)
         if head_dim is not None:
             spec = replace(spec, head_dim=head_dim, value_dim=head_dim)
         if value_dim is not None:
@@ -224,10 +224,3 @@ class Shown:
             advice = "name the dtype, e.g. attend.save(path, dtype=torch.bfloat16)"
         if why:
             raise errors.NoStandaloneError(why=why, advice=advice)
-
-
-def _spec(dtype: torch.dtype, head_dim: int, value_dim: int, **facts: Any) -> KernelSpec:
-    return KernelSpec(
-        q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim,
-        mask_block=(128, 128), backward=True, **facts,
-    )  # fmt: skip

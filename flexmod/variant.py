@@ -66,13 +66,24 @@ def variant(
     `extents` are the largest B, Hq, M and N that index arithmetic must be wide enough for; `facts` further
     fields of the KernelSpec. Raises what tracing raises.
     """
+    spec = spec_for(dtype, head_dim, value_dim, block_size, **facts)
+    traced = trace(score_mod, "score") if score_mod else None
+    return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
+
+
+def spec_for(
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int | None = None,
+    block_size: int | tuple[int, int] = 128,
+    **facts: Any,
+) -> KernelSpec:
+    """That of a backward with a mask, of one dtype; `facts` are further fields."""
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
-    spec = KernelSpec(
+    return KernelSpec(
         q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
         mask_block=block, backward=True, **facts,
     )  # fmt: skip
-    traced = trace(score_mod, "score") if score_mod else None
-    return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
 
 
 def of_traces(
