@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,24 @@ def results(number: int, device: str, backend: str, length: int = 40, head_dim: 
     options = {"BACKEND": backend, "deterministic": True}
     out = flexmod.flex_attention(query, query, query, score_mod, mask, kernel_options=options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), query)]
+
+
+def of_threads(work: Callable[[int], list[list[Tensor]]]) -> dict[int, list[list[Tensor]]]:
+    """work(number) by number: each worker in a thread of its own, all let go together."""
+    together = threading.Barrier(WORKERS)
+    found: dict[int, list[list[Tensor]]] = {}
+
+    def run(number: int) -> None:
+        together.wait()
+        found[number] = work(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(WORKERS))
+    return found
 
 
 SCRIPT = """

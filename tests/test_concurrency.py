@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from concurrent_calls import WORKERS, results
+from concurrent_calls import WORKERS, of_threads, results
 from torch import Tensor
 
 from flexmod import config
@@ -31,19 +30,7 @@ def held_to(truth: list[list[Tensor]], number: int, found: list[Tensor]) -> None
 @pytest.mark.parametrize("backend", ["AUTO", INTERPRET])
 def test_threads(truth: list[list[Tensor]], backend: str) -> None:
     """Three calls each, all let go together: mods are traced, compiled, known, recorded and played."""
-    together = threading.Barrier(WORKERS)
-    found: dict[int, list[list[Tensor]]] = {}
-
-    def work(number: int) -> None:
-        together.wait()
-        found[number] = [results(number, CPU, backend) for _ in range(3)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(WORKERS))
+    found = of_threads(lambda number: [results(number, CPU, backend) for _ in range(3)])
     for number, calls in found.items():
         for call in calls:
             held_to(truth, number, call)

@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from concurrent_calls import SCRIPT, WORKERS, results
+from concurrent_calls import SCRIPT, WORKERS, of_threads, results
 from torch import Tensor
 
 import flexmod
@@ -48,22 +47,14 @@ def test_threads(alone: list[list[Tensor]]) -> None:
     """Each on a stream of its own; the kernels are compiled once more, all at once."""
     kernels_for.cache_clear()
     cache._modules.clear()
-    together = threading.Barrier(WORKERS)
-    found: dict[int, list[list[Tensor]]] = {}
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[list[Tensor]]:
         with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-            together.wait()
-            found[number] = [results(number, DEVICE, "TRITON", LENGTH, HEAD_DIM) for _ in range(5)]
+            found = [results(number, DEVICE, "TRITON", LENGTH, HEAD_DIM) for _ in range(5)]
             torch.cuda.current_stream().synchronize()
+        return found
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(WORKERS))
-    for number, calls in found.items():
+    for number, calls in of_threads(work).items():
         for call in calls:
             held_to(alone, number, call)
 
