@@ -152,9 +152,7 @@ class Shown:
             self._made(of_file, standalone.EXTENTS), quotes([*self._mods.values()], unchanged),
             target or self._chip() or "sm_80", scale=self._scale,
         )  # fmt: skip
-        path = Path(path)
-        path.write_text(text)
-        return path
+        return standalone.written(path, text)
 
     def _ptx(self, spec: KernelSpec, target: str) -> Named[str]:
         if any(name.endswith("tuned") for name, _ in self._options.tiles):

@@ -79,8 +79,13 @@ class Learned(NamedTuple):
 
 def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
     """Write `standalone(*arguments, **options)` to a file; returns its path."""
+    return written(path, standalone(*arguments, **options))
+
+
+def written(path: str | Path, text: str) -> Path:
+    """The path, where the text is now: in UTF-8, as Python reads it, whatever the user's locale is."""
     path = Path(path)
-    path.write_text(standalone(*arguments, **options), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -190,6 +190,27 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
     torch.testing.assert_close(scope["dense_attention"](q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
 
 
+def test_a_file_is_in_utf_8(tmp_path: Path) -> None:
+    """Whatever the locale is: a mod is quoted with its comments."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, flexmod\n"
+        "def mod(score, b, h, q_idx, kv_idx):\n"
+        "    return score * 0.5  # größer als null\n"
+        f"attend = flexmod.compile(mod, kernel_options={SMALL})\n"
+        "attend.save(sys.argv[1], head_dim=16, dtype=torch.float16)\n",
+        encoding="utf-8",
+    )
+    switches = {
+        **os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
+        "PYTHONPATH": str(Path(flexmod.__file__).parents[1]),
+    }  # fmt: skip
+    command = [sys.executable, str(program), str(tmp_path / "mine.py")]
+    done = subprocess.run(command, env=switches, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "größer als null" in (tmp_path / "mine.py").read_text(encoding="utf-8")
+
+
 def test_the_dtype_and_dims_of_a_file(tmp_path: Path) -> None:
     attend = flexmod.compile(kernel_options=SMALL)
     text = attend.save(tmp_path / "a.py", head_dim=24, value_dim=16, dtype=torch.bfloat16).read_text()
