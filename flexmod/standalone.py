@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flexmod.ahead import first_tile, portable_kernels
+from flexmod.codegen.functions import fresh
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.render import head_lines, parameters, render
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.torch_text import TorchText, write_torch
-from flexmod.codegen.triton_text import fresh
 from flexmod.compiler import build, capture_grad, capture_terms
 from flexmod.errors import NoTileFits
 from flexmod.ir.graph import Graph, dtype_name, used_captures

@@ -58,6 +58,7 @@ ROOMS = (
         "codegen.mod_text",
         "codegen.prelude",
         "codegen.expressions",
+        "codegen.functions",
         "codegen.costs",
         "codegen.triton_text",
         "codegen.exponent_text",

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from flexmod.codegen.expressions import TRITON_DTYPES, held
+from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import Function, Writer, bind, fresh
+from flexmod.codegen.triton_text import Writer
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.intervals import Term
 from flexmod.ir.ops import strong
@@ -92,7 +93,7 @@ class _Whole(Writer):
         if len(values) == 1:
             return values
         names = ("certain", "possible")
-        return [bind(main, fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
+        return [main.bind(fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
 
     def live(self, index: Node, found: str) -> str:
         """Nothing past an end is asked for here, but where q_idx is a difference."""

@@ -6,8 +6,9 @@ import textwrap
 from dataclasses import replace
 from typing import Literal
 
+from flexmod.codegen.functions import Function
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import Function, Writer
+from flexmod.codegen.triton_text import Writer
 from flexmod.ir.exponents import exponent, score_bounds
 from flexmod.ir.graph import Graph
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from flexmod.codegen.expressions import cast
+from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
-from flexmod.codegen.triton_text import Function, Writer, fresh, together
+from flexmod.codegen.triton_text import Writer, together
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import OPS, strong

@@ -9,12 +9,12 @@ what they broadcast to is the shape of the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from flexmod.codegen.expressions import WIDTH, UserLines, fill, literal, tidy
-from flexmod.codegen.triton_text import ARGUMENTS, fresh, give_back
+from flexmod.codegen.expressions import WIDTH, fill, literal, tidy
+from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
 
@@ -40,28 +40,19 @@ def write_torch(graph: Graph, name: str, names: tuple[str, ...]) -> TorchText:
     return _Writer(graph, name, names).write()
 
 
-@dataclass
 class _Writer:
-    graph: Graph
-    name: str
-    captures: tuple[str, ...]
-    lines: list[str] = field(default_factory=list)
-    known: dict[Node, str] = field(default_factory=dict)
-    user: UserLines = field(default_factory=UserLines)
+    def __init__(self, graph: Graph, name: str, captures: tuple[str, ...]) -> None:
+        self.graph = graph
+        self.captures = captures
+        self.used = used_captures(graph.nodes)
+        given = [*ARGUMENTS[graph.kind], *(captures[number] for number in self.used)]
+        self.function = Function(name, given)
+        self.taken = {*given, "torch"}
+        self.users = count_users(graph)
 
     def write(self) -> TorchText:
-        arguments = ARGUMENTS[self.graph.kind]
-        used = used_captures(self.graph.nodes)
-        given = [*arguments, *(self.captures[number] for number in used)]
-        self.taken = {*given, "torch"}
-        self.users: dict[Node, int] = {}
-        for node in self.graph.nodes:
-            for argument in node.args:
-                self.users[argument] = self.users.get(argument, 0) + 1
-        give_back(self.lines, *(self._result(node) for node in self.graph.results))
-        body = "\n".join(f"    {line}" for line in self.lines)
-        text = f"{self.user.above}def {self.name}({', '.join(given)}):\n{body}\n"
-        return TorchText(self.name, text, used)
+        self.function.give_back(*map(self._result, self.graph.results))
+        return TorchText(self.function.name, self.function.source(), self.used)
 
     def _result(self, node: Node) -> str:
         """A constant becomes a tensor, so that it has a shape and a device."""
@@ -76,15 +67,16 @@ class _Writer:
             return literal(node.value, strong(node.dtype))
         if node.op == "input":
             return f"{node.value}.long()" if node.dtype == torch.int64 else str(node.value)
-        if node not in self.known:
+        names = self.function.names
+        if node not in names:
             text = self._expression(node)
-            self.lines += self.user.new(node.where)
+            self.function.quote(node)
             if self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
-                self.known[node] = text
+                names[node] = text
             else:
-                self.known[node] = fresh(f"{node.op}_{len(self.known)}", self.taken)
-                self.lines.append(f"{self.known[node]} = {tidy(text)}")
-        return self.known[node]
+                name = fresh(f"{node.op}_{len(names)}", self.taken)
+                names[node] = self.function.bind(name, text)
+        return names[node]
 
     def _expression(self, node: Node) -> str:
         if node.op == "load":

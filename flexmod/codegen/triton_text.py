@@ -13,7 +13,6 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -22,7 +21,6 @@ from flexmod.codegen.costs import costly, expensive
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
     WIDTH,
-    UserLines,
     asks_for_dtype,
     cast,
     fill,
@@ -30,19 +28,14 @@ from flexmod.codegen.expressions import (
     held,
     literal,
     rounded,
-    tidy,
 )
+from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir.evaluate import mod_name
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import integer_bounds
 
-ARGUMENTS = {
-    "mask": ("b", "h", "q_idx", "kv_idx"),
-    "score": ("score", "b", "h", "q_idx", "kv_idx"),
-    "grad": ("grad", "score", "b", "h", "q_idx", "kv_idx"),
-}
 HOMES = {
     "program": (UNIFORM, ("b", "h"), "bh"),
     "row": (ROW, ("b", "h", "q_idx"), "q"),
@@ -52,6 +45,7 @@ RESERVED = {
     "b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float",
     *prelude.FUNCTIONS, *keyword.kwlist,
 }  # fmt: skip
+JIT = "@triton.jit\n"
 # what an exponent may read besides, and its name in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 
@@ -70,22 +64,6 @@ def home_of(node: Node) -> str:
         if node.home <= home:
             return name
     return "element"
-
-
-@dataclass
-class Function:
-    """One device function while it is written."""
-
-    name: str
-    arguments: list[str]
-    home: str = "element"
-    lines: list[str] = field(default_factory=list)
-    names: dict[Node, str] = field(default_factory=dict)
-    uses: dict[str, None] = field(
-        default_factory=dict
-    )  # kernel parameters and hoisted values, in order of use
-    bound: dict[str, str] = field(default_factory=dict)  # index expressions that have a line of their own
-    user: UserLines = field(default_factory=UserLines)
 
 
 class Writer:
@@ -112,7 +90,7 @@ class Writer:
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
         self.taken = RESERVED | {*self.captures, *self.arguments, *self.given}
-        self.users = _count_users(graph)
+        self.users = count_users(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
         # of padding too, where what int32 does not hold wraps
@@ -154,8 +132,8 @@ class Writer:
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
         main = Function(self.main, list(self.arguments))
-        give_back(main.lines, *self.returned(main))
-        texts.append(self._source(main))
+        main.give_back(*self.returned(main))
+        texts.append(main.source(JIT))
         text = "\n\n".join(t for t in texts if t)
         call = self.called(main)
         return ModText(
@@ -190,23 +168,15 @@ class Writer:
         if not nodes:
             return "", ""
         function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
-        give_back(function.lines, *[self.value(function, n) for n in nodes])
+        function.give_back(*[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
-        return f"{targets} = {self.called(function)}", self._source(function)
+        return f"{targets} = {self.called(function)}", function.source(JIT)
 
     def called(self, function: Function) -> str:
         return f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
 
     def _kernel_names(self, function: Function) -> list[str]:
         return [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
-
-    def _source(self, function: Function) -> str:
-        body = "\n".join(f"    {line}" for line in function.lines)
-        head = f"def {function.name}({', '.join([*function.arguments, *function.uses])}):"
-        if len(head) > WIDTH + 14:
-            inner = "\n".join(f"    {a}," for a in [*function.arguments, *function.uses])
-            head = f"def {function.name}(\n{inner}\n):"
-        return f"{function.user.above}@triton.jit\n{head}\n{body}\n"
 
     def shaped(self, value: str, result: Node) -> str:
         """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
@@ -239,11 +209,11 @@ class Writer:
                 function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
             )
         text = self._expression(function, node)
-        function.lines += function.user.new(node.where)
+        function.quote(node)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
             return text
         name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
-        function.names[node] = bind(function, name, text)
+        function.names[node] = function.bind(name, text)
         return name
 
     def _expression(self, function: Function, node: Node) -> str:
@@ -338,7 +308,7 @@ class Writer:
         self.checks.append(Check(capture, mod_name(self.graph), number, dim, node.where))
         found = self.parameter(function, self.found, "found", 0, comment="int64, see check_bounds")
         size = self.parameter(function, f"{self.captures[number]}_size{dim}", "size", number, dim)
-        function.lines += function.user.new(node.where)
+        function.quote(node)
         live = self.live(node.args[dim], found)
         function.lines.append(f"check_bounds({found} + {place}, {value}, {size}, {live})")
 
@@ -350,8 +320,8 @@ class Writer:
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """A line of its own for a part of a load, the same one where it is used again."""
         if text not in function.bound:
-            function.lines += function.user.new(node.where)
-            function.bound[text] = bind(function, fresh(name, self.taken), text)
+            function.quote(node)
+            function.bound[text] = function.bind(fresh(name, self.taken), text)
         return function.bound[text]
 
     def parameter(
@@ -376,35 +346,3 @@ def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
     taken = RESERVED | set(arguments)
     return [fresh(c.name, taken) for c in graph.captures]
-
-
-def fresh(name: str, taken: set[str]) -> str:
-    candidate, n = name, 0
-    while candidate in taken:
-        n += 1
-        candidate = f"{name}_{n}"
-    taken.add(candidate)
-    return candidate
-
-
-def _count_users(graph: Graph) -> dict[Node, int]:
-    users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
-    for node in graph.nodes:
-        for argument in node.args:
-            users[argument] = users.get(argument, 0) + 1
-    return users
-
-
-def bind(function: Function, name: str, text: str) -> str:
-    function.lines.append(f"{name} = {tidy(text)}")
-    return name
-
-
-def give_back(lines: list[str], *values: str) -> None:
-    """The last statement; a value that the line before has just named needs no name."""
-    text = ", ".join(map(tidy, values))
-    last = lines[-1] if lines else ""
-    if last.startswith(f"{text} = "):
-        lines.pop()
-        text = last.removeprefix(f"{text} = ")
-    lines.append(f"return {text}")
