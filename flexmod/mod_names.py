@@ -120,12 +120,6 @@ def _library(module: ModuleType, kind: str) -> dict[str, Mod]:
 MASKS = _library(masks, "mask")
 SCORES = {name: mod for name, mod in _library(mods, "score").items() if name not in MASKS}
 KNOWN = (NOTHING, *MASKS, *SCORES)
-# Those that need no parameters, or have usual ones.
-NAMED = tuple(
-    name
-    for name in KNOWN
-    if name == NOTHING or name in USUAL or not inspect.signature({**MASKS, **SCORES}[name]).parameters
-)
 
 
 def choose(text: str, setting: Setting, score: str | None = None) -> Mods:

@@ -2,7 +2,6 @@
 
     axes = Axes(analysis, tensors, (B, H, Q_LEN, KV_LEN), device)
     rows, columns = axes.tiles("row", 128), axes.tiles("column", 128)
-    certain, possible = axes.decide_all(rows, columns)        # bool [B or 1, H or 1, Qb, KVb]
     certain, possible = axes.decide(rows.at(b, h, i), columns.at(b, h, j), b, h)     # a list of tiles
 
 A span is a run of positions: all that is known of a row or a column of tiles. Spans of any lengths will do,
@@ -135,16 +134,6 @@ class Axes:
             self.analysis.bounds, self.tensors, b=b, h=h, q_idx=rows.low, kv_idx=columns.low, others=others
         )
         return certain, possible
-
-    def decide_all(self, rows: Spans, columns: Spans) -> tuple[Tensor, Tensor]:
-        """(certain, possible), bool [B or 1, H or 1, rows, columns], of each row with each column."""
-        reads = self.analysis.bounds.reads.union(*(term.reads for term in self.analysis.terms))
-        b = self._numbers(self.sizes[0] if "b" in reads else 1)[:, None, None, None]
-        h = self._numbers(self.sizes[1] if "h" in reads else 1)[:, None, None]
-        row, column = self._numbers(len(rows))[:, None], self._numbers(len(columns))
-        certain, possible = self.decide(rows.at(b, h, row), columns.at(b, h, column), b, h)
-        shape = len(b), len(h), len(rows), len(columns)
-        return certain.expand(shape), possible.expand(shape)
 
 
 def _picked(bound: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from all_tiles import decide_all
 
 from flexmod import masks
 from flexmod.block_mask.build import and_masks, create_mask
@@ -159,7 +160,7 @@ def test_bounds_are_sound_and_sharp(name: str, block: tuple[int, int]) -> None:
     sizes = (batch or 1, heads or 1, queries, keys)
     traced = trace(mask_mod, "mask")
     axes = Axes(analyze(fitted(traced.graph, sizes), sizes), traced.tensors, sizes, CPU)
-    certain, possible = axes.decide_all(axes.tiles("row", block[0]), axes.tiles("column", block[1]))
+    certain, possible = decide_all(axes, axes.tiles("row", block[0]), axes.tiles("column", block[1]))
     every, some = classes(create_mask(mask_mod, batch, heads, queries, keys, "cpu"), block)
     assert not (certain & ~every).any()
     assert not (~possible & some).any()
@@ -177,7 +178,7 @@ def test_the_exception_is_the_one_that_is_named() -> None:
     ordered = masks.vision_cross(INTERVALS.sort(dim=-1).values, torch.arange(3).repeat_interleave(100))
     traced = trace(ordered, "mask")
     axes = Axes(analyze(traced.graph, sizes), traced.tensors, sizes, CPU)
-    certain, possible = axes.decide_all(axes.tiles("row", 128), axes.tiles("column", 128))
+    certain, possible = decide_all(axes, axes.tiles("row", 128), axes.tiles("column", 128))
     every, some = classes(create_mask(ordered, 1, 1, queries, keys, "cpu"), (128, 128))
     assert not decided_by_pieces(axes, (possible & ~certain) & (every | ~some), (128, 128))
 
@@ -190,7 +191,7 @@ def test_coarser_spans_are_sound(name: str) -> None:
     traced = trace(mask_mod, "mask")
     axes = Axes(analyze(traced.graph, sizes), traced.tensors, sizes, CPU)
     rows, columns = axes.tiles("row", 16).coarser(8), axes.tiles("column", 16).coarser(3)
-    certain, possible = axes.decide_all(rows, columns)
+    certain, possible = decide_all(axes, rows, columns)
     every, some = classes(create_mask(mask_mod, batch, heads, queries, keys, "cpu"), (128, 48))
     assert certain.shape[2:] == every.shape[2:]
     assert not (certain & ~every).any()

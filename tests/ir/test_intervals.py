@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from all_tiles import decide_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_masks import random_masks
@@ -52,7 +53,7 @@ def assert_sound(traced: Traced, sizes: Sizes, block: tuple[int, int]) -> None:
     every, some = truth(dense(traced, sizes), block)
     axes = axes_of(traced, sizes)
     rows, columns = axes.tiles("row", block[0]), axes.tiles("column", block[1])
-    certain, possible = axes.decide_all(rows, columns)
+    certain, possible = decide_all(axes, rows, columns)
     assert not (certain & ~every).any(), axes.analysis.bounds
     assert not (~possible & some).any(), axes.analysis.bounds
     assert not (certain & ~possible).any(), axes.analysis.bounds
@@ -110,7 +111,7 @@ def test_positions_beyond_int32_are_bounded_in_int64() -> None:
     traced = trace(lambda b, h, q, k: q * 5000 > k * 4999, "mask")
     axes = axes_of(traced, sizes)
     rows, columns = axes.tiles("row", 2**14), axes.tiles("column", 2**14)
-    certain, possible = axes.decide_all(rows, columns)
+    certain, possible = decide_all(axes, rows, columns)
     assert all(n.dtype == torch.int64 for n in axes.analysis.bounds.nodes if n.op == "input")
     for i, j in ((0, 0), (5, 40), (40, 5), (63, 63), (63, 62), (62, 63)):
         q = i * 2**14 + torch.tensor([0, 2**14 - 1])[:, None]
