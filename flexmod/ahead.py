@@ -4,7 +4,8 @@
         print(job.compile())
 
 Each kernel is compiled with the tile that a launch would settle on, by the same rules: the first of its
-ladder that fits the chip's shared memory and spills little, or else the one that spills least.
+ladder that fits the chip's shared memory and spills little, or else the one that spills least. Of Hopper's
+shapes, one that the assembler made slow gives way too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from flexmod.backends import hopper as hopper_launcher
+from flexmod.backends.hopper import Verdict
 from flexmod.codegen import hopper
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way
 from flexmod.codegen.kernels import Kernels
@@ -220,7 +221,7 @@ def signature_of(
 
 def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant) -> Built:
     """As the launcher of the kernels for Hopper judges shapes."""
-    found: list[tuple[Shape, Report]] = []
+    found: list[tuple[Shape, Report, Verdict]] = []
     refused = ""
     for shape in kernels.ladder(way):
         try:
@@ -229,14 +230,15 @@ def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant
         except Exception as error:
             refused = str(error).partition("\n")[0] or type(error).__name__
             continue
-        found.append((shape, report))
-        if report.fits and report.local <= 4 * hopper_launcher.SPILLS_ALLOWED:
+        verdict = Verdict(report.local // 4, report.losses)
+        found.append((shape, report, verdict))
+        if report.fits and verdict.does:
             break
     if not found:
         return Built(way, "hopper", None, None, f"no shape compiles: {refused}")
-    shape, report = min(found, key=lambda pair: (not pair[1].fits, pair[1].local))
+    shape, report, verdict = min(found, key=lambda each: (not each[1].fits, each[2].rank))
     problem = "" if report.fits else f"no shape fits {report.target.shared_limit} bytes of shared memory"
-    if report.local > 4 * hopper_launcher.SPILLS_ENDURED:
+    if not verdict.endured:
         problem = problem or "it spills so much that the portable template runs"
     return Built(way, "hopper", shape, report, problem)
 

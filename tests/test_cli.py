@@ -16,6 +16,7 @@ import torch
 
 from flexmod import ahead, command_errors, config
 from flexmod.cli import main
+from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
 
@@ -155,6 +156,16 @@ def test_build_says_what_does_not_fit(
     rows = json.loads(capsys.readouterr().out)
     assert [row["kernel"] for row in rows] == ["forward", "dq", "dkdv"]
     assert rows[0]["shared"] == 200_000 and rows[0]["matrix"] == {"HMMA": 4}
+
+
+def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def compiled(*arguments: Any) -> Report:
+        return Report(named("sm_90"), 200_000, 168, 8, 8, {"HGMMA": 4}, losses=(SERIALIZED,))
+
+    monkeypatch.setattr(ahead, "_compile_shape", compiled)
+    assert main(["build", "causal", "--target", "sm_90", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["problem"] for row in rows] == ["fits; its matrix instructions are serialized"] * 2
 
 
 def test_bench_plots(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ from flexmod.codegen.hopper import HopperKernels, Shape, Way, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
-from flexmod.runtime import tape
+from flexmod.runtime import machine_code, tape
 from flexmod.runtime.counters import COUNTER, filled
 from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
 
 Arguments = Mapping[str, Any]
 
-# Registers that a thread may spill before the next shape is tried: the fastest ones spill up to 30. Where all
-# spill more, the one that spills least runs, if it is no more than SPILLS_ENDURED.
+# Registers that a thread may spill before the next shape is tried: the fastest ones spill up to 30. More than
+# SPILLS_ENDURED, and the portable kernels run.
 SPILLS_ALLOWED = 32
 SPILLS_ENDURED = 64
 # Rows between two heads in LSE2 and DELTA are a multiple of it, so that a tile never meets the next head.
@@ -44,6 +44,32 @@ ROUNDED_ROWS = 64
 
 class NoShape(Exception):
     """No shape of a kernel does on this device, and why."""
+
+
+class Verdict(NamedTuple):
+    """What a compiled shape of a kernel is judged by, before it runs."""
+
+    spills: int
+    """Registers of a thread."""
+    losses: tuple[str, ...] = ()
+    """See `machine_code`. A kernel is right with them, and slow."""
+
+    @property
+    def does(self) -> bool:
+        """No other shape need be tried."""
+        return self.spills <= SPILLS_ALLOWED and not self.losses
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """The lowest runs where no shape does, if it is endured."""
+        return (not self.endured, bool(self.losses), self.spills)
+
+    @property
+    def endured(self) -> bool:
+        return self.spills <= SPILLS_ENDURED
+
+    def __str__(self) -> str:
+        return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: BlockMask | None = None) -> str | None:
@@ -225,7 +251,7 @@ def _sums(kernels: HopperKernels, lse: Tensor, keys: int) -> tuple[Arguments, di
 def settle(
     kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Arguments]
 ) -> Shape:
-    """The shape for a kernel: the first that compiles, fits and spills little, or else spills least.
+    """The shape for a kernel: the first that compiles, fits and does, or else the best by its verdict.
 
     Only compiles and loads. What was found is remembered, also that no shape does: raises NoShape then.
     """
@@ -244,35 +270,36 @@ def _first_that_does(
 ) -> Shape | str:
     """As in `settle`; a string says why there is none."""
     _ = kernels.module  # a fault in its text is no matter of shapes
-    spilled: dict[Shape, int] = {}
+    verdicts: dict[Shape, Verdict] = {}
     refused = []
     for shape in kernels.ladder(way):
         try:
-            spilled[shape] = _compiled(kernels, way, device, arguments(shape))
+            verdict = verdicts[shape] = _compiled(kernels, way, device, arguments(shape))
         # whatever the compiler or the loader has against a shape: the next one may do
         except Exception as error:
             refused.append(f"{shape}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        if spilled[shape] <= SPILLS_ALLOWED:
+        if verdict.does:
             return shape
-    if not spilled:
+        if config.debug_level() >= 1:
+            print(f"flexmod: {way} for Hopper: {shape} gives way: {verdict}", file=sys.stderr)
+    if not verdicts:
         why = "no shape of it compiles: " + "; ".join(refused)
         warnings.warn(f"the {way} does not run on Hopper's template, {why}", stacklevel=2)
         return why
-    best = min(spilled, key=lambda shape: spilled[shape])
-    if spilled[best] > SPILLS_ENDURED:
-        return f"a thread spills {spilled[best]} registers at least"
-    return best
+    best = min(verdicts, key=lambda shape: verdicts[shape].rank)
+    return best if verdicts[best].endured else f"a thread spills {verdicts[best].spills} registers at least"
 
 
-def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> int:
-    """Compiles and loads a kernel; how many registers of a thread it spills."""
+def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
+    """Compiles and loads a kernel, and judges it."""
     with torch.cuda.device(device):
         compiled = getattr(kernels.module, f"{way}_kernel").warmup(
             grid=(1,), **filled(arguments, device), enable_fp_fusion=True
         )
         compiled.run  # noqa: B018  loads it
-    return int(compiled.n_spills)
+    losses = machine_code.losses(compiled.asm["ptx"], compiled.asm["cubin"])
+    return Verdict(int(compiled.n_spills), losses)
 
 
 def start(

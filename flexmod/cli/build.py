@@ -78,7 +78,8 @@ def _row(target: str, built: Built) -> list[Any]:
     if report is None:
         return [*first, None, None, None, {}, built.problem]
     matrix = dict(sorted(report.matrix_instructions.items()))
-    return [*first, report.registers, report.spills, report.shared, matrix, built.problem or "fits"]
+    said = "; ".join([built.problem or "fits", *report.losses])
+    return [*first, report.registers, report.spills, report.shared, matrix, said]
 
 
 def _cell(value: Any) -> str:

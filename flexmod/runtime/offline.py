@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from flexmod.runtime import machine_code
 from flexmod.runtime.target import Target, named
 
 _MATRIX_SASS = re.compile(r"\b((?:[A-Z]GMMA|[A-Z]MMA|UTC[A-Z]*MMA))\b")
@@ -44,6 +45,8 @@ class Report:
     """Count in the final code by mnemonic: HMMA, HGMMA, UTCHMMA; v_mfma on AMD."""
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
+    losses: tuple[str, ...] = ()
+    """What the machine code lacks of what its text asks for, on Hopper: see `machine_code`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Every stage by name: ttir, ttgir, llir, ptx, cubin, sass; amdgcn, hsaco."""
 
@@ -110,7 +113,10 @@ def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
     matrix = Counter(found)
-    return Report(target, shared, registers, sum(map(int, spills)), stack, matrix, tuple(sorted(lines)), asm)
+    losses = machine_code.losses(asm["ptx"], asm["cubin"])
+    return Report(
+        target, shared, registers, sum(map(int, spills)), stack, matrix, tuple(sorted(lines)), losses, asm
+    )
 
 
 def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
@@ -121,7 +127,7 @@ def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
 
     spilled = 4 * (fact("vgpr_spill_count") + fact("sgpr_spill_count"))
     stack, matrix = fact("private_segment_fixed_size"), Counter(_MATRIX_AMD.findall(text))
-    return Report(target, shared, fact("vgpr_count"), spilled, stack, matrix, (), asm)
+    return Report(target, shared, fact("vgpr_count"), spilled, stack, matrix, asm=asm)
 
 
 def _ptxas(target: Target, ptx: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +12,17 @@ import torch
 from reference_case import make_case
 from torch import Tensor
 
-from flexmod import create_block_mask
+from flexmod import ahead, config, create_block_mask
 from flexmod.backends import hopper, triton, triton_captured
+from flexmod.backends.hopper import Verdict
 from flexmod.codegen.hopper import HopperKernels, Shape
 from flexmod.codegen.kernels import Captured
 from flexmod.codegen.spec import statistics_rows
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.trace import trace
+from flexmod.runtime.machine_code import SERIALIZED
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import named
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -87,56 +93,106 @@ def made(
     return HopperKernels(kernels_for(spec, *lowered)), call
 
 
+LOST = (SERIALIZED,)
+
+
 @pytest.mark.parametrize(
     ("found", "chosen"),
     [
-        ([32], 0),
-        ([33, 10], 1),
-        ([60, 50, 40], 2),
-        ([40, 50, 60], 0),
-        ([RuntimeError("PassManager::run failed"), 5], 1),
+        ([Verdict(32)], 0),
+        ([Verdict(33), Verdict(10)], 1),
+        ([Verdict(60), Verdict(50), Verdict(40)], 2),
+        ([Verdict(40), Verdict(50), Verdict(60)], 0),
+        ([RuntimeError("PassManager::run failed"), Verdict(5)], 1),
+        ([Verdict(0, LOST), Verdict(32)], 1),
+        ([Verdict(0, LOST), Verdict(64), Verdict(65)], 1),
+        ([Verdict(0, LOST), Verdict(65), Verdict(20, LOST)], 0),
+        ([Verdict(40, LOST), Verdict(20, LOST), Verdict(30, LOST)], 1),
+        ([Verdict(65, LOST), RuntimeError("PassManager::run failed"), Verdict(64, LOST)], 2),
     ],
     ids=str,
 )
-def test_the_ladder(found: list[Any], chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ladder(
+    found: list[Any],
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher's choice, and that of a build ahead of time."""
     kernels, _ = made("backward", head_dim=128)
     ladder = kernels.ladder("backward")
     tried: list[Shape] = []
 
-    def compiled(kernels: Any, way: str, device: Any, shape: Shape) -> int:
+    def outcome(shape: Shape) -> Verdict:
         tried.append(shape)
-        spills = found[len(tried) - 1]
-        if isinstance(spills, Exception):
-            raise spills
-        return int(spills)
+        verdict: Verdict | Exception = found[len(tried) - 1]
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
 
-    monkeypatch.setattr(hopper, "_compiled", compiled)
+    monkeypatch.setattr(hopper, "_compiled", lambda kernels, way, device, shape: outcome(shape))
+    monkeypatch.setattr(config, "debug_level", lambda: 1)
     for _ in range(2):
         assert hopper.settle(kernels, "backward", CPU, lambda shape: shape) == ladder[chosen]  # type: ignore
     assert tried == list(ladder[: len(found)])
+    gave_way = [
+        f"flexmod: backward for Hopper: {shape} gives way: {verdict}"
+        for shape, verdict in zip(tried, found, strict=True)
+        if isinstance(verdict, Verdict) and not verdict.does
+    ]
+    taken = f"flexmod: backward for Hopper: {ladder[chosen]}"
+    assert capsys.readouterr().err.splitlines() == [*gave_way, taken]
+
+    def compiled(kernels: Any, way: Any, shape: Shape, target: str, variant: Any) -> Report:
+        spills, losses = outcome(shape)
+        return Report(named(target), 0, 255, 8 * spills, 4 * spills, {}, losses=losses)
+
+    tried.clear()
+    monkeypatch.setattr(ahead, "_compile_shape", compiled)
+    built = ahead._first_shape(kernels, "backward", "sm_90", None)  # type: ignore
+    assert (built.tile, built.problem) == (ladder[chosen], "")
+    assert tried == list(ladder[: len(found)])
+
+
+def test_a_verdict_in_words() -> None:
+    assert str(Verdict(3)) == "a thread spills 3 registers"
+    assert str(Verdict(3, LOST)) == "a thread spills 3 registers, its matrix instructions are serialized"
+
+
+def test_what_a_compiled_shape_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, _ = made("forward")
+
+    def warmup(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(run=None, n_spills=7.0, asm={"ptx": "text", "cubin": b"code"})
+
+    monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
+    monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
+    assert hopper._compiled(kernels, "forward", CPU, {}) == Verdict(7, ("text", b"code"))  # type: ignore
 
 
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (200, "a thread spills 200 registers at least"),
+        (Verdict(200), "a thread spills 200 registers at least"),
+        (Verdict(65, LOST), "a thread spills 65 registers at least"),
         (
             RuntimeError("too wide\nmore"),
             "no shape of it compiles: 128x128 (2 consumers): too wide; "
             "128x64 (2 consumers): too wide",
         ),
     ],
-    ids=["spills", "fails"],
+    ids=["spills", "spills and is serialized", "fails"],
 )
 def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, _ = made("forward")
     calls = []
 
-    def compiled(*_: Any) -> int:
+    def compiled(*_: Any) -> Verdict:
         calls.append(0)
         if isinstance(fault, Exception):
             raise fault
-        return int(fault)
+        return Verdict(*fault)
 
     monkeypatch.setattr(hopper, "_compiled", compiled)
     with warnings.catch_warnings(record=True) as said:

@@ -1,0 +1,159 @@
+"""What is read from machine code is what the assembler's log and the disassembler say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from triton.backends.nvidia.compiler import get_ptxas
+
+from flexmod import ahead, masks
+from flexmod.codegen import cache
+from flexmod.codegen.hopper import HopperKernels
+from flexmod.runtime import machine_code, offline
+from flexmod.runtime.machine_code import EVEN_REGISTERS, SERIALIZED
+from flexmod.variant import variant
+
+TEXT = """from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+)
+
+
+@gluon.jit
+def product(A, B, Out, N, D: gl.constexpr, TOUCHED: gl.constexpr):
+    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], gl.bfloat16)
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    i, j = gl.arange(0, D, gl.SliceLayout(1, loaded)), gl.arange(0, D, gl.SliceLayout(0, loaded))
+    place = i[:, None] * D + j[None, :]
+    a = gl.allocate_shared_memory(gl.bfloat16, [D, D], shared, gl.load(A + place))
+    b = gl.allocate_shared_memory(gl.bfloat16, [D, D], shared, gl.load(B + place))
+    fence_async_shared()
+    acc = gl.zeros([D, D], gl.float32, summed)
+    for _ in range(N):
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        if TOUCHED:  # while the product may still be under way: the wait leaves one group
+            acc = warpgroup_mma_wait(1, deps=(acc,)) * 2.0
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+    i, j = gl.arange(0, D, gl.SliceLayout(1, summed)), gl.arange(0, D, gl.SliceLayout(0, summed))
+    gl.store(Out + i[:, None] * D + j[None, :], acc)
+"""
+SIGNATURE = {"A": "*bf16", "B": "*bf16", "Out": "*fp32", "N": "i32"}
+
+
+def product(dim: int = 64, touched: bool = False, **options: Any) -> offline.Report:
+    kernel = cache.load(TEXT, "wgmma").product
+    return offline.compile(kernel, SIGNATURE, {"D": dim, "TOUCHED": touched}, "sm_90", **options)
+
+
+class Assembled(NamedTuple):
+    cubin: bytes
+    warnings: set[str]
+    """Their numbers, e.g. C7514."""
+
+
+def assemble(ptx: str, folder: Path, *flags: str) -> Assembled:
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [get_ptxas(90).path, *flags, "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Assembled(source.with_suffix(".cubin").read_bytes(), set(re.findall(r"C75\d\d", log)))
+
+
+@pytest.mark.parametrize(
+    ("given", "warning", "losses"),
+    [
+        ({}, None, ()),
+        ({"touched": True}, "C7514", (SERIALIZED,)),
+        ({"dim": 256, "maxnreg": 168}, "C7511", (SERIALIZED,)),  # 256 registers of a thread for the sum
+    ],
+    ids=["as written", "touched", "too large"],
+)
+def test_serialized_products(given: dict[str, Any], warning: str | None, losses: tuple[str, ...]) -> None:
+    report = product(**given)
+    assert report.losses == losses
+    assert re.findall(r"C\d+", " ".join(report.warnings)) == [warning] * len(losses)
+
+
+@pytest.fixture(scope="module")
+def forward() -> str:
+    """The PTX of Hopper's forward."""
+    causal = variant(None, masks.causal(), head_dim=64)
+    kernels = ahead.kernels_on(causal, "forward", "sm_90")
+    assert isinstance(kernels, HopperKernels)
+    text = ahead._compile_shape(kernels, "forward", kernels.ladder("forward")[-1], "sm_90", causal).asm["ptx"]
+    return str(text)
+
+
+def as_it_is(ptx: str) -> str:
+    return ptx
+
+
+def of_few_registers(ptx: str) -> str:
+    return re.sub(r"(setmaxnreg\S+\s+)240;", r"\g<1>80;", ptx)
+
+
+def of_no_registers(ptx: str) -> str:
+    return re.sub(r"(setmaxnreg\S+\s+)240;", r"\g<1>24;", ptx)
+
+
+def of_unknown_registers(ptx: str) -> str:
+    return re.sub(r"\.maxnreg \d+", "", ptx)
+
+
+def that_prints(ptx: str) -> str:
+    declared = ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);"
+    call = """{ .param .b64 a0; .param .b64 a1; .param .b32 r0;
+        st.param.b64 [a0], 0; st.param.b64 [a1], 0; call.uni (r0), vprintf, (a0, a1); }"""
+    before, _, after = ptx.replace(".address_size 64", f".address_size 64\n{declared}", 1).rpartition("ret;")
+    return f"{before}{call}\nret;{after}"
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "warnings", "losses"),
+    [
+        (as_it_is, (), set(), ()),
+        (as_it_is, ("-g",), {"C7505"}, (SERIALIZED, EVEN_REGISTERS)),
+        (of_few_registers, (), {"C7512"}, (SERIALIZED,)),
+        (of_no_registers, (), {"C7507"}, (EVEN_REGISTERS,)),
+        (of_unknown_registers, (), {"C7508"}, (EVEN_REGISTERS,)),
+        (that_prints, (), {"C7510"}, (SERIALIZED,)),
+    ],
+)
+def test_what_is_read_is_what_ptxas_warns_of(
+    change: Any,
+    flags: tuple[str, ...],
+    warnings: set[str],
+    losses: tuple[str, ...],
+    forward: str,
+    tmp_path: Path,
+) -> None:
+    ptx = change(forward)
+    cubin, said = assemble(ptx, tmp_path, *flags)
+    assert (said >= warnings) if warnings else not said
+    assert machine_code.losses(ptx, cubin) == losses
+    # instruction by instruction, as the disassembler has them
+    code = [(low & 0xFFF, high >> 20 & 7) for low, high in machine_code._instructions(cubin)]
+    groups = [group for operation, group in code if operation in machine_code.MATRIX]
+    listing = offline._disassemble(cubin)
+    products = re.findall(r"HGMMA[^;]*;", listing)
+    assert [group != machine_code.NO_GROUP for group in groups] == ["gsb0" in line for line in products]
+    assert len(products) >= ptx.count("wgmma.mma_async") > 0
+    handing = sum(operation == machine_code.REGISTERS for operation, _ in code)
+    assert handing == listing.count("USETMAXREG")
+
+
+def test_where_nothing_can_be_told() -> None:
+    serialized = product(touched=True).asm
+    assert machine_code.losses(serialized["ptx"], serialized["cubin"]) == (SERIALIZED,)
+    assert machine_code.losses(serialized["ptx"], b"") == ()
+    assert machine_code.losses(serialized["ptx"].replace("sm_90a", "sm_100a"), serialized["cubin"]) == ()
+    # a group for each product is how it was written
+    alone = re.sub(r"(wgmma.mma_async[^;]*;)", r"\1 wgmma.commit_group.sync.aligned;", serialized["ptx"])
+    assert machine_code.losses(alone, serialized["cubin"]) == ()
