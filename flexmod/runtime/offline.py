@@ -6,17 +6,19 @@ the metadata of the assembly. The tools are those that Triton brings along.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -137,9 +139,16 @@ def _ptxas(target: Target, ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")
-        tool = get_ptxas(target.triton.arch).path
-        command = [tool, "-v", f"--gpu-name={match[1]}", source, "-o", source.with_suffix(".cubin")]
+        tool = [get_ptxas(target.triton.arch).path, *_flags()]
+        command = [*tool, "-v", f"--gpu-name={match[1]}", source, "-o", source.with_suffix(".cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@cache
+def _flags() -> list[str]:
+    """What Triton's own run has that changes how registers are used: later versions have such a flag."""
+    found = re.search(r"--regAllocOptLevel=\d", inspect.getsource(CUDABackend.make_cubin))
+    return [found[0]] if found else []
 
 
 def _disassemble(cubin: bytes) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from flexmod import ahead, masks
@@ -79,6 +80,17 @@ def test_serialized_products(given: dict[str, Any], warning: str | None, losses:
     report = product(**given)
     assert report.losses == losses
     assert re.findall(r"C\d+", " ".join(report.warnings)) == [warning] * len(losses)
+
+
+def test_a_report_has_the_numbers_of_the_machine_code(tmp_path: Path) -> None:
+    """They come from a run of ptxas of its own, which must be as Triton's was."""
+    report = product(dim=256, touched=True, maxnreg=168)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(report.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (used,) = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    assert tuple(map(int, used)) == (report.registers, report.local)
 
 
 @pytest.fixture(scope="module")
