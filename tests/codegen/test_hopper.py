@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
+from triton_release import NEWEST, Limits
 
 from flexmod import mods
 from flexmod.codegen.exponent_text import write_exponent
@@ -244,26 +245,26 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
-        ("forward", None, None, 64, 560, 48, "runs"),
-        ("forward", mods.softcap(12.5), near, 128, 144, 48, "runs"),
-        ("forward", SLOPES, near, 128, 208, 48, "runs"),
-        ("forward", None, near, 64, 0, 48, "lists"),
-        ("forward", None, near, 192, 64, 64, "runs"),
-        ("backward", None, None, 128, 128, 64, "runs"),
-        ("backward", None, near, 64, 352, 64, "lists"),
-        ("backward", mods.softcap(12.5), near, 128, 384, 64, "runs"),
-        ("backward", None, near, 192, 64, 96, "runs"),
-        ("backward", mods.softcap(12.5), None, 256, 128, 128, "runs"),
+        ("forward", None, None, 64, (288, 560), 48, "runs"),
+        ("forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs"),
+        ("forward", SLOPES, near, 128, (64, 208), 48, "runs"),
+        ("forward", None, near, 64, (0, 0), 48, "lists"),
+        ("forward", None, near, 192, (64, 64), 64, "runs"),
+        ("backward", None, None, 128, (128, 128), 64, "runs"),
+        ("backward", None, near, 64, (256, 352), 64, "lists"),
+        ("backward", mods.softcap(12.5), near, 128, (192, 384), 64, "runs"),
+        ("backward", None, near, 192, (64, 64), 96, "runs"),
+        ("backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs"),
     ],
 )
 def test_compiles(
-    way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: int, instructions: int, form: Any
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: Limits, instructions: int, form: Any
 ) -> None:
-    """`spills` in bytes, as Triton 3.9 has them, which spills more than 3.6 does."""
+    """`spills` in bytes, at most: with Triton 3.6, and with the newest, which spills more."""
     report = compiled(way, score_mod, mask_mod, dim, form)
     assert report.fits
     assert report.warnings == report.losses == ()
-    assert report.spills <= spills
+    assert report.spills <= spills[NEWEST]
     assert report.matrix_instructions["HGMMA"] >= instructions
 
 
@@ -272,23 +273,23 @@ def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("score_mod", "dim", "spills"), [(mods.alibi(LEARNED), 64, 128), (bias_of_keys, 128, 768)]
+    ("score_mod", "dim", "spills"), [(mods.alibi(LEARNED), 64, (128, 128)), (bias_of_keys, 128, (768, 768))]
 )
-def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: int) -> None:
+def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: Limits) -> None:
     report = compiled("backward", score_mod, near, dim, rung=2)
     assert report.fits
     assert report.warnings == report.losses == ()
-    assert report.spills <= spills
+    assert report.spills <= spills[NEWEST]
     # from one lane to the next: all of a key's queries are in the lanes of four
     assert "shfl.sync.bfly" in report.asm["ptx"]
 
 
-@pytest.mark.parametrize(("dim", "spills"), [(64, 1920), (128, 1152), (256, 1088)])
-def test_compiles_with_sums_along_diagonals(dim: int, spills: int) -> None:
+@pytest.mark.parametrize(("dim", "spills"), [(64, (1100, 1920)), (128, (640, 1152)), (256, (384, 1088))])
+def test_compiles_with_sums_along_diagonals(dim: int, spills: Limits) -> None:
     report = compiled("backward", relative_table, near, dim)
     assert report.fits
     assert report.warnings == report.losses == ()
-    assert report.spills <= spills
+    assert report.spills <= spills[NEWEST]
     # 16 keys of a warp and their queries, turned in its lanes; sums to memory, from no other's
     assert report.asm["ptx"].count("shfl.sync.idx") >= 16 * 2
     assert "red.global" in report.asm["ptx"] or "atom.global" in report.asm["ptx"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import CAUSAL
+from triton_release import NEWEST
 
 from flexmod import explain
 from flexmod.codegen import cache
@@ -61,7 +62,7 @@ def test_first_rung_on_hopper(kernel: KernelName, dim: int) -> None:
     report = compiled(spec, kernel, ladder(spec, kernel, {})[0], "sm_90")
     assert report.fits, report
     assert report.matrix_instructions.get("HGMMA", 0) > 0, report
-    assert report.spills <= 560, report  # of Triton 3.9; 3.6 spills less
+    assert report.spills <= (256, 560)[NEWEST], report
 
 
 @pytest.mark.parametrize("target", ["sm_86", "gfx942"])
@@ -94,7 +95,7 @@ def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:
     spec = spec_of(torch.bfloat16, 64)
     report = compiled(spec, kernel, ladder(spec, kernel, {})[-1], target, text)
     assert report.fits, report
-    assert report.spills <= 704, report  # of Triton 3.9; 3.6 spills less
+    assert report.spills <= (512, 704)[NEWEST], report
     assert report.matrix_instructions, report
 
 
