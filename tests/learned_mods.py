@@ -27,6 +27,9 @@ def learned_mods(
     buckets = (torch.arange(distances, device=device) - columns + 1).abs().float().log1p().int()
     return {
         "slopes": Learned(lambda t: lambda s, b, h, q, k: s + t[h] * (k - q), [(heads,)]),
+        "slopes of distances as floats": Learned(
+            lambda t: lambda s, b, h, q, k: s + t[h] * (k * 0.5 - q).abs(), [(heads,)]
+        ),
         "alibi of the library": Learned(mods.alibi, [(heads,)]),
         "relative table": Learned(
             lambda t: lambda s, b, h, q, k: s + t[h, q - k + columns - 1], [(heads, distances)]

@@ -47,7 +47,7 @@ CANCELLED = ("with -inf", "in two places")
 
 # For Hopper's backward alone: terms that it sums itself, and terms that portable kernels sum beside it.
 BESIDE = ("bias of pairs", "bias of rows")
-OWN = ("slopes", "alibi of the library", "bias of keys", "relative table")
+OWN = ("slopes", "slopes of distances as floats", "alibi of the library", "bias of keys", "relative table")
 OWN_BY_SCORE = ("temperature", "scalar", "one element", "in two places", "clamped distances", "several")
 
 HOPPER_CASES = [
