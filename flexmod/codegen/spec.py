@@ -92,7 +92,8 @@ def lowest_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
     too little of it, always.
     """
     low, high = (end * math.log2(math.e) for end in bounds)
-    if spec.q_dtype is not torch.bfloat16 or high - low > LARGEST_WEIGHT - SMALLEST_WEIGHT:
+    # not `>`: where both ends are the same infinity, the difference is no number
+    if spec.q_dtype is not torch.bfloat16 or not high - low <= LARGEST_WEIGHT - SMALLEST_WEIGHT:
         return None
     return high - LARGEST_WEIGHT
 

@@ -97,6 +97,8 @@ def test_a_capture_may_have_the_name_of_what_a_kernel_gives() -> None:
         (BF16, (-60.0, 60.0), None),
         (BF16, (-float("inf"), 20.0), None),
         (BF16, (0.0, float("inf")), None),
+        (BF16, (-float("inf"), -float("inf")), None),
+        (BF16, (float("inf"), float("inf")), None),
         (HALF, (-2.0, 2.0), None),
         (SINGLE, (-2.0, 2.0), None),
     ],

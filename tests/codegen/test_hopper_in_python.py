@@ -30,7 +30,13 @@ def holes(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 MASKS = {"": None, "causal": masks.causal(), "window": masks.sliding_window(130), "holes": holes,
          "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0}  # fmt: skip
-SCORES = {"": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2)}
+
+
+def nothing(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.full_like(score, -torch.inf)
+
+
+SCORES = {"": None, "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2)}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ CASES = [
     Case("window", "alibi", lengths=(700, 700), block_n=64, ordered=True),
     Case("causal", lengths=(300, 300), ordered=True, block=256),
     Case("nothing", lengths=(500, 500)),
+    Case("", "nothing", lengths=(130, 130)),
     Case(dims=(192, 128), block_n=64),
 ]
 
@@ -117,7 +124,7 @@ class Call:
             if kind in self.traced:
                 graph, tensors = self.traced[kind].graph, self.traced[kind].tensors
                 (found,) = evaluate(graph, tensors, real=torch.float64, **places, **own)
-                scores = found if kind == "score" else scores.masked_fill(~found, -torch.inf)
+                scores = torch.where(found, scores, -torch.inf) if kind == "mask" else found.expand_as(scores)
         return scores
 
 

@@ -14,4 +14,11 @@ SEEDS = {
         lengths=(3, 4),
         dims=(2, 2),
     ),
+    "scores that are all -inf, whose bounds Hopper's forward wrote as a name": Case(
+        "python",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return torch.full_like(score, -float('inf'))\n",
+        dtype="bfloat16",
+        lengths=(3, 4),
+        dims=(64, 64),
+    ),
 }
