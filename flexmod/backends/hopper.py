@@ -36,7 +36,7 @@ Arguments = Mapping[str, Any]
 # SPILLS_ENDURED, and the portable kernels run.
 SPILLS_ALLOWED = 32
 SPILLS_ENDURED = 64
-# Rows between two heads in LSE2 and DELTA are a multiple of it, so that a tile never meets the next head.
+# Queries in a backward's tile, at most.
 TALLEST = 128
 # Rows of a program of round_kernel.
 ROUNDED_ROWS = 64
@@ -80,7 +80,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: BlockMask | None =
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if not addressable(tensor):
             return f"{name}'s rows, heads or storage are not at multiples of 16 bytes"
-    if q.shape[0] * q.shape[1] * _pitch(q.shape[2]) >= 2**31:
+    if q.shape[0] * q.shape[1] * _pitch(q.shape[2], by_column) >= 2**31:
         return "2^31 rows of queries or more"
     if by_column is not None and not by_column.held.by_column:
         return "block_mask has no q_num_blocks and q_indices"
@@ -170,7 +170,7 @@ def backward(
     spec = kernels.spec
     batch, heads, length, _ = q.shape
     kv_batch, kv_heads, keys, _ = k.shape
-    pitch = _pitch(length)
+    pitch = _pitch(length, mask)
     if not addressable(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
@@ -337,5 +337,10 @@ def numbers(tensor: Tensor, count: int) -> TensorDescriptor:
 _layout = lru_cache(layout_of)
 
 
-def _pitch(length: int) -> int:
-    return -(-length // TALLEST) * TALLEST
+def _pitch(length: int, mask: BlockMask | None) -> int:
+    """Rows between two heads in LSE2 and DELTA.
+
+    Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.
+    """
+    whole = TALLEST if mask is None else max(TALLEST, int(mask.BLOCK_SIZE[0]))
+    return -(-length // whole) * whole

@@ -43,6 +43,11 @@ def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * torch.log2(260.0 - q_idx) + torch.sqrt(199.0 - kv_idx) + torch.tanh(score + h)
 
 
+def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A query sees one key, wherever it is."""
+    return (q_idx - kv_idx) % 5 == 0
+
+
 IDS = torch.arange(2000) // 70
 
 
@@ -53,7 +58,8 @@ def listed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 MASKS: dict[str, Any] = {
     "": None, "causal": masks.causal(), "window": masks.sliding_window(70), "documents": documents,
-    "listed": listed, "holes": holes, "by head": by_head, "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0,
+    "listed": listed, "same": same, "holes": holes, "by head": by_head,
+    "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0,
 }  # fmt: skip
 SCORES: dict[str, Any] = {"": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(4), "gate": gate}
 
