@@ -42,6 +42,7 @@ from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
 from flexmod.ir import intervals
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
+from flexmod.ir.exponents import score_bounds
 from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.ranges import as_ranges
@@ -82,7 +83,9 @@ class Lowered:
 
 
 def _written(graph: Graph, checked: bool) -> ModText:
-    return write(as_ranges(graph) if graph.kind == "mask" else graph, checked)
+    if graph.kind == "mask":
+        return write(as_ranges(graph), checked)
+    return replace(write(graph, checked), bounds=score_bounds(graph))
 
 
 def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | None:

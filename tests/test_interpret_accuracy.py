@@ -17,7 +17,7 @@ import torch
 from reference_case import Case, Limit, assert_within, eager_error_bound, expected, make_case
 from torch import Tensor
 
-from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod import AuxRequest, BlockMask, compiler, create_block_mask, flex_attention, masks, mods
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -139,15 +139,75 @@ def for_small_tensors(limits: dict[str, Limit]) -> dict[str, Limit]:
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CASES, ids=[f"{n}-{t}-{s.m}x{s.n}" for n, t, s in CASES])
 def test_against_float64(name: str, dtype: torch.dtype, shape: Shape) -> None:
+    check(shape, dtype, *MODS[name](shape), seed=name)
+
+
+# mask_mod, what a score is capped at, and what the queries are multiplied by
+BOUNDED: dict[str, tuple[Callable[[Shape], Any], float, float, Shape]] = {
+    "all": (lambda s: None, 20.0, 1.0, Shape(65, 130, d=24, group=3, kv_heads=1)),
+    "all, at the bound": (lambda s: None, 40.0, 100.0, Shape(33, 97, dv=24)),
+    "causal": (lambda s: masks.causal(), 20.0, 1.0, Shape(130, 65, d=24, dv=64)),
+    "causal, at the bound": (lambda s: masks.causal(), 50.0, 100.0, Shape(97, 97)),
+    "window": (lambda s: masks.sliding_window(9), 50.0, 1.0, Shape(130, 130, dv=24)),
+    "window, at the bound": (lambda s: masks.sliding_window(9), 40.0, 100.0, Shape(97, 97)),
+    "documents": (documents, 5.0, 3.0, Shape(130, 130, batch=2, layout="bshd")),
+    "dead rows": (vision, 20.0, 1.0, Shape(65, 130, d=24)),
+    "one key": (lambda s: lambda b, h, q_idx, kv_idx: q_idx == kv_idx, 10.0, 1.0, Shape(65, 65)),
+}
+
+
+@pytest.fixture
+def caps_are_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that differ from an earlier one: a cap that a launch gives is no bound."""
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.usefixtures("caps_are_constants")
+def test_bounded_scores_against_float64(name: str) -> None:
+    """A row's first tile has its peak, and the mask may keep nothing there."""
+    mask_mod, cap, factor, shape = BOUNDED[name]
+    # the error of tanh is near 1e-7
+    check(shape, BRAIN, mods.softcap(cap), mask_mod(shape), seed=name, factor=factor, of_lse=2e-7 * cap)
+
+
+@pytest.mark.parametrize("name", ["all", "causal", "window, at the bound", "dead rows"])
+@pytest.mark.usefixtures("caps_are_constants")
+def test_largest_scores_of_bounded_ones(name: str) -> None:
+    """A kernel that takes no maximum takes one where it is asked for, and all else stays as it was."""
+    mask_mod, cap, factor, shape = BOUNDED[name]
+    case, mask = made(shape, BRAIN, mask_mod(shape), seed=name, factor=factor)
+    options: dict[str, Any] = {"enable_gqa": True, "kernel_options": {"BACKEND": "INTERPRET"}}
+    inputs = surrounded(case).inputs
+    both = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(*inputs, mods.softcap(cap), mask, return_aux=both, **options)
+    plain, lse = flex_attention(*inputs, mods.softcap(cap), mask, return_lse=True, **options)
+    truth = expected(case, mods.softcap(cap), mask)
+    torch.testing.assert_close(aux.max_scores.double(), truth.max_scores, rtol=1e-6, atol=1e-6 * cap)
+    assert torch.equal(out, plain) and torch.equal(aux.lse, lse)
+
+
+def made(
+    shape: Shape, dtype: torch.dtype, mask_mod: Any, *, seed: str, factor: float = 1.0
+) -> tuple[Case, BlockMask | None]:
+    """`factor` makes the queries larger."""
     case = make_case(
         batch=shape.batch, heads=shape.kv_heads * shape.group, kv_heads=shape.kv_heads, q_len=shape.m,
         kv_len=shape.n, head_dim=shape.d, value_dim=shape.dv, dtype=dtype, layout=shape.layout,
-        seed=zlib.crc32(f"{name} {shape}".encode()),
+        seed=zlib.crc32(f"{seed} {shape}".encode()),
     )  # fmt: skip
-    score_mod, mask_mod = MODS[name](shape)
-    mask = None
-    if mask_mod is not None:
-        mask = create_block_mask(mask_mod, None, None, shape.m, shape.n, device="cpu", BLOCK_SIZE=32)
+    case = replace(case, q=case.q * factor)
+    if mask_mod is None:
+        return case, None
+    return case, create_block_mask(mask_mod, None, None, shape.m, shape.n, device="cpu", BLOCK_SIZE=32)
+
+
+def check(
+    shape: Shape, dtype: torch.dtype, score_mod: Any, mask_mod: Any, *,
+    seed: str, factor: float = 1.0, of_lse: float = 2e-6,
+) -> None:  # fmt: skip
+    """Results and gradients beside their truth."""
+    case, mask = made(shape, dtype, mask_mod, seed=seed, factor=factor)
     inside = surrounded(case)
     inputs = [x.detach().requires_grad_() for x in inside.inputs]
     out, lse = flex_attention(
@@ -160,4 +220,4 @@ def test_against_float64(name: str, dtype: torch.dtype, shape: Shape) -> None:
     results = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     assert all(result.dtype == dtype for result in results.values())
     assert_within(results, truth, limits)
-    torch.testing.assert_close(lse.detach().double(), truth.lse, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.detach().double(), truth.lse, rtol=2e-6, atol=of_lse)

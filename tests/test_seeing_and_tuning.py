@@ -27,7 +27,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def soft_cap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return 20.0 * torch.tanh(score / 20.0)
+    return 19.0 * torch.tanh(score / 19.0)
 
 
 def kernels(source: str) -> set[str]:
@@ -41,7 +41,7 @@ def test_explain_shows_graphs_with_the_users_lines_and_the_whole_module() -> Non
     assert [graph.kind for graph in explanation.graphs] == ["mask", "score", "grad"]
     assert "mask():" in text
     assert "ge(q_idx, kv_idx)" in text
-    assert f"{__file__}:{line}: return 20.0 * torch.tanh(score / 20.0)" in text
+    assert f"{__file__}:{line}: return 19.0 * torch.tanh(score / 19.0)" in text
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel", "score_mod", "mask_mod"} <= kernels(
         explanation.source
     )

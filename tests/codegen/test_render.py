@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
-from flexmod import explain
+from flexmod import compiler, explain
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.render import parameters, render
 from flexmod.codegen.spec import KernelSpec
@@ -57,6 +57,13 @@ def test_golden_learned(golden: Callable[[str, str], None]) -> None:
     golden(explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx - h).source, "learned.txt")
 
 
+BOUNDED = replace(SOFTCAP, bounds=(-20.0, 20.0))
+
+
+def test_golden_bounded_forward(golden: Callable[[str, str], None]) -> None:
+    golden(render(HALF, BOUNDED, CAUSAL), "bounded_forward.txt")
+
+
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_careful_text_of_what_is_learned(dtype: torch.dtype, block: int | None) -> None:
@@ -84,6 +91,25 @@ def test_names_that_differ_in_case_alone() -> None:
     assert_careful(text, longest=200)
 
 
+@pytest.mark.parametrize(
+    ("score_mod", "dtype", "fixed"),
+    [
+        (lambda s, b, h, q_idx, kv_idx: 30.0 * torch.tanh(s / 30.0), torch.bfloat16, True),
+        (lambda s, b, h, q_idx, kv_idx: s.sigmoid() * 3.0, torch.bfloat16, True),
+        (lambda s, b, h, q_idx, kv_idx: 30.0 * torch.tanh(s / 30.0), torch.float16, False),
+        (lambda s, b, h, q_idx, kv_idx: 30.0 * torch.tanh(s / 30.0), torch.float32, False),
+        (lambda s, b, h, q_idx, kv_idx: 60.0 * torch.tanh(s / 60.0), torch.bfloat16, False),
+        (lambda s, b, h, q_idx, kv_idx: s.sigmoid() * 3.0 + slopes[h], torch.bfloat16, False),
+    ],
+)
+def test_bounded_scores_have_a_fixed_peak(
+    score_mod: Any, dtype: torch.dtype, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the caps are constants
+    text = explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, dtype=dtype).source
+    assert ("if met == 0:" in text, "new_peak" in text) == (fixed, not fixed)
+
+
 ALL = [
     (replace(spec, **blocks, positive_scale=positive, shared_kv=shared, backward=True), mods)
     for spec, blocks, positive, shared, mods in product(
@@ -99,6 +125,7 @@ ALL = [
             (None, None, None),
             (None, DOCUMENT, None),
             (SOFTCAP, None, SOFTCAP_GRAD),
+            (BOUNDED, CAUSAL, SOFTCAP_GRAD),
             (ALIBI, CAUSAL, ALIBI_GRAD),
         ),
     )

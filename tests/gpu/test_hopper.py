@@ -115,14 +115,17 @@ def test_in_a_cuda_graph() -> None:
 @ON_HOPPER
 @pytest.mark.parametrize("cap", [3.0, 50.0, 1000.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_largest_scores_of_a_bounded_score(cap: float, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", ["hopper", "portable"])
+def test_largest_scores_of_a_bounded_score(
+    cap: float, masked: bool, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel that takes no maximum takes one where it is asked for."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the cap is a constant
     case = make_case(heads=2, q_len=300, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
     mask = create_block_mask(causal, None, None, 300, 300, device=DEVICE) if masked else None
     _, aux = flex_attention(
         *case.inputs, mods.softcap(cap), mask, return_aux=AuxRequest(lse=True, max_scores=True),
-        kernel_options={"TEMPLATE": "hopper"},
+        kernel_options={"TEMPLATE": template},
     )  # fmt: skip
     scores = cap * torch.tanh(case.q.double() @ case.k.double().mT * case.scale / cap)
     if masked:
