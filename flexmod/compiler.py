@@ -75,17 +75,16 @@ class Lowered:
 
     @cached_property
     def exponent_text(self) -> ModText | None:
-        return _staged("write", lambda score: write_exponent(score, self.checked), self.score)
+        return _staged("write", lambda score: write_exponent(as_ranges(score), self.checked), self.score)
 
     @cached_property
     def grad_text(self) -> ModText | None:
-        return _staged("write", lambda grad: write(grad, self.checked), self.grad)
+        return _staged("write", lambda grad: write(as_ranges(grad), self.checked), self.grad)
 
 
 def _written(graph: Graph, checked: bool) -> ModText:
-    if graph.kind == "mask":
-        return write(as_ranges(graph), checked)
-    return replace(write(graph, checked), bounds=score_bounds(graph))
+    text = write(as_ranges(graph), checked)
+    return replace(text, bounds=score_bounds(graph)) if graph.kind == "score" else text
 
 
 def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | None:

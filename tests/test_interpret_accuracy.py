@@ -58,6 +58,11 @@ def lowest(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where((q_idx - kv_idx).abs() <= 9, score, torch.finfo(torch.float32).min)
 
 
+def near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Asks what a mask of a window asks."""
+    return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx <= 9), score * 0.5 + (q_idx - kv_idx), score * 2)
+
+
 # (score_mod, mask_mod) by name, made for a shape
 MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
     "noop": lambda s: (None, None),
@@ -73,6 +78,8 @@ MODS: dict[str, Callable[[Shape], tuple[Any, Any]]] = {
     "softcap": lambda s: (mods.softcap(3.0), masks.causal()),
     "relative position": lambda s: (mods.relative_position(), None),
     "lowest": lambda s: (lowest, None),
+    "near ones": lambda s: (near_ones, None),
+    "near ones in a window": lambda s: (near_ones, masks.sliding_window(9)),
 }
 
 CASES: list[tuple[str, torch.dtype, Shape]] = [
@@ -102,6 +109,9 @@ CASES: list[tuple[str, torch.dtype, Shape]] = [
     ("softcap", SINGLE, Shape(65, 65, d=24, dv=24, group=3)),
     ("softcap", BRAIN, Shape(130, 65, d=16, dv=64)),
     ("relative position", HALF, Shape(33, 33, d=64, dv=64)),
+    ("near ones", BRAIN, Shape(65, 97)),
+    ("near ones in a window", HALF, Shape(97, 97, d=24)),
+    ("near ones in a window", SINGLE, Shape(65, 65)),
     ("lowest", HALF, Shape(130, 130)),
     ("lowest", SINGLE, Shape(65, 65)),
 ]

@@ -66,6 +66,11 @@ def home_of(node: Node) -> str:
     return "element"
 
 
+def _is_judged(node: Node) -> bool:
+    """Is it a truth value of an element, by its positions?"""
+    return node.dtype == torch.bool and home_of(node) == "element" and "score" not in node.home
+
+
 class Writer:
     """Writes one graph; `main` names the function of its results."""
 
@@ -145,6 +150,7 @@ class Writer:
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),
+            compares=any(_is_judged(n) for n in self.graph.nodes),
             terms=self.term_names(),
             program=statements["program"],
             row=statements["row"],

@@ -1,4 +1,4 @@
-"""A mask's comparisons as ranges, which take an element fewer steps.
+"""Comparisons of elements as ranges, which take fewer steps.
 
 A number lies in a range, 0 <= x < count, if it is less than count as an unsigned number: what is negative is
 large then. One comparison so does for two, and needs no absolute value:
@@ -8,6 +8,9 @@ large then. One comparison so does for two, and needs no absolute value:
 
 What is added goes to the row, which adds it once. Ranges of one length in a chain of `and` are one, that of
 the largest number. 32 bits tell all that there is to tell, so that wrapping does no harm on the way.
+
+Masks and conditions in scores are written alike, so that a compiler finds in one what it has judged for the
+other.
 """
 
 from __future__ import annotations
@@ -40,8 +43,13 @@ class _Range:
 
 
 def as_ranges(graph: Graph) -> Graph:
-    """The graph of a mask with ranges in place of comparisons, where they are proven to be the same."""
+    """The graph with ranges in place of comparisons, where they are proven to be the same."""
     return _Rewriter(graph).graph()
+
+
+def _of_row(form: Linear) -> int:
+    """The coefficients of what the row decides: of a form and its negative, one is taken by their sign."""
+    return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
 
 
 class _Rewriter:
@@ -91,6 +99,8 @@ class _Rewriter:
         if inner is None or reach is None or self.known[distance.args[0]][0] <= LOWEST:
             return None
         reach = reach.plus(Linear({}, -gap))
+        if _of_row(inner) < 0:
+            inner = inner.plus(inner, -2)
         return self._range(inner.plus(reach), Linear({}, 1).plus(reach, 2), (link,))
 
     def _pairs(self, compared: Sequence[Node]) -> Iterator[_Range]:
@@ -101,7 +111,9 @@ class _Rewriter:
             left, right = self.forms.of(link.args[larger]), self.forms.of(link.args[1 - larger])
             if left is not None and right is not None:
                 at_least_0[link] = left.plus(right, -1).plus(Linear({}, -gap))
-        for pair in permutations(list(at_least_0), 2):
+        # the same one for either order of the two
+        links = sorted(at_least_0, key=lambda link: -_of_row(at_least_0[link]))
+        for pair in permutations(links, 2):
             if all(link in at_least_0 for link in pair):
                 place, rest = (at_least_0[link] for link in pair)
                 found = self._range(place, place.plus(rest).plus(Linear({}, 1)), pair)

@@ -14,7 +14,7 @@ import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 from triton_release import NEWEST, Limits
 
-from flexmod import mods
+from flexmod import explain, mods
 from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.hopper import (
     TARGET,
@@ -266,6 +266,20 @@ def test_compiles(
     assert report.warnings == report.losses == ()
     assert report.spills <= spills[NEWEST]
     assert report.matrix_instructions["HGMMA"] >= instructions
+
+
+def of_near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(q_idx + h >= kv_idx, score + 0.1 * (q_idx - kv_idx), score)
+
+
+def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
+    """The mask is asked in partial tiles alone: the score's truth values would be held until then."""
+    assert compiled("forward", of_near_ones, near, 128).spills <= 64
+    modules = explain(of_near_ones, near).hopper
+    assert "first_key = made_anew(first_key)" in modules["forward"]
+    assert "first_query = made_anew(start_m)" in modules["backward"]
+    plain = explain(bias_of_keys, near).hopper
+    assert "made_anew(first_key)" not in plain["forward"]
 
 
 def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

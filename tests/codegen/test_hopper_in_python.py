@@ -36,7 +36,13 @@ def nothing(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.full_like(score, -torch.inf)
 
 
-SCORES = {"": None, "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2)}
+def near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Asks what the mask of a window asks."""
+    return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx <= 130), score * 0.5, score + 2.0)
+
+
+SCORES = {"": None, "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2),
+          "near ones": near_ones}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ CASES = [
     Case("causal", "alibi", lengths=(500, 500), form="lists"),
     Case("window", dims=(64, 64), lengths=(700, 700), block_n=64, stages=4),
     Case("window", "softcap", (256, 256), (500, 500), block_n=64, scale=0.6),
+    Case("window", "near ones", lengths=(500, 500), block_n=64),
+    Case("holes", "near ones", lengths=(500, 500)),
     Case("holes", lengths=(500, 500)),
     Case("holes", "softcap", lengths=(500, 500), scale=-0.5),
     Case("holes", lengths=(700, 700), ordered=True),

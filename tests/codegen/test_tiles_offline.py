@@ -99,6 +99,24 @@ def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:
     assert report.matrix_instructions, report
 
 
+def test_a_condition_of_mask_and_score_is_judged_once() -> None:
+    """In a partial tile; in a full one the score alone asks."""
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 100)
+
+    def near_ones(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(window(b, h, q_idx, kv_idx), s + 0.5, s)
+
+    spec, tile = spec_of(torch.bfloat16, 64), Tile(64, 64, 4, 2)
+    texts = [explain(score_mod, window).source for score_mod in (None, near_ones)]
+    ptx = [compiled(spec, "forward", tile, "sm_90", text).asm["ptx"] for text in texts]
+    masked, both = (text.count("setp.lt.u32") for text in ptx)
+    of_a_tile = tile.block_m * tile.block_n // (32 * tile.warps)
+    assert of_a_tile <= masked < of_a_tile + 8
+    assert both - masked == of_a_tile
+
+
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_a_load_that_waits_for_the_score(kernel: KernelName) -> None:
     """Triton's pipeliner fails on it for Hopper with more than one tile in flight."""

@@ -107,6 +107,10 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         near = torch.where(q_idx > kv_idx, score * slopes[h], score + slopes[h] ** 2)
         return near + 0.3 * (kv_idx - q_idx) + by_row[q_idx]
 
+    def near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Asks what the mask asks."""
+        return torch.where(window(b, h, q_idx, kv_idx), score * slopes[h], score + 2.0)
+
     def loads(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         near = (q_idx - kv_idx).clamp(-128, 128) + 128
         return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
@@ -144,6 +148,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "capped sum": (capped_sum, causal, False),
         "gate": (gate, window, False),
         "two ways": (two_ways, causal, False),
+        "near ones": (near_ones, window, False),
         "loads": (loads, causal, False),
         "risky": (risky, None, False),
         "lowest": (lowest, None, False),
@@ -181,7 +186,7 @@ CASES = [
     # scores as exponents: bounded ones, and float16, which has no room for a fixed peak
     *(
         HopperCase(name, (dim, dim), dtype=dtype)
-        for name in ("softcap", "wide softcap", "relative", "capped sum", "gate", "two ways")
+        for name in ("softcap", "wide softcap", "relative", "capped sum", "gate", "two ways", "near ones")
         for dim in (128, 64)
         for dtype in ("bfloat16", "float16")
     ),

@@ -29,6 +29,7 @@ MASKS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "may wrap": (lambda b, h, q, k: (q > k) & (q < k + 9), 2, 2),
     "both sides": (lambda b, h, q, k: abs(q - k) < 9, 2, 1),
     "limit first": (lambda b, h, q, k: (k - q).abs() <= 9, 2, 1),
+    "row after column": (lambda b, h, q, k: (k - q >= -9) & (k <= q), 2, 1),
     "outside": (lambda b, h, q, k: abs(q - k) > 9, 2, 2),
     "image": (masks.standalone_window(8, 8, 2), 4, 1),
     "oblong": (masks.natten((8, 8), (3, 5)), 4, 2),
@@ -61,11 +62,16 @@ def steps(graph: Graph) -> int:
     return sum(n.op in counted and not (n.home <= ROW or n.home <= COLUMN) for n in graph.nodes)
 
 
-def pairs(graph: Graph, tensors: tuple[torch.Tensor, ...], numbers: tuple[Any, ...] = ()) -> torch.Tensor:
+def pairs(
+    graph: Graph,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[Any, ...] = (),
+    **score: torch.Tensor,
+) -> torch.Tensor:
     positions = torch.arange(LENGTH, dtype=torch.int32)
     zero = torch.zeros((), dtype=torch.int32)
     places = {"b": zero, "h": zero, "q_idx": positions[:, None], "kv_idx": positions}
-    (kept,) = evaluate(graph, tensors, numbers=numbers, **places)
+    (kept,) = evaluate(graph, tensors, numbers=numbers, **places, **score)
     return kept.expand(LENGTH, LENGTH)
 
 
@@ -111,6 +117,24 @@ def test_what_is_added_goes_to_the_row() -> None:
         "  %9: bool = unsigned_lt(%8, 5)\n"
         "  return %9"
     )
+
+
+def test_a_score_asks_as_the_mask_does() -> None:
+    """So that a compiler finds the two equal."""
+    window = masks.sliding_window(9)
+
+    def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where((q - k <= 9) & (q >= k), s + (q - k), s * 2)
+
+    graph = lower(trace(near_ones, "score").graph, (1, 1, 128, 128), split=False).score
+    assert graph is not None
+    found = as_ranges(graph)
+    assert (steps(graph), steps(found)) == (2, 1)
+    (asked,) = (n for n in found.nodes if n.op == "unsigned_lt")
+    assert Graph("mask", (asked,)) == as_ranges(lowered(window)[0])
+    score = torch.randn(LENGTH, LENGTH)
+    results = [pairs(g, (), score=score) for g in (graph, found)]
+    assert torch.equal(*results)
 
 
 def test_positions_of_64_bits_stay_comparisons() -> None:
