@@ -152,6 +152,10 @@ def test_against_float64(name: str, dtype: torch.dtype, shape: Shape) -> None:
     check(shape, dtype, *MODS[name](shape), seed=name)
 
 
+def one_key(shape: Shape) -> Any:
+    return lambda b, h, q_idx, kv_idx: q_idx == kv_idx
+
+
 # mask_mod, what a score is capped at, and what the queries are multiplied by
 BOUNDED: dict[str, tuple[Callable[[Shape], Any], float, float, Shape]] = {
     "all": (lambda s: None, 20.0, 1.0, Shape(65, 130, d=24, group=3, kv_heads=1)),
@@ -162,7 +166,9 @@ BOUNDED: dict[str, tuple[Callable[[Shape], Any], float, float, Shape]] = {
     "window, at the bound": (lambda s: masks.sliding_window(9), 40.0, 100.0, Shape(97, 97)),
     "documents": (documents, 5.0, 3.0, Shape(130, 130, batch=2, layout="bshd")),
     "dead rows": (vision, 20.0, 1.0, Shape(65, 130, d=24)),
-    "one key": (lambda s: lambda b, h, q_idx, kv_idx: q_idx == kv_idx, 10.0, 1.0, Shape(65, 65)),
+    "one key": (one_key, 50.0, 1.0, Shape(65, 65)),
+    "one key, at the bound": (one_key, 50.0, 100.0, Shape(65, 65)),
+    "one key and a small cap": (one_key, 10.0, 1.0, Shape(65, 65)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ def render(
             exact=spec.exact,
             in_pairs=score is not None and prelude.in_pairs(score.text, target),
             lowest_peak=lowest_peak(spec, score.bounds) if score else None,
+            lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
             **facts,
         )
     )

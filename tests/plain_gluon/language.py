@@ -176,7 +176,7 @@ TYPES = ("float32", "int32", "int64")
 def language(programs: int) -> SimpleNamespace:
     """`gl`, in a launch of so many programs."""
     return SimpleNamespace(
-        **{name: elementwise(getattr(np, name)) for name in ("exp2", "log2", "maximum", "minimum")},
+        **{name: elementwise(getattr(np, name)) for name in ("ceil", "exp2", "log2", "maximum", "minimum")},
         **dict.fromkeys(LAYOUTS, lambda *given: None), **{name: name for name in TYPES},
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *given: None),
         constexpr=lambda x: x, static_range=range, to_tensor=lambda x: x,
