@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import AuxRequest, masks
+from flexmod import AuxRequest, masks, mods
 from flexmod.codegen.schedule import grid
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -53,6 +53,28 @@ def test_an_empty_batch_with_a_mask(kv_batch: int) -> None:
     query, key = torch.randn(0, 2, 8, 16), torch.randn(kv_batch, 2, 8, 16)
     mask = flexmod.create_block_mask(masks.causal(), None, None, 8, 8, device="cpu")
     assert flexmod.flex_attention(query, key, key, block_mask=mask).shape == (0, 2, 8, 16)
+
+
+@pytest.mark.timeout(120)  # blocks were walked to their end, 2^30 keys on
+@pytest.mark.parametrize("form", ["runs", "lists"])
+@pytest.mark.parametrize("block", [1 << 30, (1 << 30, 16), (16, 1 << 30), (304, 144)], ids=str)
+def test_one_block_for_all(block: int | tuple[int, int], form: str) -> None:
+    def built(block: int | tuple[int, int]) -> flexmod.BlockMask:
+        return flexmod.create_block_mask(masks.causal(), None, None, 150, 137, "cpu", BLOCK_SIZE=block)
+
+    def gradients(mask: flexmod.BlockMask, backend: str) -> list[Tensor]:
+        options = {"BACKEND": backend}
+        out = flexmod.flex_attention(*inputs, mods.softcap(9.0), mask, kernel_options=options)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    inputs, mask = tensors(1, 2, 150, 137), built(block)
+    if form == "lists":
+        mask.kv_indices = mask.kv_indices.clone()
+    assert mask.held.form == form
+    truth = gradients(built(16), "REFERENCE")
+    for backend in BACKENDS:
+        for found, expected in zip(gradients(mask, backend), truth, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0]])

@@ -342,5 +342,5 @@ def _pitch(length: int, mask: BlockMask | None) -> int:
 
     Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.
     """
-    whole = TALLEST if mask is None else max(TALLEST, int(mask.BLOCK_SIZE[0]))
+    whole = TALLEST if mask is None else max(TALLEST, triton.block_of(mask)[0])
     return -(-length // whole) * whole

@@ -80,8 +80,13 @@ def element_table(mask: BlockMask, rows: int, columns: int) -> Tensor:
     """
     table = mask.table()
     for dim, block, size in ((2, mask.BLOCK_SIZE[0], rows), (3, mask.BLOCK_SIZE[1], columns)):
-        table = table.repeat_interleave(block, dim).narrow(dim, 0, size)
+        table = _spread(table, dim, block, size)
     return table
+
+
+def _spread(table: Tensor, dim: int, block: int, size: int) -> Tensor:
+    """Tiles over `size` elements along a dimension; the last one may reach far beyond."""
+    return table.index_select(dim, torch.arange(size, device=table.device) // block)
 
 
 def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[Step]:
@@ -115,8 +120,8 @@ def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) 
         if bool((kinds == PARTIAL).all()):
             yield Asked(span, None)
             continue
-        spread = kinds.repeat_interleave(q_block, 0)[: rows.stop - rows.start]
-        yield Asked(span, spread.repeat_interleave(kv_block, 1)[:, : span.stop - span.start])
+        spread = _spread(kinds, 0, q_block, rows.stop - rows.start)
+        yield Asked(span, _spread(spread, 1, kv_block, span.stop - span.start))
 
 
 def _cut(rows: slice, columns: slice | Tensor, asked: tuple[Asked, ...], budget: int) -> Iterator[Step]:

@@ -39,6 +39,17 @@ class Found(NamedTuple):
     sums: Sums
 
 
+def block_of(mask: BlockMask) -> tuple[int, int]:
+    """(queries, keys) of a block, as kernels walk it: to its end, wherever the positions end.
+
+    A single block may be of any size (2^30 stands for "no mask" in torch). Here it ends soon after the positions,
+    at a power of two, since each size has kernels of its own.
+    """
+    sizes = zip(mask.BLOCK_SIZE, mask.seq_lengths, strict=True)
+    rows, columns = (min(int(size), max(128, 1 << (length - 1).bit_length())) for size, length in sizes)
+    return rows, columns
+
+
 def kernel_spec(
     q: Tensor,
     k: Tensor,
@@ -56,7 +67,7 @@ def kernel_spec(
         v_dtype=v.dtype,
         head_dim=q.shape[3],
         value_dim=v.shape[3],
-        mask_block=None if mask is None else (int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1])),
+        mask_block=None if mask is None else block_of(mask),
         mask_form="runs" if mask is None else mask.held.form,
         full_tiles_padded=mask is not None and mask.full_tiles_padded,
         precision=precision if q.dtype is torch.float32 else "ieee",
