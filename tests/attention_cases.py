@@ -131,7 +131,7 @@ def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = Tru
     tiles = padded.unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
     kept = tiles.sum((3, 5))
     full = (kept == q_block * kv_block) & separate_full
-    lists: dict[str, object] = {"BLOCK_SIZE": block, "full_tiles_padded": False}
+    lists: dict[str, object] = {"BLOCK_SIZE": block, "seq_lengths": (m, n), "full_tiles_padded": False}
     for prefix, chosen in (("", (kept > 0) & ~full), ("full_", full)):
         for axis, of in (("kv", chosen), ("q", chosen.transpose(2, 3))):
             absent = prefix and not separate_full

@@ -42,8 +42,8 @@ class Found(NamedTuple):
 def block_of(mask: BlockMask) -> tuple[int, int]:
     """(queries, keys) of a block, as kernels walk it: to its end, wherever the positions end.
 
-    A single block may be of any size (2^30 stands for "no mask" in torch). Here it ends soon after the positions,
-    at a power of two, since each size has kernels of its own.
+    A single block may be of any size: in torch 2^30 stands for "no mask". Here it ends soon after the
+    positions, at a power of two, since each size has kernels of its own.
     """
     sizes = zip(mask.BLOCK_SIZE, mask.seq_lengths, strict=True)
     rows, columns = (min(int(size), max(128, 1 << (length - 1).bit_length())) for size, length in sizes)
