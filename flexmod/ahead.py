@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import triton
 
 from flexmod.backends.hopper import Verdict
 from flexmod.codegen import hopper
@@ -148,6 +149,8 @@ def portable_kernels(kernels: Kernels) -> tuple[KernelName, ...]:
 def _portable(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
     tile, report = first_tile(kernels, name, target, variant)
     problem = "" if report.fits else f"no tile fits {report.target.shared_limit} bytes of shared memory"
+    if launch.rounds(kernels, report.asm):
+        problem = f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to"
     return Built(name, "portable", tile, report, problem)
 
 
@@ -156,7 +159,7 @@ def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant
     found: list[tuple[Tile, Report]] = []
     for tile in kernels.ladder(name):
         report = compile_tile(kernels, name, tile, target, variant)
-        if not report.fits:
+        if not report.fits or launch.rounds(kernels, report.asm):
             last = tile, report
             continue
         found.append((tile, report))

@@ -84,7 +84,8 @@ def flex_attention(
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
         options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
-                 DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits
+                 DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits,
+                 RoundedProductsError
 
     and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
 

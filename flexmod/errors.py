@@ -409,6 +409,17 @@ class NoTileFits(FlexmodError, RuntimeError):
     )
 
 
+class RoundedProductsError(FlexmodError, RuntimeError):
+    what = (
+        "Triton {triton} multiplies float32 in TF32 on {device}, though it is told not to, with each tile size "
+        "that was tried: {tried}."
+    )
+    instead = (
+        "install a newer Triton, leave BLOCK_M to flexmod if kernel_options have it, or allow TF32 with "
+        "torch.set_float32_matmul_precision('high')."
+    )
+
+
 class NotCalledError(FlexmodError, RuntimeError):
     what = "this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a call."
     instead = "call it once, or write {advice}."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import triton
 from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
@@ -24,6 +26,14 @@ def no_tile_fits() -> Any:
     small = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
     with mock.patch.object(launch, "start", side_effect=OutOfResources(200_000, 101_376, "shared memory")):
         return call(kernel_options=small)
+
+
+def rounded_products() -> Any:
+    """As Triton 3.6 may do on sm_100."""
+    given = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    compiled = SimpleNamespace(asm={"ptx": "tcgen05.mma.cta_group::1.kind::tf32"}, n_spills=0)
+    with mock.patch.object(launch, "start", return_value=compiled):
+        return call(kernel_options=given)
 
 
 def uninterpretable() -> Any:
@@ -130,6 +140,14 @@ ROWS: list[Row] = [
         "stages): 200000 bytes.\n"
         "  Instead: use a smaller head_dim, a half-precision dtype, or kernel_options with smaller "
         "BLOCK_M and BLOCK_N.",
+    ),
+    (
+        errors.RoundedProductsError,
+        rounded_products,
+        f"Triton {triton.__version__} multiplies float32 in TF32 on cpu, though it is told not to, with each "
+        "tile size that was tried: 64x32 (8 warps, 2 stages).\n"
+        "  Instead: install a newer Triton, leave BLOCK_M to flexmod if kernel_options have it, or allow "
+        "TF32 with torch.set_float32_matmul_precision('high').",
     ),
     (
         errors.FlexOnCpuError,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
-from flexmod.errors import NoTileFits
+from flexmod.errors import NoTileFits, RoundedProductsError
 from flexmod.runtime import tape
 from flexmod.runtime.interpreter import interpreted
 
@@ -38,9 +39,10 @@ def launch(
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
+        RoundedProductsError: all rungs round float32 that must not be rounded.
     """
 
-    def run(tile: Tile) -> int:
+    def run(tile: Tile) -> Any:
         chosen = _tile_arguments(kernels, kernel, tile)
         given = arguments(tile) if callable(arguments) else arguments
         return start(kernels, f"{kernel}_kernel", device, grid(tile), {**given, **chosen})
@@ -52,23 +54,41 @@ def launch(
             return settled
         except OutOfResources:  # other strides make another variant of the kernel, which may need more
             pass
-    kernels.tiles[kernel, device] = _settle(kernels.ladder(kernel), device, run)
+    kernels.tiles[kernel, device] = _settle(kernels, kernels.ladder(kernel), device, run)
     return kernels.tiles[kernel, device]
 
 
-def _settle(rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], int]) -> Tile:
-    """Run the tile that later calls shall take, last."""
+def rounds(kernels: Kernels, asm: Mapping[str, Any]) -> bool:
+    """Does a compiled kernel multiply float32 in TF32, though it is told not to?
+
+    Triton 3.6 does so on sm_100 where a product has multiples of 64 rows, now and then; it is mended in later
+    ones (triton-lang/triton, issue 10176).
+    """
+    return kernels.spec.exact and "kind::tf32" in asm.get("ptx", "")
+
+
+def _settle(
+    kernels: Kernels, rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], Any]
+) -> Tile:
+    """Run the tile that later calls shall take, last. `run` gives what was compiled, or None."""
     spilled: dict[Tile, int] = {}
-    refused = []
+    refused, rounded = [], []
     tile = rungs[0]
     for tile in rungs:
         try:
-            spilled[tile] = run(tile)
+            compiled = run(tile)
         except OutOfResources as e:
             refused.append((tile, e))
             continue
+        if compiled and rounds(kernels, compiled.asm):
+            rounded.append(tile)
+            continue
+        spilled[tile] = compiled.n_spills if compiled else 0
         if spilled[tile] <= SPILLS_ALLOWED or len(spilled) == TILES_COMPARED:
             break
+    if not spilled and rounded:
+        tried = ", ".join(map(str, rounded))
+        raise RoundedProductsError(triton=triton.__version__, device=device, tried=tried)
     if not spilled:
         raise NoTileFits(
             limit=refused[-1][1].limit,
@@ -83,15 +103,15 @@ def _settle(rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], i
 
 def start(
     kernels: Kernels, name: str, device: torch.device, grid: tuple[int], arguments: Mapping[str, Any]
-) -> int:
+) -> Any:
     """One launch of a kernel of the module: on a GPU, or through the interpreter on CPU tensors.
 
-    Returns how many registers of a thread it spills.
+    Returns what Triton compiled, None in the interpreter.
     """
     if kernels.interpreted:
         tape.start(getattr(interpreted(kernels.module), name), grid, None, arguments)
-        return 0
-    return tape.start(getattr(kernels.module, name), grid, device, arguments).n_spills
+        return None
+    return tape.start(getattr(kernels.module, name), grid, device, arguments)
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec, Tile
-from flexmod.errors import NoTileFits
+from flexmod.errors import NoTileFits, RoundedProductsError
 from flexmod.runtime.launch import launch
 
 DEVICE = torch.device("cuda", 0)
@@ -21,10 +21,14 @@ DEVICE = torch.device("cuda", 0)
 class Device:
     """Stands in for a kernel on a device: a launch asks for `block_m * block_n` bytes, `limit` are there.
 
-    `spills` has the registers that a tile of a `block_m` spills; others spill none.
+    `spills` has the registers that a tile of a `block_m` spills; others spill none. `rounded` has the tiles
+    whose products are in TF32.
     """
 
-    def __init__(self, limit: int, spills: dict[int, int] | None = None) -> None:
+    def __init__(
+        self, limit: int, spills: dict[int, int] | None = None, rounded: tuple[int, ...] = ()
+    ) -> None:
+        self.rounded = rounded
         self.limit = limit
         self.spills = spills or {}
         self.tried: list[dict[str, Any]] = []
@@ -38,7 +42,9 @@ class Device:
                 raise OutOfResources(required, self.limit, "shared memory")
             assert arguments.pop("enable_fp_fusion")
             self.ran.append({"grid": grid, **arguments})
-            return SimpleNamespace(n_spills=self.spills.get(arguments["BLOCK_M"], 0))
+            rounds = arguments["BLOCK_M"] in self.rounded
+            ptx = "tcgen05.mma.cta_group::1.kind::tf32 [%r1]" if rounds else "fma.rn.f32"
+            return SimpleNamespace(n_spills=self.spills.get(arguments["BLOCK_M"], 0), asm={"ptx": ptx})
 
         return run
 
@@ -48,8 +54,13 @@ def no_device_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
-def kernels(kernel: Device, **options: Any) -> Kernels:
-    spec = KernelSpec(torch.float16, torch.float16, torch.float16, 64, 64)
+def kernels(
+    kernel: Device,
+    dtype: torch.dtype = torch.float16,
+    precision: Literal["ieee", "tf32"] = "ieee",
+    **options: Any,
+) -> Kernels:
+    spec = KernelSpec(dtype, dtype, dtype, 64, 64, precision=precision)
     return Kernels(spec, lambda _: SimpleNamespace(forward_kernel=kernel), options=options)  # type: ignore[arg-type]
 
 
@@ -97,6 +108,18 @@ def test_a_tile_that_spills_gives_way(spills: dict[int, int], ran: list[int], ke
     device.ran.clear()
     run(compiled)
     assert [r["BLOCK_M"] for r in device.ran] == [kept]
+
+
+def test_a_tile_that_rounds_float32_gives_way() -> None:
+    exact, device = torch.float32, Device(1 << 20, rounded=(64,))
+    run(kernels(device, exact))
+    assert [r["BLOCK_M"] for r in device.ran] == [64, 32]
+    for dtype, precision in ((exact, "tf32"), (torch.float16, "ieee")):  # these may, or say nothing of it
+        device = Device(1 << 20, rounded=(64, 128))
+        run(kernels(device, dtype, precision))
+        assert len(device.ran) == 1
+    with pytest.raises(RoundedProductsError):
+        run(kernels(Device(1 << 20, rounded=(64, 32, 16)), exact))
 
 
 def test_arguments_made_for_each_tile() -> None:
