@@ -6,9 +6,8 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,13 +17,13 @@ import torch
 import triton
 
 from flexmod import masks, mods
-from flexmod.ahead import TYPES, Built, jobs
+from flexmod.ahead import GIVES_WAY, TYPES, Built, Job, jobs
 from flexmod.block_mask import generated
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 from flexmod.runtime import offline
 from flexmod.runtime.target import named
-from flexmod.variant import variant
+from flexmod.variant import Variant, variant
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -137,33 +136,37 @@ class Allowance:
 
 
 # measured; see docs/measurements.md
+NO_TILE = "all three tiles that are compared spill"
+BESIDE = f"{NO_TILE}: products or sines of the mod's own stand beside those of the tile"
+HALVES = ("float16", "bfloat16")
 ALLOWANCES = (
+    Allowance(640, NO_TILE, targets=("gfx942",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES),
     Allowance(
-        640,
-        "all three tiles that are compared spill",
-        targets=("gfx942",),
-        kernels=("dkdv",),
-        dims=((64, 64),),
-        dtypes=("float16", "bfloat16"),
+        832, BESIDE, targets=("gfx942",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES,
+        names=("graphormer_edge",),
+    ),
+    Allowance(320, NO_TILE, targets=("gfx942",), kernels=("dkdv",), dims=((256, 256),), dtypes=HALVES),
+    Allowance(
+        400, "the smallest tile of the ladder spills", targets=("gfx942",), kernels=("dq", "dkdv"),
+        dims=((256, 256),), dtypes=("float32",),
     ),
     Allowance(
-        384,
-        "the smallest tile of the ladder spills",
-        targets=("gfx942",),
-        kernels=("dq", "dkdv"),
-        dims=((256, 256),),
-        dtypes=("float32",),
+        512, BESIDE, targets=("gfx942",), kernels=("delta", "dq", "dkdv"), dims=((256, 256),),
+        dtypes=("float32",), names=("mla_rope",),
     ),
     Allowance(
-        384,
-        "all three tiles that are compared spill: products of the mod's own stand beside those of the tile",
-        targets=("sm_80",),
-        kernels=("forward",),
-        dims=((256, 256),),
-        dtypes=("float16", "bfloat16"),
+        384, BESIDE, targets=("sm_80",), kernels=("forward",), dims=((256, 256),), dtypes=HALVES,
         names=("mla_rope",),
     ),
-)
+    Allowance(
+        640, BESIDE, targets=("sm_100",), kernels=("dq",), dims=((128, 128),), dtypes=HALVES,
+        names=("mla_rope",),
+    ),
+    Allowance(
+        928, BESIDE, targets=("sm_86",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES,
+        names=("sandwich",),
+    ),
+)  # fmt: skip
 
 
 def builds() -> list[Build]:
@@ -191,13 +194,13 @@ def compile_build(build: Build) -> dict[str, Any] | None:
     if digest == build.known:
         return None
     with TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        return {"digest": digest, "kernels": [_facts(each.compile()) for each in work]}
+        return {"digest": digest, "kernels": [_facts(built) for each in work for built in each.compile()]}
 
 
 class _Work(NamedTuple):
     text: tuple[str, ...]
-    """What the outcome depends on: files are named by their content."""
-    compile: Callable[[], Built]
+    """What the outcome depends on."""
+    compile: Callable[[], list[Built]]
 
 
 def _of_attention(build: Build) -> Iterator[_Work]:
@@ -210,9 +213,18 @@ def _of_attention(build: Build) -> Iterator[_Work]:
         head_dim=build.dims[0], value_dim=build.dims[1], dtype=getattr(torch, build.dtype),
     )  # fmt: skip
     for job in jobs(of, build.target):
-        yield _Work(
-            (_stem(job.kernels.module), job.kernel, repr(job.kernels.ladder(job.kernel))), job.compile
-        )
+        ladder = repr(job.kernels.ladder(job.kernel))
+        yield _Work((_key(job.kernels.module, f"{job.kernel}_kernel"), ladder), partial(_compiled, job, of))
+
+
+def _compiled(job: Job, of: Variant) -> list[Built]:
+    """What a job compiles, and the portable kernels that run in place of what gives way."""
+    built = job.compile()
+    if built.problem != GIVES_WAY:
+        return [built]
+    portable = jobs(replace(of, options=(("TEMPLATE", "portable"),)), job.target)
+    backward = job.kernel == "backward"
+    return [built, *(other.compile() for other in portable if other.kernels.spec.backward == backward)]
 
 
 def _of_block_mask(build: Build) -> Iterator[_Work]:
@@ -229,10 +241,11 @@ def _of_block_mask(build: Build) -> Iterator[_Work]:
     with patch.object(generated._Part, "_start", noted):
         generated.build(traced, sizes, (128, 128), torch.device("cpu"), True, interpreted=True)
     for module, name, arguments in launches:
-        yield _Work((_stem(module), name), partial(_builder_kernel, module, name, arguments, build.target))
+        work = partial(_builder_kernel, module, name, arguments, build.target)
+        yield _Work((_key(module, name),), work)
 
 
-def _builder_kernel(module: ModuleType, name: str, arguments: dict[str, Any], target: str) -> Built:
+def _builder_kernel(module: ModuleType, name: str, arguments: dict[str, Any], target: str) -> list[Built]:
     kernel = getattr(module, name)
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     constants = {n: v for n, v in arguments.items() if n in fixed or v is None}
@@ -242,7 +255,7 @@ def _builder_kernel(module: ModuleType, name: str, arguments: dict[str, Any], ta
         if n not in constants
     }
     report = offline.compile(kernel, signature, constants, target, num_warps=4, enable_fp_fusion=False)
-    return Built(name, "portable", None, report)
+    return [Built(name, "portable", None, report)]
 
 
 def _facts(built: Built) -> dict[str, Any]:
@@ -256,8 +269,9 @@ def _facts(built: Built) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stem(module: ModuleType) -> str:
-    return Path(module.__file__ or "").stem
+def _key(module: ModuleType, name: str) -> str:
+    """Of a kernel and all that it calls, as Triton's cache knows them."""
+    return str(getattr(module, name).cache_key)
 
 
 def _digest(*parts: str) -> str:
@@ -267,7 +281,7 @@ def _digest(*parts: str) -> str:
 def faults(build: Build, kernel: dict[str, Any]) -> list[str]:
     """What of a kernel is not as it should be, each in a few words."""
     if kernel["problem"]:
-        return [kernel["problem"]]
+        return [] if kernel["problem"] == GIVES_WAY else [kernel["problem"]]
     found = []
     limit = named(build.target).shared_limit
     if kernel["shared"] > limit:

@@ -44,6 +44,7 @@ STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
+GIVES_WAY = "it spills so much that the portable template runs"
 NAME_A_CHIP = "name a chip that need not be here, e.g. attend.ptx_for('sm_90')"
 
 
@@ -242,7 +243,7 @@ def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant
     shape, report, verdict = min(found, key=lambda each: (not each[1].fits, each[2].rank))
     problem = "" if report.fits else f"no shape fits {report.target.shared_limit} bytes of shared memory"
     if not verdict.endured:
-        problem = problem or "it spills so much that the portable template runs"
+        problem = problem or GIVES_WAY
     return Built(way, "hopper", shape, report, problem)
 
 

@@ -24,6 +24,8 @@ from benchmarks.matrix_builds import (
 )
 from benchmarks.workers import Outcome
 from flexmod import masks, mods
+from flexmod.ahead import GIVES_WAY, Built, Job
+from flexmod.variant import variant
 
 NO_MASKS = {"Mask", "MaskMod", "morton_order", "tile_order"}
 NO_MODS = {"ScoreMod", "alibi_slopes"}
@@ -61,13 +63,24 @@ def test_a_sample(build: Build) -> None:
     assert [faults(build, kernel) for kernel in found["kernels"]] == [[]] * len(found["kernels"])
 
 
+def test_what_runs_in_place_of_what_gives_way_is_compiled_too() -> None:
+    of = variant(mask_mod=masks.causal())
+    gives_way = Built("forward", "hopper", None, None, GIVES_WAY)
+    job = Job("sm_90", "forward", "hopper", of.kernels("forward"), lambda: gives_way)
+    first, second = matrix_builds._compiled(job, of)
+    assert first is gives_way and (second.kernel, second.template) == ("forward", "portable")
+    assert second.report is not None and second.report.matrix_instructions["HGMMA"]
+    build = Build("masks", "causal", "sm_90", (64, 64), "bfloat16")
+    assert faults(build, GOOD | {"problem": GIVES_WAY, "spills": 900}) == []
+
+
 def test_what_is_known_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until its text changes, or its tiles."""
     compiled: list[str] = []
 
     def compile(*given: Any) -> Any:
         compiled.append(given[1])
-        return matrix_builds.Built(given[1], "portable", None, None)
+        return [matrix_builds.Built(given[1], "portable", None, None)]
 
     monkeypatch.setattr(matrix_builds, "_builder_kernel", compile)
     build = Build(OF_BLOCK_MASKS, "causal", "sm_80")
