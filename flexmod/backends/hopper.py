@@ -298,7 +298,8 @@ def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments:
             grid=(1,), **filled(arguments, device), enable_fp_fusion=True
         )
         compiled.run  # noqa: B018  loads it
-    losses = machine_code.losses(compiled.asm["ptx"], compiled.asm["cubin"])
+    # Triton may be told to store machine code alone: then nothing is known of the text
+    losses = machine_code.losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"])
     return Verdict(int(compiled.n_spills), losses)
 
 

@@ -159,16 +159,17 @@ def test_a_verdict_in_words() -> None:
     assert str(Verdict(3, LOST)) == "a thread spills 3 registers, its matrix instructions are serialized"
 
 
-def test_what_a_compiled_shape_is_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [{"ptx": "text"}, {}], ids=["all", "TRITON_STORE_BINARY_ONLY"])
+def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, _ = made("forward")
 
     def warmup(**_: Any) -> SimpleNamespace:
-        return SimpleNamespace(run=None, n_spills=7.0, asm={"ptx": "text", "cubin": b"code"})
+        return SimpleNamespace(run=None, n_spills=7.0, asm={**kept, "cubin": b"code"})
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
-    assert hopper._compiled(kernels, "forward", CPU, {}) == Verdict(7, ("text", b"code"))  # type: ignore
+    assert hopper._compiled(kernels, "forward", CPU, {}) == Verdict(7, (kept.get("ptx", ""), b"code"))  # type: ignore
 
 
 @pytest.mark.parametrize(
