@@ -60,7 +60,7 @@ def make_tensordesc_arg(descriptor: Any, meta: object, *others: None) -> list[An
 def _compiled(function: Any, grid: Any, device: Any, arguments: Mapping[str, Any]) -> Any:
     kernel = CompiledKernel.__new__(CompiledKernel)
     kernel.function, kernel.packed_metadata, kernel._run = 1, (4, 1, 0), CudaLauncher()
-    kernel.metadata, kernel.n_spills = SimpleNamespace(tensordesc_meta=[object()] * 16), 0
+    kernel.metadata, kernel.n_spills, kernel.asm = SimpleNamespace(tensordesc_meta=[object()] * 16), 0, {}
     return kernel
 
 
