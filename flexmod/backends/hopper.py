@@ -208,10 +208,9 @@ def backward(
         grows.zero_()
     programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
     start(kernels, "statistics_kernel", q.device, programs, statistics)
-    programs = grid(kv_batch, kv_heads, keys, shape.block_n)
-    if spec.mask_block and shared.get("Q_ORDER") is not None:  # whole blocks: see `count_tiles`
-        block = spec.mask_block[1]
-        programs = grid(kv_batch, kv_heads, -(-keys // block) * block, shape.block_n)
+    # whole blocks where the mask has an order: see `count_tiles`
+    whole = spec.mask_block[1] if spec.mask_block and shared.get("Q_ORDER") is not None else 1
+    programs = grid(kv_batch, kv_heads, -(-keys // whole) * whole, shape.block_n)
     start(kernels, "backward_kernel", q.device, programs, arguments(shape))
     grad_q = None
     if needs[0]:

@@ -27,6 +27,7 @@ from flexmod.block_mask.held import Axis
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
+from flexmod.codegen.hopper import TARGET
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import builder, runs_module
 from flexmod.ir.fingerprint import tensor_key
@@ -132,7 +133,9 @@ class _Part:
         }  # fmt: skip
         self.slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
         self.room = [2 * groups * down * self.slots["kv_slots"], 2 * groups * across * self.slots["q_slots"]]
-        self.small_blocks = max(block) <= ORDERED_BLOCK
+        # kernels for Hopper alone go by an order
+        read = interpreted or target_of(device).name == TARGET
+        self.ordered = read and max(block) <= ORDERED_BLOCK
         self.repeated: dict[tuple[object, ...], Repeated] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
@@ -168,7 +171,7 @@ class _Part:
         spans = [self._new((max(1, count), 2), torch.int32) for count in room]
         given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
         self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **given})
-        if not (tensors and self.small_blocks):
+        if not (tensors and self.ordered):
             return by_row, spans[0], by_column, spans[1]
         orders = [self._new((self.groups, lines), torch.int32) for lines in self.grid]
         given = {"KV_ROWS": by_row, "Q_ROWS": by_column, "KV_ORDER": orders[0], "Q_ORDER": orders[1]}

@@ -14,6 +14,7 @@ from flexmod.codegen import cache
 from flexmod.codegen.render import render_builder, render_runs
 from flexmod.compiler import builder
 from flexmod.runtime import offline
+from flexmod.runtime.target import named
 
 CPU = torch.device("cpu")
 TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}
@@ -165,6 +166,16 @@ def test_golden(golden):
     kernels = builder(mask.graph, (1, 1, 200, 200)).kernels
     golden(render_builder(kernels.terms, kernels.bounds, kernels.mask), "document_builder.txt")
     golden(render_runs(), "runs.txt")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_an_order_is_made_where_kernels_go_by_it(target, monkeypatch):
+    launched = []
+    monkeypatch.setattr(generated._Part, "_start", lambda part, module, name, *_: launched.append(name))
+    monkeypatch.setattr(generated, "target_of", lambda device: named(target))
+    sizes = (1, 1, 519, 519)
+    generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True)
+    assert ("order_kernel" in launched) == (target == "sm_90")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
