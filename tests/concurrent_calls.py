@@ -42,6 +42,11 @@ def results(number: int, device: str, backend: str, length: int = 40, head_dim: 
     return [out.detach(), *torch.autograd.grad(out.square().sum(), query)]
 
 
+def squares(found: list[Tensor]) -> list[float]:
+    """A number for each tensor, in which nothing cancels."""
+    return [x.double().square().sum().item() for x in found]
+
+
 def of_threads(work: Callable[[int], list[list[Tensor]]]) -> dict[int, list[list[Tensor]]]:
     """work(number) by number: each worker in a thread of its own, all let go together."""
     together = threading.Barrier(WORKERS)
@@ -62,11 +67,11 @@ def of_threads(work: Callable[[int], list[list[Tensor]]]) -> dict[int, list[list
 
 SCRIPT = """
 import sys
-from concurrent_calls import results
+from concurrent_calls import results, squares
 
 number, device, backend, length, head_dim = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 found = results(int(number), device, backend, int(length), int(head_dim))
-print([x.double().sum().item() for x in found])
+print(squares(found))
 """

@@ -6,6 +6,7 @@ So a call neither allocates one nor clears it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def counter(device: int, stream: int) -> Tensor:
         return _zero(device)
     found = _kept.get((device, stream))
     if found is None:
-        found = _kept[device, stream] = _zero(device)
+        found = _kept[device, stream] = _made_outside(device)
     return found
 
 
@@ -39,6 +40,25 @@ def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, A
     assert device.index is not None
     own = counter(device.index, torch._C._cuda_getCurrentRawStream(device.index))
     return {name: own if value is COUNTER else value for name, value in arguments.items()}
+
+
+def _made_outside(device: int) -> Tensor:
+    """Of no memory pool that this thread's allocations go to now: such a pool's owner may take it back.
+
+    Inductor's runs before it records a CUDA graph have a pool, as `torch.cuda.use_mem_pool` has.
+    """
+    made: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def make() -> None:
+        zero = _zero(device)
+        made.append((zero, torch.cuda.current_stream(device).record_event()))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    (zero, done) = made[0]
+    torch.cuda.current_stream(device).wait_event(done)
+    return zero
 
 
 def _zero(device: int) -> Tensor:

@@ -12,7 +12,7 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod import compiler, create_block_mask, flex_attention, masks, mods
 from flexmod.runtime import counters, tape
 from flexmod.runtime.direct import Direct
 
@@ -185,16 +185,16 @@ def test_a_device_that_is_not_current() -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_a_handle_shows_is_what_ran(template: str) -> None:
+def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules are those of the launches, its PTX that of the chip."""
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the cap is no argument
     attend = flexmod.compile(mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template})
     started: list[str] = []
     start = tape.start
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
-        )
-        attend(*inputs(grad=True)).sum().backward()
+    monkeypatch.setattr(
+        tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
+    )
+    attend(*inputs(grad=True)).sum().backward()
     ran = {Path(file).read_text() for file in started if "attention" in file}
     assert set(attend.source.values()) == ran
     texts = attend.ptx

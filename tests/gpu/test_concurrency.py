@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from concurrent_calls import SCRIPT, WORKERS, of_threads, results
+from concurrent_calls import SCRIPT, WORKERS, of_threads, results, squares
 from torch import Tensor
 
 import flexmod
@@ -88,19 +88,15 @@ def printed(started: list[subprocess.Popen[str]]) -> list[Any]:
     return answers
 
 
-def sums(found: list[Tensor]) -> list[float]:
-    return [x.double().sum().item() for x in found]
-
-
 def test_processes(alone: list[list[Tensor]], tmp_path: Path) -> None:
     answers = printed([process(tmp_path, number) for number in range(WORKERS)])
     for number, found in enumerate(answers):
-        assert found == pytest.approx(sums(alone[number % 8]), rel=1e-3), (number, found)
+        assert found == pytest.approx(squares(alone[number % 8]), rel=1e-3), (number, found)
 
 
 def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
     """A module of flexmod that was cut is written again; one of Triton: an error, or the right answer."""
-    expected = sums(alone[0])
+    expected = squares(alone[0])
     assert printed([process(tmp_path, 0)]) == [expected]
     for path in (tmp_path / "flexmod").glob("*.py"):
         path.write_bytes(path.read_bytes()[:200])
@@ -109,7 +105,8 @@ def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
     assert compiled
     for path in compiled:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert printed([process(tmp_path, 0)])[0] in (None, expected)
+    (answer,) = printed([process(tmp_path, 0)])
+    assert answer == expected or isinstance(answer[0], str)
 
 
 # Streams and graphs

@@ -408,7 +408,7 @@ def test_an_approximate_softcap_is_as_near_as_it_says(dtype: torch.dtype, templa
     limit = 2 * cap / 2048 * v.abs().max().item()
     assert errors[True] <= limit
     if dtype == torch.float32:  # otherwise the rounding of the operands hides it
-        assert errors[False] < 1e-4 < errors[True]  # the instruction is there
+        assert errors[False] < 5e-6 < errors[True]  # the instruction is there
     grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     wanted = torch.autograd.grad(truth, exact, torch.ones_like(truth))
     for found, true in zip(grads, wanted, strict=True):
