@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls
+from flexmod import autograd, calls, errors
 from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
@@ -23,7 +23,8 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
-from flexmod.shown import Latest, Shown
+from flexmod.shown import CALL, Latest, Shown
+from flexmod.variant import EXTENTS, spec_for
 
 MASKS = 64  # that a handle remembers, by lengths
 BLOCK = (128, 128)  # of these masks
@@ -37,23 +38,34 @@ def compile(
     enable_gqa: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     layout: LayoutName = "bhsd",
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
     The mods are traced here, and not again on the same device: a number that one captures stays what it is
     now, a captured tensor stays this very tensor, of whatever values it holds when it is called. From
     `mask_mod` a block mask is built for each pair of lengths, and again after a captured tensor was written
-    to. Nothing is rendered or compiled before the first call.
+    to. Making a handle renders and compiles nothing.
 
-    The arguments are those of flex_attention and create_block_mask. Raises what tracing raises, LayoutError,
-    and UnknownOption or OptionValueError.
+    dtype, head_dim, value_dim: of query, key and value; of query and key; of value, head_dim if None. They
+    are for what a handle shows and saves, not for its calls: until the first call it shows what one with
+    these would run, on this machine's GPU if it has one, and with `enable_gqa` where heads share keys. A
+    call may come with others, and from then on the latest call decides.
+
+    The other arguments are those of flex_attention and create_block_mask. Raises what tracing raises,
+    LayoutError, UnknownOption or OptionValueError, and LibraryArgumentError where of dtype and head_dim one
+    is given alone, value_dim is given without them, or one of the three cannot be.
 
     Example:
 
-        attend = compile(mods.softcap(50.0), masks.causal())
+        attend = compile(mods.softcap(50.0), masks.causal(), dtype=torch.bfloat16, head_dim=64)
+        print(attend.source["forward"])
         out = attend(query, key, value)
     """
-    return CompiledAttention(score_mod, mask_mod, scale, enable_gqa, kernel_options, layout)
+    given = (score_mod, mask_mod, scale, enable_gqa, kernel_options, layout)
+    return CompiledAttention(*given, dtype, head_dim, value_dim)
 
 
 class CompiledAttention(Shown):
@@ -67,6 +79,9 @@ class CompiledAttention(Shown):
         enable_gqa: bool,
         kernel_options: Mapping[str, Any] | None,
         layout: LayoutName,
+        dtype: torch.dtype | None,
+        head_dim: int | None,
+        value_dim: int | None,
     ) -> None:
         given = {"score": score_mod, "mask": mask_mod}
         self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
@@ -77,6 +92,7 @@ class CompiledAttention(Shown):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator).device
         self._variant(self._first)
+        self._latest = self._described(dtype, head_dim, value_dim)
 
     def __call__(
         self,
@@ -122,11 +138,23 @@ class CompiledAttention(Shown):
         spec = KernelSpec(
             of_query, of_key, of_value, query.shape[3], value.shape[3], mask_block=BLOCK,
             precision=calls.float32_precision() if of_query is torch.float32 else "ieee",
-            positive_scale=self._scale is None or self._scale > 0,
+            positive_scale=self._positive_scale,
             shared_kv=query.shape[:2] != key.shape[:2], backward=True,
         )  # fmt: skip
         batch, heads, length, _ = query.shape
         return Latest(query.device, spec, (batch, heads, length, key.shape[2]))
+
+    def _described(self, dtype: Any, head_dim: Any, value_dim: Any) -> Latest | None:
+        """What stands for the latest call until there is one."""
+        if dtype is head_dim is value_dim is None:
+            return None
+        _check_described(dtype, head_dim, value_dim)
+        spec = spec_for(
+            dtype, head_dim, value_dim, BLOCK,
+            precision=calls.float32_precision() if dtype is torch.float32 else "ieee",
+            positive_scale=self._positive_scale, shared_kv=self._enable_gqa,
+        )  # fmt: skip
+        return Latest(self._first, spec, EXTENTS)
 
     def _traced(self) -> dict[str, Traced]:
         variant = self._variant(self._latest.device if self._latest else self._first)
@@ -138,6 +166,22 @@ class CompiledAttention(Shown):
         if found is None:
             found = self._on[device] = _Variant(self._mods.get("score"), self._mods.get("mask"), device)
         return found
+
+
+def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
+    """A dtype and a head_dim, each of them possible; value_dim may be None."""
+    value_dim = head_dim if value_dim is None else value_dim
+    size = "a whole number above 0, with dtype beside it"
+    for name, value, right, rule in (
+        ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, with head_dim beside it"),
+        ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size),
+        ("value_dim", value_dim, type(value_dim) is int and value_dim > 0, size),
+    ):
+        if not right:
+            advice = f"write {CALL}, or neither"
+            raise errors.LibraryArgumentError(
+                function="compile", name=name, value=repr(value), rule=rule, advice=advice
+            )
 
 
 class _Bound(NamedTuple):

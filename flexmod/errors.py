@@ -422,7 +422,7 @@ class RoundedProductsError(FlexmodError, RuntimeError):
 
 class NotCalledError(FlexmodError, RuntimeError):
     what = "this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a call."
-    instead = "call it once, or write {advice}."
+    instead = "call it once, give flexmod.compile a dtype and a head_dim, or write {advice}."
 
 
 class NoPtxError(FlexmodError, ValueError):

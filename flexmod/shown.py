@@ -47,7 +47,8 @@ class Shown:
     save()       a file that depends on torch and triton alone
 
     The first four are dicts; printed, what they hold comes one after another. The mods are what they were
-    when they were compiled.
+    when they were compiled. Until there is a call, one of the dtype and head dimensions that flexmod.compile
+    was given stands for the latest.
     """
 
     _mods: dict[str, Callable[..., Any]]
@@ -55,6 +56,10 @@ class Shown:
     _options: KernelOptions
     _layout: Layout
     _latest: Latest | None = None
+
+    @property
+    def _positive_scale(self) -> bool:
+        return self._scale is None or self._scale > 0
 
     def _traced(self) -> dict[str, Traced]:
         """The mods as they were traced, "score" and "mask", as far as there are any."""
@@ -76,7 +81,7 @@ class Shown:
         it, stands there as it is.
 
         Raises:
-            NotCalledError: there was no call.
+            NotCalledError: there was no call, and flexmod.compile was given no dtype and head_dim.
             UnsupportedDtype: there are no kernels for float64.
         """
         spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
@@ -92,13 +97,13 @@ class Shown:
 
         Raises:
             NotCalledError, UnsupportedDtype: as `source`.
-            NoPtxError: the call ran on the CPU, or on a chip that has no PTX; see `ptx_for`.
+            NoPtxError: the call is one on the CPU, or on a chip that has no PTX; see `ptx_for`.
         """
         spec, chip = self._spec("PTX", f"attend.ptx_for('sm_90', {CALL})"), self._chip()
         if chip is None:
             raise errors.NoPtxError(
-                of="the latest call", why="it ran on the CPU", advice=ahead.NAME_A_CHIP
-            )  # fmt: skip
+                of="this handle", why="what it shows is for the CPU", advice=ahead.NAME_A_CHIP
+            )
         return self._ptx(spec, chip)
 
     def ptx_for(
@@ -187,7 +192,7 @@ class Shown:
         elif head_dim is None or dtype is None:
             raise errors.NotCalledError(what=what, advice=advice)
         else:
-            spec = spec_for(dtype, head_dim, positive_scale=self._scale is None or self._scale > 0)
+            spec = spec_for(dtype, head_dim, positive_scale=self._positive_scale)
         if head_dim is not None:
             spec = replace(spec, head_dim=head_dim, value_dim=head_dim)
         if value_dim is not None:

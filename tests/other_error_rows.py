@@ -68,13 +68,13 @@ ROWS: list[Row] = [
         lambda: flexmod.compile().source,
         "this handle was not called yet, and its source depends on the dtype and the head dimensions of a "
         "call.\n"
-        "  Instead: call it once, or write flexmod.explain(score_mod, mask_mod, head_dim=64, "
-        "dtype=torch.bfloat16).source.",
+        "  Instead: call it once, give flexmod.compile a dtype and a head_dim, or write "
+        "flexmod.explain(score_mod, mask_mod, head_dim=64, dtype=torch.bfloat16).source.",
     ),
     (
         errors.NoPtxError,
         lambda: called().ptx,
-        "there is no PTX of the latest call: it ran on the CPU.\n"
+        "there is no PTX of this handle: what it shows is for the CPU.\n"
         "  Instead: name a chip that need not be here, e.g. attend.ptx_for('sm_90').",
     ),
     (

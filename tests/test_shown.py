@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import ahead, errors, explain, masks, mods
+from flexmod import ahead, calls, errors, explain, masks, mods
 from flexmod.codegen.spec import Tile
 from flexmod.runtime import target
 from flexmod.runtime.offline import Report
@@ -95,6 +95,32 @@ def test_modules_under_autocast() -> None:
     assert "q bfloat16, k bfloat16, v bfloat16" in attend.source["forward"]
 
 
+@pytest.fixture
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexmod.CompiledAttention, "_chip", lambda _: None)
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("without_a_gpu")
+def test_modules_before_a_call(dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a call with this dtype and these head dimensions; then the latest call decides."""
+    monkeypatch.setattr(calls, "float32_precision", lambda: "tf32")
+
+    def handle(**described: Any) -> flexmod.CompiledAttention:
+        return flexmod.compile(mods.softcap(15.0), None, scale=-1.0, enable_gqa=heads == 1, **described)
+
+    attend, called = handle(dtype=dtype, head_dim=24, value_dim=8), handle()
+    before = attend.source
+    called(x(24, dtype=dtype), x(24, heads, dtype=dtype), x(8, heads, dtype=dtype))
+    assert before == called.source
+    other = [x(16, dtype=torch.float16)] * 3
+    for handle_of in (attend, called):
+        handle_of(*other)
+    assert before != attend.source == called.source
+    assert handle(dtype=dtype, head_dim=16).source == handle(dtype=dtype, head_dim=16, value_dim=16).source
+
+
 def test_modules_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = capped()
     attend(*[x(64, dtype=torch.float16)] * 3)
@@ -143,6 +169,22 @@ def test_ptx_for_takes_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(not v.spec.positive_scale and dict(v.options) == SMALL for v, _ in asked)
     ladder = asked[0][0].kernels("forward").ladder("forward")
     assert {(tile.block_m, tile.block_n) for tile in ladder} == {(32, 32)}
+
+
+@pytest.mark.usefixtures("without_a_gpu")
+def test_ptx_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(ahead, "ptx", lambda variant, chip: asked.append((chip, variant.spec)))
+    attend = flexmod.compile(dtype=torch.float16, head_dim=64)
+    with pytest.raises(errors.NoPtxError):
+        _ = attend.ptx
+    attend.ptx_for("sm_90")
+    attend.ptx_for("sm_90", value_dim=32, dtype=torch.bfloat16)
+    monkeypatch.setattr(type(attend), "_chip", lambda _: "sm_80")
+    assert attend.ptx is None
+    assert [(chip, spec.q_dtype, spec.head_dim, spec.value_dim) for chip, spec in asked] == [
+        ("sm_90", torch.float16, 64, 64), ("sm_90", torch.bfloat16, 64, 32), ("sm_80", torch.float16, 64, 64),
+    ]  # fmt: skip
 
 
 def test_a_kernel_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +260,14 @@ def test_the_dtype_and_dims_of_a_file(tmp_path: Path) -> None:
     assert "this file is for head dimensions of 24 (q, k) and 16 (v)" in text
 
 
+@pytest.mark.usefixtures("without_a_gpu")
+def test_a_file_before_a_call(tmp_path: Path) -> None:
+    attend = flexmod.compile(kernel_options=SMALL, head_dim=24, value_dim=16, dtype=torch.bfloat16)
+    given = flexmod.compile(kernel_options=SMALL)
+    wanted = given.save(tmp_path / "a.py", head_dim=24, value_dim=16, dtype=torch.bfloat16).read_text()
+    assert attend.save(tmp_path / "b.py").read_text() == wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -261,29 +311,47 @@ def test_dtypes_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("ask", "what", "advice"),
     [
+        (lambda attend: attend.ptx, "PTX", "attend.ptx_for('sm_90', "),
+        (lambda attend: attend.ptx_for("sm_80", head_dim=64), "PTX", "attend.ptx_for('sm_80', "),
+        (lambda attend: attend.save("mine.py"), "file", "attend.save('mine.py', "),
+    ],
+)
+def test_before_the_first_call(ask: Any, what: str, advice: str) -> None:
+    with pytest.raises(errors.NotCalledError) as raised:
+        ask(flexmod.compile())
+    assert str(raised.value) == (
+        f"this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a "
+        "call.\n  Instead: call it once, give flexmod.compile a dtype and a head_dim, or write "
+        f"{advice}head_dim=64, dtype=torch.bfloat16)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "mistake"),
+    [
+        ({"dtype": torch.float16}, "head_dim is None; it must be a whole number above 0, with dtype"),
+        ({"head_dim": 64}, "dtype is None; it must be a torch.dtype, with head_dim"),
+        ({"value_dim": 64}, "dtype is None; it must be a torch.dtype, with head_dim"),
+        ({"dtype": "fp16", "head_dim": 64}, "dtype is 'fp16'; it must be a torch.dtype, with head_dim"),
         (
-            lambda attend: attend.ptx,
-            "this handle was not called yet, and its PTX depends on the dtype and the head dimensions of a "
-            "call.\n  Instead: call it once, or write attend.ptx_for('sm_90', head_dim=64, "
-            "dtype=torch.bfloat16).",
-        ),
-        (
-            lambda attend: attend.ptx_for("sm_80", head_dim=64),
-            "this handle was not called yet, and its PTX depends on the dtype and the head dimensions of a "
-            "call.\n  Instead: call it once, or write attend.ptx_for('sm_80', head_dim=64, "
-            "dtype=torch.bfloat16).",
-        ),
-        (
-            lambda attend: attend.save("mine.py"),
-            "this handle was not called yet, and its file depends on the dtype and the head dimensions of a "
-            "call.\n  Instead: call it once, or write attend.save('mine.py', head_dim=64, "
-            "dtype=torch.bfloat16).",
+            {"dtype": torch.float16, "head_dim": 64, "value_dim": 0},
+            "value_dim is 0; it must be a whole number above 0, with dtype",
         ),
     ],
 )
-def test_before_the_first_call(ask: Any, message: str) -> None:
-    with pytest.raises(errors.NotCalledError) as raised:
-        ask(flexmod.compile())
-    assert str(raised.value) == message
+def test_what_cannot_be_described(given: Any, mistake: str) -> None:
+    with pytest.raises(errors.LibraryArgumentError) as raised:
+        flexmod.compile(**given)
+    assert str(raised.value) == (
+        f"compile: {mistake} beside it.\n  Instead: write head_dim=64, dtype=torch.bfloat16, or neither."
+    )
+
+
+@pytest.mark.usefixtures("without_a_gpu")
+def test_a_dtype_without_kernels() -> None:
+    """It can be called on the CPU, and there is nothing to show."""
+    attend = flexmod.compile(dtype=torch.float64, head_dim=16)
+    with pytest.raises(errors.UnsupportedDtype):
+        _ = attend.source

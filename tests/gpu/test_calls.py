@@ -186,9 +186,13 @@ def test_a_device_that_is_not_current() -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules are those of the launches, its PTX that of the chip."""
+    """Its modules are those of the launches, foreseen too; its PTX is that of the chip."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the cap is no argument
-    attend = flexmod.compile(mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template})
+    attend = flexmod.compile(
+        mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template},
+        dtype=torch.bfloat16, head_dim=64,
+    )  # fmt: skip
+    described = attend.source
     started: list[str] = []
     start = tape.start
     monkeypatch.setattr(
@@ -196,7 +200,7 @@ def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.Monk
     )
     attend(*inputs(grad=True)).sum().backward()
     ran = {Path(file).read_text() for file in started if "attention" in file}
-    assert set(attend.source.values()) == ran
+    assert described == attend.source and set(described.values()) == ran
     texts = attend.ptx
     chip = torch.cuda.get_device_capability(DEVICE)
     assert all(f".target sm_{chip[0]}{chip[1]}" in text for text in texts.values())
