@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import block_masks, gpu_time, host_path, targets
+from benchmarks import block_masks, gpu_time, host_path, overheads, targets
 from benchmarks.measure_row import PEERS, take_turns
 from benchmarks.rows import SETS, find
 from flexmod.runtime.direct import Direct
@@ -72,6 +72,28 @@ def test_a_peer_that_fails_is_dropped():
     take_turns(runs, 2, result)
     assert set(result["ms"]) == {"flexmod"} and set(result["ms"]["flexmod"]) == {"forward", "backward"}
     assert result["faults"] == {"flex": "RuntimeError: no more"} and calls == ["fails"]
+
+
+def test_variants_of_a_call_take_turns(monkeypatch):
+    monkeypatch.setattr(overheads, "CALLS", 2)
+    order = []
+    times = overheads.in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 3)
+    assert order == list("aabb") * 5
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+
+
+def test_table_of_calls(monkeypatch, device):
+    monkeypatch.setattr(overheads, "CALLS", 1)
+    monkeypatch.setattr(overheads, "ROUNDS", 10)
+    found = overheads.call(device)
+    ways = ("forward", "forward + sum + backward")
+    for times in found.values():
+        assert all(0 < times[f"{way}, best"] <= times[way] for way in ways)
+    (table,) = overheads.tables({"call": found})
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert head[1:] == [column for way in ways for column in (way, f"{way}, best")]
+    assert [line[0] for line in lines] == list(found)
+    assert {"flexmod, no mask", "flexmod, handle, no mask"} < set(found)
 
 
 def test_why_there_is_no_number():
