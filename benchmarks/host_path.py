@@ -80,7 +80,7 @@ def on_an_h200() -> Iterator[None]:
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "target_of", lambda device: H200), mock.patch.object(
         hopper, "settle", lambda kernels, way, device, arguments: kernels.ladder(way)[0]
-    ), mock.patch.object(counters, "_zero", lambda device: torch.zeros(1, dtype=torch.int32)):  # fmt: skip
+    ), mock.patch.object(counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)):  # fmt: skip
         yield
 
 
