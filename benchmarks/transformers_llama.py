@@ -106,12 +106,13 @@ def make(case: Case, implementation: str, device: torch.device) -> Any:
 
     shape = LLAMA_8B | (TINY if case.tiny else {})
     torch.manual_seed(0)
-    if case.name == "window":
-        config = MistralConfig(**shape, sliding_window=32 if case.tiny else 1024)
-        model = MistralModel._from_config(config, attn_implementation=implementation)
-    else:
-        model = LlamaModel._from_config(LlamaConfig(**shape), attn_implementation=implementation)
-    return model.to(device, torch.float32 if case.tiny else torch.bfloat16)
+    with device:  # a CPU takes many seconds to draw the weights
+        if case.name == "window":
+            config = MistralConfig(**shape, sliding_window=32 if case.tiny else 1024)
+            model = MistralModel._from_config(config, attn_implementation=implementation)
+        else:
+            model = LlamaModel._from_config(LlamaConfig(**shape), attn_implementation=implementation)
+    return model.to(torch.float32 if case.tiny else torch.bfloat16)
 
 
 def model_inputs(case: Case, device: torch.device) -> tuple[dict[str, Any], int]:

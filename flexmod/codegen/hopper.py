@@ -188,7 +188,9 @@ def _forward_ladder(
         held = sum(mod.held_by_column for mod in (score, mask) if mod)
         if widest <= 64 and spec.mask_block is None and not held:
             shapes.insert(0, ForwardShape(3, 128))
-        if held > 2:
+        # where each element has work of its own, smaller tiles leave registers for it
+        busy = widest > 64 and score is not None and "element" in score.expensive
+        if held > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
@@ -202,17 +204,16 @@ def _backward_ladder(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
             for ahead, late in ((True, False), (True, True), (False, True))
         )
-    late = score is not None and mask is not None
+    late = score is not None and (mask is not None or score.loads_elements)
     shapes = [
         BackwardShape(64, ahead=True, shared_operand=True, late=late),
         BackwardShape(64, ahead=True, shared_operand=True, late=not late),
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
     if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:
-        late = score is not None or mask is not None
         shapes = [
-            BackwardShape(128, ahead=False, shared_operand=False, late=late),
-            BackwardShape(128, ahead=False, shared_operand=False, late=not late),
+            BackwardShape(128, ahead=False, shared_operand=False, late=True),
+            BackwardShape(128, ahead=False, shared_operand=False, late=False),
             *shapes,
         ]
     return tuple(shapes)

@@ -158,13 +158,20 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=two_numbers) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=three_numbers) == "128x64 (2 consumers)"
+    busy = replace(SOFTCAP, expensive=frozenset({"element"}))
+    assert first("forward", 128, busy, CAUSAL) == "128x64 (2 consumers)"
+    assert first("forward", 128, ALIBI, CAUSAL) == "128x128 (2 consumers)"
+    assert first("forward", 64, busy, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64) == "192x128 (3 consumers)"
     assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, SOFTCAP) == "64x128 (ahead, shared operand)"
-    assert first("backward", 64) == "128x128 (in step, own operand)"
+    assert first("backward", 128, SOFTCAP, CAUSAL) == "64x128 (ahead, shared operand, late)"
+    table = replace(ALIBI, loads_elements=True)
+    assert first("backward", 128, table) == "64x128 (ahead, shared operand, late)"
+    assert first("backward", 64) == "128x128 (in step, own operand, late)"
     assert first("backward", 64, mask=CAUSAL) == "128x128 (in step, own operand, late)"
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
 
