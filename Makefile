@@ -34,6 +34,11 @@ matrix: $(VENV)/installed
 fuzz: $(VENV)/installed
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(RUN) -m fuzz $(FUZZ)
 
+# make sanitize runs compute-sanitizer's memcheck and racecheck over calls of every kind of kernel, on a GPU.
+.PHONY: sanitize
+sanitize: $(VENV)/installed
+	tools/sanitize $(RUN)
+
 $(VENV)/installed: pyproject.toml tools/environment
 	PYTHON="$(PYTHON)" tools/environment "$(VENV)"
 	touch $@

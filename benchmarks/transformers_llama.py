@@ -50,7 +50,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     cases = [Case(name, 1 if options.cpu_smoke else options.rounds, options.cpu_smoke) for name in CASES]
     results = []
-    for outcome in workers.run(measure, [cases], workers=1, case_seconds=45, total_seconds=85, patience=3):
+    for outcome in workers.run(measure, [cases], workers=1, case_seconds=120, total_seconds=240, patience=3):
         results.append(asdict(outcome))
         (out / "transformers.json").write_text(json.dumps(results, indent=1))
         print(f"[{outcome.seconds:5.1f} s] {outcome.case.name} {outcome.error[-400:]}", file=sys.stderr)
