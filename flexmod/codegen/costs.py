@@ -22,3 +22,8 @@ def expensive(node: Node) -> bool:
         return cost != "low"
     divisor = node.args[1].value if node.args[1].is_const else None
     return not isinstance(divisor, int) or divisor.bit_count() != 1
+
+
+def divides(node: Node) -> bool:
+    """Is it a quotient or a remainder of whole numbers?"""
+    return node.op in OPS and OPS[node.op].cost == "division" and not strong(node.dtype).is_floating_point

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from flexmod.codegen import prelude
-from flexmod.codegen.costs import costly, expensive
+from flexmod.codegen.costs import costly, divides, expensive
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
     WIDTH,
@@ -152,6 +152,7 @@ class Writer:
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),
             compares=any(_is_judged(n) for n in self.graph.nodes),
+            divides=any(divides(n) and n.home for n in self.graph.nodes),
             terms=self.term_names(),
             program=statements["program"],
             row=statements["row"],

@@ -228,6 +228,18 @@ def test_a_derivative_of_one_is_no_step() -> None:
     assert "grad = score_grad(" in capped and "grad = gl.where(keep, grad, 0.0)" in capped
 
 
+def by_windows(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + (q_idx // 49 - kv_idx // 49)
+
+
+def test_what_a_first_query_is_a_multiple_of_is_told_where_it_helps() -> None:
+    """Where positions are divided or masked; between plain differences it makes longer addresses."""
+    told = "first_query = start_m & (2**31 - BLOCK_M)"
+    assert told not in explain(mods.relative_position()).hopper["backward"]
+    assert told in explain(mods.relative_position(), near).hopper["backward"]
+    assert told in explain(by_windows).hopper["backward"]
+
+
 # Compiled for sm_90
 
 LEARNED = torch.ones(4, requires_grad=True)
@@ -262,6 +274,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         ("backward", mods.softcap(12.5), near, 128, (192, 384), 64, "runs"),
         ("backward", None, near, 192, (64, 64), 96, "runs"),
         ("backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs"),
+        ("backward", mods.relative_position(), None, 128, (0, 64), 64, "runs"),
     ],
 )
 def test_compiles(
@@ -287,6 +300,14 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     assert "first_query = made_anew(start_m)" in modules["backward"]
     plain = explain(bias_of_keys, near).hopper
     assert "made_anew(first_key)" not in plain["forward"]
+
+
+@pytest.mark.parametrize("score_mod", [None, mods.relative_position()])
+def test_a_step_that_meets_no_end_does_not_ask_its_elements(score_mod: Any) -> None:
+    """A branch stands between weights and selects: compilers are not to make one of the two."""
+    ptx = compiled("backward", score_mod, None, 128).asm["ptx"]
+    first = ptx.index("selp.f32")
+    assert " bra " in ptx[ptx.rindex("ex2.approx", 0, first) : first]
 
 
 def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
