@@ -164,9 +164,21 @@ def unsigned_max(a, b):
     """The larger of two, where negative numbers of 32 bits are larger than all others."""
     return tl.maximum(tl.cast(a, tl.uint32), tl.cast(b, tl.uint32)).to(tl.int32)
 ''',
+    "in_range": '''
+@triton.jit
+def in_range(index, size):
+    """0 <= index < size, of 32 bits: as numbers without a sign, negative ones are larger than all others."""
+    return tl.cast(index, tl.uint32) < size
+''',
     "wrap": '''
 @triton.jit
 def wrap(index, size):
+    """A negative index of 32 bits counts from the end; one that lies before the start stays negative."""
+    return tl.minimum(tl.cast(index, tl.uint32), tl.cast(index + size, tl.uint32)).to(tl.int32)
+''',
+    "wrap_any": '''
+@triton.jit
+def wrap_any(index, size):
     """A negative index counts from the end."""
     return tl.where(index < 0, index + size, index)
 ''',

@@ -295,17 +295,22 @@ class Writer:
         if strong(index.dtype).itemsize < 4:
             value = cast(value, strong(index.dtype), torch.int32)
         low, high = self.known[index]
+        narrow = strong(index.dtype).itemsize <= 4 and not self.graph.captures[number].wide
         if low < 0:
             size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
-            value = f"{group(value)} + {size}" if high < 0 else f"wrap({value}, {size})"
+            wrap = "wrap" if narrow and not self.checked else "wrap_any"  # a check tells how far out
+            value = f"{group(value)} + {size}" if high < 0 else f"{wrap}({value}, {size})"
         if not re.fullmatch(r"\w+", value):
             value = self.bound_once(function, node, f"{capture}_at{dim}", value)
         guards = []
         if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
-            guards += [f"{value} >= 0"] * (self.certain[index][0] < 0)
+            if self.certain[index][0] < 0:
+                guards.append(f"{value} >= 0")
             if high >= 0:
                 size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
                 guards.append(f"{value} < {size}")
+            if narrow and len(guards) == 2:
+                guards = [f"in_range({value}, {size})"]
         return value, guards
 
     def _check(self, function: Function, node: Node, dim: int, value: str) -> None:

@@ -196,6 +196,23 @@ def test_indices_never_reach_outside(device: torch.device) -> None:
     torch.testing.assert_close(found[0, 0].cpu(), expected.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_at_the_ends_of_their_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    values = torch.arange(1.0, 41.0, device=device)
+    ends = torch.iinfo(dtype)
+    places = [ends.min, ends.min + 1, -(2**31), -41, -40, -1, 0, 39, 40, 2**31 - 1, ends.max - 39, ends.max]
+    index = torch.tensor(places, dtype=dtype, device=device)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * 0 + values[index[k]]
+
+    graph = trace(mod, "score").graph
+    tensors = tuple({"values": values, "index": index}[c.name] for c in graph.captures)
+    found = run(optimize(graph), tensors, (1, 1, 4, len(places)), device=device)
+    expected = [values[i].item() if -40 <= i < 40 else 0.0 for i in places]
+    assert found[0, 0, 0].tolist() == expected
+
+
 def test_a_constant_index_that_a_pass_has_made_is_guarded(device: torch.device) -> None:
     small = torch.arange(4.0)
     graph = optimize(
