@@ -12,6 +12,7 @@ the distance is that of two bfloat16 computations. Results go to OUT/transformer
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from benchmarks.measure_row import Runs, noted, peak_mib, take_turns
 
 IMPLEMENTATIONS = ("sdpa", "flex_attention", "flexmod")
 CASES = ("causal", "packed", "window")
+SECONDS = 150  # of a case, at most; the first one imports everything
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "num_hidden_layers": 2, "vocab_size": 1024, "max_position_embeddings": 8192, "pad_token_id": 0,
@@ -50,7 +52,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     cases = [Case(name, 1 if options.cpu_smoke else options.rounds, options.cpu_smoke) for name in CASES]
     results = []
-    for outcome in workers.run(measure, [cases], workers=1, case_seconds=120, total_seconds=240, patience=3):
+    limits = {"case_seconds": SECONDS, "total_seconds": 2 * SECONDS}
+    for outcome in workers.run(measure, [cases], workers=1, **limits, patience=3):
         results.append(asdict(outcome))
         (out / "transformers.json").write_text(json.dumps(results, indent=1))
         print(f"[{outcome.seconds:5.1f} s] {outcome.case.name} {outcome.error[-400:]}", file=sys.stderr)
@@ -74,6 +77,7 @@ def measure(case: Case) -> dict[str, Any]:
     from flexmod.integrations.transformers import register
 
     register()
+    faulthandler.dump_traceback_later(SECONDS - 5)  # where one that does not end was
     device = torch.device("cpu" if case.tiny else "cuda")
     inputs, length = model_inputs(case, device)
     result: dict[str, Any] = {
@@ -96,7 +100,9 @@ def measure(case: Case) -> dict[str, Any]:
             result["distance"][name] = ((found - exact).norm() / exact.norm()).item()
             result["mib"][name] = peak_mib(step)
             runs[name] = {"forward": forward, "backward": step}
+            print(f"{case.name}: {name} ran", file=sys.stderr, flush=True)
     take_turns(runs, case.rounds, result)
+    faulthandler.cancel_dump_traceback_later()
     return result
 
 

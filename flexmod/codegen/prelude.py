@@ -229,11 +229,14 @@ OF_TARGETS: dict[str, dict[str, str]] = {
         "tanh": '''
 @triton.jit
 def tanh(x):
-    """1 - 2 / (1 + e^2x), with the chip's reciprocal: an absolute error near 2e-7."""
+    """1 - 2 / (1 + e^2x), in float32 with the chip's reciprocal: an absolute error near 2e-7."""
     grown = 1.0 + tl.exp2(x * 2.8853900817779268)
-    inverse = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], tl.float32, is_pure=True, pack=1
-    )
+    if grown.dtype == tl.float64:
+        inverse = 1.0 / grown
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], tl.float32, is_pure=True, pack=1
+        )
     return 1.0 - 2.0 * inverse
 ''',
         "logistic": '''

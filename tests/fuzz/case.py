@@ -131,14 +131,19 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return view.copy_(x)
 
 
-def mod_of(text: str, case: Case, tables: dict[str, Tensor], halves: bool = True) -> Any:
-    """The function of a text. Not `halves`: casts to less than float64 are casts to float64."""
+def mod_of(
+    text: str, case: Case, tables: dict[str, Tensor], halves: bool = True, functions: Any = torch
+) -> Any:
+    """The function of a text. Not `halves`: casts to less than float64 are casts to float64.
+
+    `functions` stands for torch.
+    """
     if not text:
         return None
     names = ("FLOAT32", "FLOAT16", "BFLOAT16")
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if halves else (torch.float64,) * 3
     rows, columns = case.lengths
-    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "M": rows, "N": columns}
+    space: dict[str, Any] = {"torch": functions, "F": torch.nn.functional, "M": rows, "N": columns}
     space |= dict(zip(names, dtypes, strict=True)) | dict(case.numbers) | tables
     exec(compile(text, f"<{text[4:12]}>", "exec"), space)
     return space[text[4 : text.index("(")]]

@@ -8,11 +8,12 @@ over gets a second look, at what any computation in this precision must lose:
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
     the derivative of the mods, and its size comes to the limit. A mod that computes in a half type rounds
     each term to it. A derivative may cancel in the mod itself (score - score has one of 0): a few roundings
-    of float32 are allowed of what would come to the queries and keys without a mod.
+    of float32 are allowed of what would come to the queries and keys without a mod, and where a learned
+    table's gradient cancels to nothing, of all that could come to it.
   - Scores, which are rounded sums: a mod may magnify that, and jump (floor, a comparison) where a score lies.
-    The truth is taken again with all scores moved, each up or down as far as its sum may round, and with a
-    mod that computes as it is written, in float32 or less. How far these lie from the truth is allowed for,
-    element by element.
+    The truth is taken again with all scores moved, each up or down as far as its sum may round, with a mod
+    that computes as it is written, in float32 or less, and with functions as far off as docs/operations.md
+    says. How far these lie from the truth is allowed for, element by element.
 
 Last, luck: the largest error, and that of few elements, are matters of it, for eager attention too. A call
 that is over still is drawn four times more, with other numbers in all tensors of floats; the errors are
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,20 @@ from fuzz.case import Call, Case, Results, call_of, compiled, mod_of
 
 DRAWS = 4
 MOVES = 4
+# functions whose error is absolute, and what it may be
+INEXACT = ("tanh", "erf", "erfc", "sin", "cos", "tan", "log", "log2")
+INEXACT_BY = 5e-7
+
+
+class Inexact:
+    """torch, whose inexact functions are off, by so much up or down."""
+
+    def __init__(self, by: float) -> None:
+        self._by = by
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(torch, name)
+        return (lambda x: function(x) + self._by) if name in INEXACT else function
 
 
 class Verdict(NamedTuple):
@@ -61,6 +76,12 @@ def as_written(case: Case, call: Call) -> Results:
     return work.results(work.scores)
 
 
+def inexact(case: Case, call: Call) -> list[Results]:
+    """The truth, but for functions that are off."""
+    works = [_Dense(case, call, torch.float64, True, Inexact(by)) for by in (INEXACT_BY, -INEXACT_BY)]
+    return [work.results(work.scores) for work in works]
+
+
 def eager(case: Case, call: Call) -> Results:
     """Attention written out, each step's result rounded to the call's dtype."""
     work = _Dense(case, call, call.q.dtype, False)
@@ -68,9 +89,15 @@ def eager(case: Case, call: Call) -> Results:
 
 
 class _Dense:
-    """Attention in `dtype`. `exact`: nothing of the mod is rounded to less than float64."""
+    """Attention in `dtype`. `exact`: nothing of the mod is rounded to less than float64.
 
-    def __init__(self, case: Case, call: Call, dtype: torch.dtype, exact: bool) -> None:
+    `functions` stands for torch in the score mod.
+    """
+
+    def __init__(
+        self, case: Case, call: Call, dtype: torch.dtype, exact: bool, functions: Any = torch
+    ) -> None:
+        self.functions = functions
         self.real = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         # float64 calls compute their mods in float64 throughout
         exact = exact or self.real == torch.float64
@@ -101,7 +128,8 @@ class _Dense:
                 alive = lse.isfinite()
                 incoming = self.call.grad_lse.where(alive, 0.0).to(lse.dtype)
                 loss = loss + (lse.where(alive, 0.0) * incoming).sum()
-            found |= {f"d{n}": x for n, x in zip(self.leaves, self._grad(loss), strict=True)}
+            self.gradients = dict(zip(self.leaves, self._grad(loss), strict=True))
+            found |= {f"d{n}": x for n, x in self.gradients.items()}
         return found
 
     def _grad(self, loss: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +148,7 @@ class _Dense:
         return weights, torch.logsumexp(alive, -1).masked_fill(dead.squeeze(-1), -torch.inf)
 
     def _modified(self, scores: Tensor) -> Tensor:
-        mod = mod_of(self.case.score, self.case, self.tables, halves=not self.exact)
+        mod = mod_of(self.case.score, self.case, self.tables, not self.exact, self.functions)
         if mod is None:
             return scores
         seen = scores if self.exact else scores.float()
@@ -164,12 +192,18 @@ class _Dense:
         return found
 
     def unmodified(self) -> Results:
-        """The sizes of the gradients of queries and keys if the mod were none."""
+        """The sizes of the gradients of queries and keys if the mod were none, and of tables' that cancel."""
+        most = (self.scores.detach().abs() * self._size()).sum()
+        cancelled = {
+            f"d{name}": most.expand(x.shape)
+            for name, x in self.leaves.items()
+            if name not in "qkv" and not self.gradients[name].any()
+        }
         names = [name for name in self.leaves if name in "qk"]
         leaves = [self.leaves[name] for name in names]
         terms = (self.scores * self._size()).sum()
         found = torch.autograd.grad(terms, leaves, retain_graph=True) if names else ()
-        return {f"d{name}": x.double().abs() for name, x in zip(names, found, strict=True)}
+        return cancelled | {f"d{name}": x.double().abs() for name, x in zip(names, found, strict=True)}
 
 
 # the judgement
@@ -273,7 +307,7 @@ def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
         rms, largest = limits[name]
         typical, most = size.square().mean().sqrt().item(), size.max().item()
         limits[name] = rms + 4 * rounding * typical, largest + 8 * rounding * most
-    others = [as_written(case, call), *moved(case, call)]
+    others = [as_written(case, call), *inexact(case, call), *moved(case, call)]
     slack = {
         name: 2.0 * sum(_apart(x[name].double(), exact) for x in others) for name, exact in draw.truth.items()
     }

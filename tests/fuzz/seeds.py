@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzz.case import Case
+from fuzz.case import Case, Table
 
 SEEDS = {
     "a number of a float64 call that was folded in float32": Case(
@@ -20,5 +20,30 @@ SEEDS = {
         dtype="bfloat16",
         lengths=(3, 4),
         dims=(64, 64),
+    ),
+    "a tanh of float64, whose registers Hopper's own text took for float32": Case(
+        "python",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return torch.tanh(torch.float_power(score, 2))\n",
+        dtype="bfloat16",
+        lengths=(3, 4),
+        dims=(64, 64),
+    ),
+    "a comparison with a tanh, which is as near as docs/operations.md says": Case(
+        "python",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n"
+        "    return torch.where(torch.tanh(score) >= score, -float('inf'), score)\n",
+        dtype="float16",
+        lengths=(40, 55),
+        dims=(64, 64),
+        scale=0.01,
+    ),
+    "a learned table beside what cancels": Case(
+        "interpret",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return (score - score) * t0[kv_idx] + score\n",
+        tables=(Table("t0", (16,), "float32", -24, 24, learned=True),),
+        dtype="bfloat16",
+        lengths=(32, 16),
+        dims=(2, 2),
+        wanted="kv",
     ),
 }

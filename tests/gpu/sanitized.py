@@ -1,6 +1,6 @@
 """Calls of every kind of kernel, forward and backward, for NVIDIA's compute-sanitizer: `make sanitize`.
 
-    PYTHONPATH=.:tests python -m gpu.sanitized --part 0 --of 8
+    PYTHONPATH=.:tests python -m gpu.sanitized --part 0 --of 8 [--portable]
 
 Lengths are odd, and key heads and batch entries shared. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is
 an allocation of its own, so that an element past its end is one past an allocation. Nothing is compared here:
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,8 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sanitized", description=__doc__)
     parser.add_argument("--part", type=int, default=0, help="of the calls, from 0 on")
     parser.add_argument("--of", type=int, default=1, help="so many parts")
+    parser.add_argument("--portable", action="store_true", help="no kernels made for Hopper")
     given = parser.parse_args()
-    for number, call in enumerate([*calls()][given.part :: given.of]):
+    made = dict.fromkeys(replace(call, template="portable") if given.portable else call for call in calls())
+    for number, call in enumerate([*made][given.part :: given.of]):
         attend(call)
         print(number, call, flush=True)
 
