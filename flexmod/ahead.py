@@ -24,9 +24,14 @@ from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.spec import KernelName, Tile
-from flexmod.errors import HopperTemplateError, NoPtxError
+from flexmod.errors import (
+    HopperTemplateError,
+    MisaddressedProductsError,
+    NoPtxError,
+    RoundedProductsError,
+)
 from flexmod.explain import Named
-from flexmod.runtime import launch, offline
+from flexmod.runtime import launch, machine_code, offline
 from flexmod.runtime.gluon import descriptor_type
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import family_of, named
@@ -45,6 +50,10 @@ SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
 GIVES_WAY = "it spills so much that the portable template runs"
+WRONG: dict[launch.WrongProducts | None, str] = {
+    RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
+    MisaddressedProductsError: machine_code.MISADDRESSED,
+}
 NAME_A_CHIP = "name a chip that need not be here, e.g. attend.ptx_for('sm_90')"
 
 
@@ -150,8 +159,7 @@ def portable_kernels(kernels: Kernels) -> tuple[KernelName, ...]:
 def _portable(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
     tile, report = first_tile(kernels, name, target, variant)
     problem = "" if report.fits else f"no tile fits {report.target.shared_limit} bytes of shared memory"
-    if launch.rounds(kernels, report.asm):
-        problem = f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to"
+    problem = WRONG.get(launch.wrong(kernels, report.asm), problem)
     return Built(name, "portable", tile, report, problem)
 
 
@@ -160,7 +168,7 @@ def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant
     found: list[tuple[Tile, Report]] = []
     for tile in kernels.ladder(name):
         report = compile_tile(kernels, name, tile, target, variant)
-        if not report.fits or launch.rounds(kernels, report.asm):
+        if not report.fits or launch.wrong(kernels, report.asm):
             last = tile, report
             continue
         found.append((tile, report))
@@ -233,6 +241,9 @@ def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant
         # whatever the compiler has against a shape: the next one may do
         except Exception as error:
             refused = str(error).partition("\n")[0] or type(error).__name__
+            continue
+        if machine_code.misaddressed(report.asm.get("cubin", b"")):
+            refused = machine_code.MISADDRESSED
             continue
         verdict = Verdict(report.local // 4, report.losses)
         found.append((shape, report, verdict))

@@ -85,7 +85,7 @@ def flex_attention(
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
         options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
                  DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits,
-                 RoundedProductsError
+                 RoundedProductsError, MisaddressedProductsError
 
     and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
 

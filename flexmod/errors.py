@@ -420,6 +420,17 @@ class RoundedProductsError(FlexmodError, RuntimeError):
     )
 
 
+class MisaddressedProductsError(FlexmodError, RuntimeError):
+    what = (
+        "the ptxas of Triton {triton} has a matrix product on {device} read at a wrong address, with each tile size "
+        "that was tried: {tried}."
+    )
+    instead = (
+        "install a newer Triton, set TRITON_PTXAS_PATH to a ptxas of CUDA 12.9 or later, or leave BLOCK_M to "
+        "flexmod if kernel_options have it."
+    )
+
+
 class NotCalledError(FlexmodError, RuntimeError):
     what = "this handle was not called yet, and its {what} depends on the dtype and the head dimensions of a call."
     instead = "call it once, give flexmod.compile a dtype and a head_dim, or write {advice}."

@@ -28,12 +28,12 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.torch_text import TorchText, write_torch
 from flexmod.compiler import build, capture_grad, capture_terms
-from flexmod.errors import NoTileFits, RoundedProductsError
+from flexmod.errors import NoTileFits
 from flexmod.ir.graph import Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.ir.reductions import Term
 from flexmod.quotes import example, quotes
-from flexmod.runtime.launch import rounds
+from flexmod.runtime.launch import wrong
 from flexmod.variant import Variant, variant
 
 # Index arithmetic of a file is wide enough for this many batch entries, heads, queries and keys.
@@ -113,7 +113,7 @@ def standalone(
 
     Tensors that the mods capture become arguments; those of the score_mod that require grad get gradients. In
     main() small ones have their values, others random values of their range. Raises what tracing raises, and
-    UnknownTarget, NoTileFits, RoundedProductsError.
+    UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
     made = variant(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
@@ -132,7 +132,8 @@ def file_of(
     """The text of a file. The variant is one of EXTENTS, with lists of blocks and shared keys.
 
     `quoted` are the user's functions; `scale` the one that the file takes where it is given none, None for
-    1/sqrt(D). Raises UnknownTarget, NoTileFits, RoundedProductsError.
+    1/sqrt(D). Raises UnknownTarget, NoTileFits, RoundedProductsError,
+    MisaddressedProductsError.
     """
     return _File(made, quoted, target, dict(tiles), scale).text()
 
@@ -236,10 +237,9 @@ class _File:
                         limit=report.target.shared_limit, device=self.target,
                         tried=f"{tile} last: {report.shared} bytes",
                     )  # fmt: skip
-                if rounds(self.kernels, report.asm):
-                    raise RoundedProductsError(
-                        triton=triton.__version__, device=self.target, tried=f"{tile} last"
-                    )  # fmt: skip
+                error = wrong(self.kernels, report.asm)
+                if error is not None:
+                    raise error(triton=triton.__version__, device=self.target, tried=f"{tile} last")
             chosen[name] = tile
         if self.variant.spec.exact:
             chosen["delta"] = chosen["dq"]

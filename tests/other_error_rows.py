@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
 from flexmod.ir.kept import graph_of
 from flexmod.ir.record import Recorder
-from flexmod.runtime import launch, target
+from flexmod.runtime import launch, machine_code, target
 from flexmod.runtime.interpreter import interpreted
 
 
@@ -28,11 +27,30 @@ def no_tile_fits() -> Any:
         return call(kernel_options=small)
 
 
+class Compiled:
+    """A kernel as `launch` looks at it."""
+
+    n_spills = 0
+
+    def __init__(self, ptx: str) -> None:
+        self.asm = {"ptx": ptx}
+
+
 def rounded_products() -> Any:
     """As Triton 3.6 may do on sm_100."""
     given = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    compiled = SimpleNamespace(asm={"ptx": "tcgen05.mma.cta_group::1.kind::tf32"}, n_spills=0)
+    compiled = Compiled("tcgen05.mma.cta_group::1.kind::tf32")
     with mock.patch.object(launch, "start", return_value=compiled):
+        return call(kernel_options=given)
+
+
+def misaddressed_products() -> Any:
+    """As the ptxas of Triton 3.6 may do on sm_90."""
+    given = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    with (
+        mock.patch.object(launch, "start", return_value=Compiled("")),
+        mock.patch.object(machine_code, "misaddressed", return_value=True),
+    ):
         return call(kernel_options=given)
 
 
@@ -148,6 +166,14 @@ ROWS: list[Row] = [
         "tile size that was tried: 64x32 (8 warps, 2 stages).\n"
         "  Instead: install a newer Triton, leave BLOCK_M to flexmod if kernel_options have it, or allow "
         "TF32 with torch.set_float32_matmul_precision('high').",
+    ),
+    (
+        errors.MisaddressedProductsError,
+        misaddressed_products,
+        f"the ptxas of Triton {triton.__version__} has a matrix product on cpu read at a wrong address, with "
+        "each tile size that was tried: 64x32 (8 warps, 2 stages).\n"
+        "  Instead: install a newer Triton, set TRITON_PTXAS_PATH to a ptxas of CUDA 12.9 or later, or leave "
+        "BLOCK_M to flexmod if kernel_options have it.",
     ),
     (
         errors.FlexOnCpuError,

@@ -66,7 +66,13 @@ def test_a_fixed_budget_on_a_gpu(backend: str) -> None:
         assert not outcome.value.failed, script(*outcome.value.failed[0])
 
 
-@pytest.mark.parametrize("case", SEEDS.values(), ids=SEEDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.gpu] if case.backend in ON_GPU else [])
+        for name, case in SEEDS.items()
+    ],
+)
 def test_seeds_of_past_failures(case: Case) -> None:
     assert check(case).faults == []
 

@@ -291,13 +291,15 @@ def _first_that_does(
 
 
 def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
-    """Compiles and loads a kernel, and judges it."""
+    """Compiles and loads a kernel, and judges it. Raises NoShape where it would be wrong."""
     with torch.cuda.device(device):
         compiled = getattr(kernels.module, f"{way}_kernel").warmup(
             grid=(1,), **filled(arguments, device), enable_fp_fusion=True
         )
         compiled.run  # noqa: B018  loads it
     # Triton may be told to store machine code alone: then nothing is known of the text
+    if machine_code.misaddressed(compiled.asm["cubin"]):
+        raise NoShape(machine_code.MISADDRESSED)
     losses = machine_code.losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"])
     return Verdict(int(compiled.n_spills), losses)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -11,8 +12,8 @@ from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
-from flexmod.errors import NoTileFits, RoundedProductsError
-from flexmod.runtime import tape
+from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.runtime import machine_code, tape
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -21,6 +22,10 @@ AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 # Registers that a thread may spill before another tile is tried, and how many are: each one is compiled.
 SPILLS_ALLOWED = 64
 TILES_COMPARED = 3
+
+WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
+# What is known of compiled kernels: a launch of each asks.
+_wrong: WeakKeyDictionary[Any, WrongProducts | None] = WeakKeyDictionary()
 
 
 def launch(
@@ -34,12 +39,14 @@ def launch(
 
     `arguments` are all but the tile's, or a function that makes those of a tile. The first call tries the
     rungs of the ladder in order. Triton refuses one that does not fit before anything runs; one whose
-    registers spill much gives way to the next, and the one that spills least is kept. A kernel writes all of
-    its results, or what it adds to is made for each try: a second one replaces the first.
+    registers spill much gives way to the next, and the one that spills least is kept; one that the compilers
+    made wrong is left. A kernel writes all of its results, or what it adds to is made for each try: a second
+    one replaces the first.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
         RoundedProductsError: all rungs round float32 that must not be rounded.
+        MisaddressedProductsError: all rungs read wrong addresses.
     """
 
     def run(tile: Tile) -> Any:
@@ -50,21 +57,35 @@ def launch(
     settled = kernels.tiles.get((kernel, device))
     if settled is not None:
         try:
-            run(settled)
-            return settled
+            if not _known_wrong(kernels, run(settled)):
+                return settled
         except OutOfResources:  # other strides make another variant of the kernel, which may need more
             pass
     kernels.tiles[kernel, device] = _settle(kernels, kernels.ladder(kernel), device, run)
     return kernels.tiles[kernel, device]
 
 
-def rounds(kernels: Kernels, asm: Mapping[str, Any]) -> bool:
-    """Does a compiled kernel multiply float32 in TF32, though it is told not to?
+def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
+    """What the compilers did to a kernel that makes its results wrong: the error that says so, or None.
 
-    Triton 3.6 does so on sm_100 where a product has multiples of 64 rows, now and then; it is mended in later
-    ones (triton-lang/triton, issue 10176).
+    Triton 3.6 multiplies float32 in TF32 on sm_100, though it is told not to, where a product has multiples
+    of 64 rows, now and then; it is mended in later ones (triton-lang/triton, issue 10176). Its ptxas loses
+    addresses on sm_90: see `machine_code`.
     """
-    return kernels.spec.exact and "kind::tf32" in asm.get("ptx", "")
+    if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
+        return RoundedProductsError
+    if machine_code.misaddressed(asm.get("cubin", b"")):
+        return MisaddressedProductsError
+    return None
+
+
+def _known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
+    """As `wrong`, of what a launch gave: None in the interpreter."""
+    if compiled is None:
+        return None
+    if compiled not in _wrong:
+        _wrong[compiled] = wrong(kernels, compiled.asm)
+    return _wrong[compiled]
 
 
 def _settle(
@@ -72,7 +93,8 @@ def _settle(
 ) -> Tile:
     """Run the tile that later calls shall take, last. `run` gives what was compiled, or None."""
     spilled: dict[Tile, int] = {}
-    refused, rounded = [], []
+    refused = []
+    left: dict[WrongProducts, list[Tile]] = {}
     tile = rungs[0]
     for tile in rungs:
         try:
@@ -80,15 +102,16 @@ def _settle(
         except OutOfResources as e:
             refused.append((tile, e))
             continue
-        if compiled and rounds(kernels, compiled.asm):
-            rounded.append(tile)
+        fault = _known_wrong(kernels, compiled)
+        if fault is not None:
+            left.setdefault(fault, []).append(tile)
             continue
         spilled[tile] = compiled.n_spills if compiled else 0
         if spilled[tile] <= SPILLS_ALLOWED or len(spilled) == TILES_COMPARED:
             break
-    if not spilled and rounded:
-        tried = ", ".join(map(str, rounded))
-        raise RoundedProductsError(triton=triton.__version__, device=device, tried=tried)
+    if not spilled and left:
+        error, tiles = next(iter(left.items()))
+        raise error(triton=triton.__version__, device=device, tried=", ".join(map(str, tiles)))
     if not spilled:
         raise NoTileFits(
             limit=refused[-1][1].limit,

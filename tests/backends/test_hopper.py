@@ -170,6 +170,9 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
     monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
     assert hopper._compiled(kernels, "forward", CPU, {}) == Verdict(7, (kept.get("ptx", ""), b"code"))  # type: ignore
+    monkeypatch.setattr(hopper.machine_code, "misaddressed", lambda cubin: cubin == b"code")
+    with pytest.raises(hopper.NoShape, match="at wrong addresses"):
+        hopper._compiled(kernels, "forward", CPU, {})
 
 
 @pytest.mark.parametrize(

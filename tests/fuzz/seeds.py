@@ -46,4 +46,15 @@ SEEDS = {
         dims=(2, 2),
         wanted="kv",
     ),
+    "values whose address in shared memory the ptxas of Triton 3.6 lost": Case(
+        "triton",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return score - t1[q_idx] * 0.5\n",
+        tables=(Table("t1", (207,), "bfloat16", -24, 24, layout="packed"),),
+        dtype="float16",
+        heads=(12, 3),
+        lengths=(207, 117),
+        dims=(80, 2),
+        scale=-0.125,
+        seed=814286,
+    ),
 }

@@ -142,6 +142,14 @@ def test_other_value_dim(head_dim: int, value_dim: int) -> None:
     check(random(1, 4, 270, head_dim), random(1, 2, 270, head_dim), random(1, 2, 270, value_dim))
 
 
+@pytest.mark.parametrize("score_mod", [None, softcap])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 16), (80, 2), (128, 32)])
+def test_values_in_narrower_rows_than_keys(head_dim: int, value_dim: int, score_mod: Any) -> None:
+    """The ptxas of Triton 3.6 loses the addresses of such values' last tile on Hopper."""
+    query, key, value = random(1, 4, 270, head_dim), random(1, 2, 270, head_dim), random(1, 2, 270, value_dim)
+    check(query, key, value, Mods(score_mod), kernel_options={"TEMPLATE": "portable"})
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 700), (300, 77), (77, 300), (513, 1025)])
 def test_other_key_length(q_len: int, kv_len: int) -> None:
     mods = Mods(softcap, lambda b, h, q_idx, kv_idx: q_idx + 100 >= kv_idx)

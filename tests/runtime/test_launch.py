@@ -12,30 +12,44 @@ from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec, Tile
-from flexmod.errors import NoTileFits, RoundedProductsError
+from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.runtime import machine_code
 from flexmod.runtime.launch import launch
 
 DEVICE = torch.device("cuda", 0)
+
+
+class Compiled:
+    """What Triton gives of a launch."""
+
+    def __init__(self, n_spills: int, ptx: str, cubin: bytes) -> None:
+        self.n_spills = n_spills
+        self.asm = {"ptx": ptx, "cubin": cubin}
 
 
 class Device:
     """Stands in for a kernel on a device: a launch asks for `block_m * block_n` bytes, `limit` are there.
 
     `spills` has the registers that a tile of a `block_m` spills; others spill none. `rounded` has the tiles
-    whose products are in TF32.
+    whose products are in TF32, `misaddressed` those whose machine code is b"wrong".
     """
 
     def __init__(
-        self, limit: int, spills: dict[int, int] | None = None, rounded: tuple[int, ...] = ()
+        self,
+        limit: int,
+        spills: dict[int, int] | None = None,
+        rounded: tuple[int, ...] = (),
+        misaddressed: tuple[int, ...] = (),
     ) -> None:
         self.rounded = rounded
+        self.misaddressed = misaddressed
         self.limit = limit
         self.spills = spills or {}
         self.tried: list[dict[str, Any]] = []
         self.ran: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(**arguments: Any) -> SimpleNamespace:
+        def run(**arguments: Any) -> Compiled:
             self.tried.append(arguments)
             required = arguments["BLOCK_M"] * arguments["BLOCK_N"]
             if required > self.limit:
@@ -44,7 +58,8 @@ class Device:
             self.ran.append({"grid": grid, **arguments})
             rounds = arguments["BLOCK_M"] in self.rounded
             ptx = "tcgen05.mma.cta_group::1.kind::tf32 [%r1]" if rounds else "fma.rn.f32"
-            return SimpleNamespace(n_spills=self.spills.get(arguments["BLOCK_M"], 0), asm={"ptx": ptx})
+            cubin = b"wrong" if arguments["BLOCK_M"] in self.misaddressed else b"right"
+            return Compiled(self.spills.get(arguments["BLOCK_M"], 0), ptx, cubin)
 
         return run
 
@@ -120,6 +135,22 @@ def test_a_tile_that_rounds_float32_gives_way() -> None:
         assert len(device.ran) == 1
     with pytest.raises(RoundedProductsError):
         run(kernels(Device(1 << 20, rounded=(64, 32, 16)), exact))
+
+
+def test_a_tile_that_is_misaddressed_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered one too: other strides make another variant of the kernel."""
+    monkeypatch.setattr(machine_code, "misaddressed", lambda cubin: cubin == b"wrong")
+    device = Device(1 << 20, misaddressed=(128,))
+    compiled = kernels(device)
+    for _ in range(2):
+        run(compiled)
+    assert [r["BLOCK_M"] for r in device.ran] == [128, 64, 64]
+    device.misaddressed = (64,)
+    run(compiled)
+    assert [r["BLOCK_M"] for r in device.ran[3:]] == [64, 128]
+    device.misaddressed = (64, 128)
+    with pytest.raises(MisaddressedProductsError):
+        run(compiled)
 
 
 def test_arguments_made_for_each_tile() -> None:
