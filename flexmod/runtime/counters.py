@@ -6,8 +6,8 @@ So a call neither allocates one nor clears it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -47,16 +47,12 @@ def _made_outside(device: int) -> Tensor:
 
     Inductor's runs before it records a CUDA graph have a pool, as `torch.cuda.use_mem_pool` has.
     """
-    made: list[tuple[Tensor, torch.cuda.Event]] = []
 
-    def make() -> None:
-        zero = _zero(device)
-        made.append((zero, torch.cuda.current_stream(device).record_event()))
+    def make() -> tuple[Tensor, torch.cuda.Event]:
+        return _zero(device), torch.cuda.current_stream(device).record_event()
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    (zero, done) = made[0]
+    with ThreadPoolExecutor(1) as other:
+        zero, done = other.submit(make).result()
     torch.cuda.current_stream(device).wait_event(done)
     return zero
 

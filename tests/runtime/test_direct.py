@@ -5,6 +5,7 @@ The launchers here are stand-ins that write down what they get; tests/gpu launch
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_a_counter_is_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1]
 
     monkeypatch.setattr(counters, "_zero", zero)
+    monkeypatch.setattr(counters, "_made_outside", zero)
     monkeypatch.setattr(counters, "_kept", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0])
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
@@ -131,6 +133,22 @@ def test_a_counter_is_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert filled(given, DEVICE) == {"COUNTER": made[1], "X": made[0]}
     plain = {"X": made[0]}
     assert filled(plain, DEVICE) is plain
+
+
+def test_a_counter_is_made_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is of no memory pool of this one. What goes to this stream waits for it."""
+    threads, waited = [], []
+    stream = SimpleNamespace(record_event=lambda: "zeroed", wait_event=waited.append)
+
+    def zero(device: int) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return torch.zeros(1, dtype=torch.int32)
+
+    monkeypatch.setattr(counters, "_zero", zero)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert counters._made_outside(0).tolist() == [0]
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    assert waited == ["zeroed"]
 
 
 def test_how_many_descriptors_are_kept() -> None:
