@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class CompiledAttention(Shown):
         of_query, of_key, of_value = calls.dtypes_under_autocast(query, key, value)
         spec = KernelSpec(
             of_query, of_key, of_value, query.shape[3], value.shape[3], mask_block=BLOCK,
-            precision=calls.float32_precision() if of_query is torch.float32 else "ieee",
+            precision=_precision(of_query),
             positive_scale=self._positive_scale,
             shared_kv=query.shape[:2] != key.shape[:2], backward=True,
         )  # fmt: skip
@@ -151,8 +151,7 @@ class CompiledAttention(Shown):
         _check_described(dtype, head_dim, value_dim)
         spec = spec_for(
             dtype, head_dim, value_dim, BLOCK,
-            precision=calls.float32_precision() if dtype is torch.float32 else "ieee",
-            positive_scale=self._positive_scale, shared_kv=self._enable_gqa,
+            precision=_precision(dtype), positive_scale=self._positive_scale, shared_kv=self._enable_gqa,
         )  # fmt: skip
         return Latest(self._first, spec, EXTENTS)
 
@@ -166,6 +165,11 @@ class CompiledAttention(Shown):
         if found is None:
             found = self._on[device] = _Variant(self._mods.get("score"), self._mods.get("mask"), device)
         return found
+
+
+def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
+    """torch's switch is for float32 alone."""
+    return calls.float32_precision() if dtype is torch.float32 else "ieee"
 
 
 def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:

@@ -132,8 +132,7 @@ def file_of(
     """The text of a file. The variant is one of EXTENTS, with lists of blocks and shared keys.
 
     `quoted` are the user's functions; `scale` the one that the file takes where it is given none, None for
-    1/sqrt(D). Raises UnknownTarget, NoTileFits, RoundedProductsError,
-    MisaddressedProductsError.
+    1/sqrt(D). Raises UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
     return _File(made, quoted, target, dict(tiles), scale).text()
 

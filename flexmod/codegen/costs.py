@@ -17,9 +17,8 @@ def expensive(node: Node) -> bool:
     """Is a value loaded, or made in more than a few instructions?"""
     if node.op not in OPS:
         return node.op == "load"
-    cost = OPS[node.op].cost
-    if cost != "division" or strong(node.dtype).is_floating_point:
-        return cost != "low"
+    if not divides(node):
+        return OPS[node.op].cost != "low"
     divisor = node.args[1].value if node.args[1].is_const else None
     return not isinstance(divisor, int) or divisor.bit_count() != 1
 
