@@ -167,6 +167,14 @@ def wide(spec: KernelSpec) -> bool:
     return max(spec.head_tile, spec.value_tile) > 128
 
 
+def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
+    """What a consumer of the backward adds to the sums of dQ at a time, in rows of 32 numbers.
+
+    64 queries by half of the columns, by all of them where a tile has 128 queries, by 64 columns at most.
+    """
+    return 1, 2 * min(head_tile * block_m // 128, 64), 32
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -211,11 +219,12 @@ def _backward_ladder(
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
     if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:
-        shapes = [
+        tall = [
+            BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
-            BackwardShape(128, ahead=False, shared_operand=False, late=False),
-            *shapes,
         ]
+        # a score_mod or a mask's numbers by row take the registers of dp and of the next score
+        shapes = [*(tall[1:] if score or (mask and mask.row) else tall), *shapes]
     return tuple(shapes)
 
 
