@@ -167,6 +167,11 @@ def wide(spec: KernelSpec) -> bool:
     return max(spec.head_tile, spec.value_tile) > 128
 
 
+def holds_keys(spec: KernelSpec) -> bool:
+    """Does the wide backward hold its keys in registers? Beside values of up to 128 there are enough."""
+    return spec.head_used == 192 and spec.value_tile <= 128
+
+
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
     """What a consumer of the backward adds to the sums of dQ at a time, in rows of 32 numbers.
 
@@ -208,9 +213,11 @@ def _backward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[BackwardShape, ...]:
     if wide(spec):
+        # keys in registers leave fewer of them
+        first = holds_keys(spec)
         return tuple(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
-            for ahead, late in ((True, False), (True, True), (False, True))
+            for ahead, late in ((True, first), (True, not first), (False, True))
         )
     late = score is not None and (mask is not None or score.loads_elements)
     shapes = [

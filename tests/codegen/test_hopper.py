@@ -5,6 +5,7 @@ No GPU is needed here; what they compute is in tests/gpu.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -177,6 +178,8 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 64, mask=DOCUMENT) == "128x128 (in step, own operand, late)"
     assert first("backward", 64, ALIBI) == "128x128 (in step, own operand, late)"
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
+    keys_held = replace(spec(dim=192), value_dim=128)
+    assert str(ladder(keys_held, "backward", None, None)[0]) == "64x64 (ahead, late)"
 
 
 # The text
@@ -291,6 +294,15 @@ def test_compiles(
     assert report.matrix_instructions["HGMMA"] >= instructions
 
 
+def test_compiles_with_keys_in_registers() -> None:
+    report = compiled("backward", None, near, 192, value_dim=128)
+    assert report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= (64, 96)[NEWEST]
+    # the score's products, of two consumers, before and in the loop; no other reads an operand from registers
+    assert len(re.findall(r"wgmma\.mma_async.+}, {", report.asm["ptx"])) == 2 * 2 * 192 // 16
+
+
 def of_near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where(q_idx + h >= kv_idx, score + 0.1 * (q_idx - kv_idx), score)
 
@@ -364,7 +376,13 @@ def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
 
 
 def compiled(
-    way: Any, score_mod: Any, mask_mod: Any, dim: int, form: Any = "runs", rung: int = 0
+    way: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    dim: int,
+    form: Any = "runs",
+    rung: int = 0,
+    value_dim: int | None = None,
 ) -> offline.Report:
     """A shape of the ladder, compiled for sm_90."""
     traced = [trace(f, kind) if f else None for f, kind in ((score_mod, "score"), (mask_mod, "mask"))]  # type: ignore
@@ -373,15 +391,19 @@ def compiled(
     block = (128, 128) if mask_mod else None
     backward = way == "backward"
     asked = spec(dim=dim, mask_block=block, mask_form=form, backward=backward)
+    asked = replace(asked, value_dim=value_dim or dim)
     portable = kernels_for(asked, *lowered, wanted=learned, fused=True)
     kernels = HopperKernels(portable)
     shape = kernels.ladder(way)[rung]
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
     tiles = {"Q": rows, "GRAD_OUT": rows, **dict.fromkeys(("OUT", "GRAD_K", "GRAD_V"), 64)}
     tiles |= dict.fromkeys(("K", "V"), shape.block_n)
-    wide = asked.head_tile
-    signature = {name: descriptor_type((1, 1, count, wide), BF16) for name, count in tiles.items()}
-    signature["SUM_GRAD_Q"] = descriptor_type(sum_block(wide, rows), SINGLE)
+    columns = {"Q": asked.head_tile, "K": asked.head_tile, "GRAD_K": asked.head_tile}
+    signature = {
+        name: descriptor_type((1, 1, count, columns.get(name, asked.value_tile)), BF16)
+        for name, count in tiles.items()
+    }
+    signature["SUM_GRAD_Q"] = descriptor_type(sum_block(asked.head_tile, rows), SINGLE)
     signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), SINGLE))
     texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
     signature |= {"LSE": "*fp32", "scale": "fp32"}
