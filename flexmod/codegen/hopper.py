@@ -199,7 +199,7 @@ def _forward_ladder(
         shapes = [wide, narrow]
         # numbers by column: each takes as many registers of a thread as a row of its scores
         held = sum(mod.held_by_column for mod in (score, mask) if mod)
-        if widest <= 64 and spec.mask_block is None and not held:
+        if widest <= 64 and spec.mask_block is None and (not held or (score and score.linear_column)):
             shapes.insert(0, ForwardShape(3, 128))
         # where each element has work of its own, smaller tiles leave registers for it
         busy = widest > 64 and score is not None and "element" in score.expensive

@@ -165,6 +165,8 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 128, ALIBI, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, busy, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64) == "192x128 (3 consumers)"
+    assert first("forward", 64, ALIBI_EXPONENT) == "192x128 (3 consumers)"
+    assert first("forward", 64, ALIBI_EXPONENT, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
@@ -271,6 +273,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
         ("forward", None, None, 64, (288, 560), 48, "runs"),
+        ("forward", SLOPES, None, 64, (0, 700), 48, "runs"),
         ("forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs"),
         ("forward", SLOPES, near, 128, (64, 208), 48, "runs"),
         ("forward", None, near, 64, (0, 0), 48, "lists"),
