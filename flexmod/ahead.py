@@ -20,7 +20,7 @@ import triton
 
 from flexmod.backends.hopper import Verdict
 from flexmod.codegen import hopper
-from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way
+from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way, sum_block
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.spec import KernelName, Tile
@@ -268,7 +268,7 @@ def _compile_shape(kernels: HopperKernels, way: Way, shape: Shape, target: str, 
     }  # fmt: skip
     types = {name: descriptor_type((1, 1, *sides), half) for name, sides in tiles.items()}
     if way == "backward":
-        types["SUM_GRAD_Q"] = descriptor_type((1, 1, rows, min(wide // 2, 64)), torch.float32)
+        types["SUM_GRAD_Q"] = descriptor_type(sum_block(wide, rows), torch.float32)
         types |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
     grad = portable.captures.by_kernel(portable.grad)["dkdv"] if way == "backward" else None
     types |= _types_of_mods(variant, kernels.score, grad, portable.mask)

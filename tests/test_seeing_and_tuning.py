@@ -89,7 +89,7 @@ def test_explain_of_nothing() -> None:
         "no mod: plain attention\n"
         "\n"
         "forward template: Hopper's on sm_90, 192x128 (3 consumers) first; portable elsewhere\n"
-        "backward template: Hopper's on sm_90, 128x128 (in step, own operand, late) first; portable elsewhere"
+        "backward template: Hopper's on sm_90, 128x128 (ahead, own operand) first; portable elsewhere"
     )
     assert "forward_kernel" in kernels(explanation.source)
 

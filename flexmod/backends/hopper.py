@@ -21,7 +21,7 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
-from flexmod.codegen.hopper import HopperKernels, Shape, Way, wide
+from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
@@ -38,8 +38,8 @@ SPILLS_ALLOWED = 32
 SPILLS_ENDURED = 64
 # Queries in a backward's tile, at most.
 TALLEST = 128
-# Rows of a program of round_kernel.
-ROUNDED_ROWS = 64
+# Queries whose dQ is summed side by side, in the order of registers.
+SUMMED = 64
 
 
 class NoShape(Exception):
@@ -175,7 +175,7 @@ def backward(
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
-    sum_grad_q = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    sum_grad_q = q.new_empty((batch * heads * pitch // SUMMED, 2 * q.shape[3], 32), dtype=torch.float32)
     buffers, sums = _sums(kernels, lse, keys)
     shared = {
         **buffers,
@@ -198,7 +198,7 @@ def backward(
             "GRAD_OUT": tiles(grad_out, shape.block_m, spec.value_tile),
             "LSE2": numbers(lse2, shape.block_m),
             "DELTA": numbers(delta, shape.block_m),
-            "SUM_GRAD_Q": tiles(sum_grad_q, shape.block_m, min(spec.head_tile // 2, 64)),
+            "SUM_GRAD_Q": summed(sum_grad_q, spec.head_tile, shape.block_m),
             **shared,
             **shape.arguments(),
         }
@@ -221,9 +221,9 @@ def backward(
             "scale": scale,
             "HQ": heads,
             "M": length,
-            "BLOCK_M": ROUNDED_ROWS,
+            "PITCH": pitch,
         }
-        start(kernels, "round_kernel", q.device, grid(batch, heads, length, ROUNDED_ROWS), rounding)
+        start(kernels, "round_kernel", q.device, grid(batch, heads, length, SUMMED), rounding)
     beside: dict[Along, list[Tensor]] = {}
     if kernels.portable.captures.besides_columns:
         lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
@@ -328,6 +328,13 @@ def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:
     block = (1, 1, rows, dims)
     layout = _layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(block), layout)
+
+
+def summed(sums: Tensor, head_tile: int, block_m: int) -> TensorDescriptor:
+    """Sums of dQ, [blocks of 64 queries, 2 * D, 32]: what a consumer adds to one at a time."""
+    block = sum_block(head_tile, block_m)
+    strides = [sums.stride(0), sums.stride(1), 1]
+    return TensorDescriptor(sums, list(sums.shape), strides, list(block), _layout(block, sums.dtype))
 
 
 def numbers(tensor: Tensor, count: int) -> TensorDescriptor:

@@ -19,7 +19,13 @@ def write_exponent(graph: Graph, checked: bool = False) -> ModText:
     """That of an optimized score graph."""
     found = exponent(graph)
     text = _ExponentWriter(found.graph, checked).write()
-    return replace(text, shift=_shift(found.graph), in_base_2=found.in_base_2, bounds=score_bounds(graph))
+    return replace(
+        text,
+        shift=_shift(found.graph),
+        in_base_2=found.in_base_2,
+        bounds=score_bounds(graph),
+        linear_column=found.linear and "," not in text.column.partition(" = ")[0],
+    )
 
 
 def _shift(graph: Graph) -> Literal["", "row", "tile"]:

@@ -167,6 +167,19 @@ def wide(spec: KernelSpec) -> bool:
     return max(spec.head_tile, spec.value_tile) > 128
 
 
+def holds_keys(spec: KernelSpec) -> bool:
+    """Does the wide backward hold its keys in registers? Beside values of up to 128 there are enough."""
+    return spec.head_used == 192 and spec.value_tile <= 128
+
+
+def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
+    """What a consumer of the backward adds to the sums of dQ at a time, in rows of 32 numbers.
+
+    64 queries by half of the columns, by all of them where a tile has 128 queries, by 64 columns at most.
+    """
+    return 1, 2 * min(head_tile * block_m // 128, 64), 32
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -186,7 +199,7 @@ def _forward_ladder(
         shapes = [wide, narrow]
         # numbers by column: each takes as many registers of a thread as a row of its scores
         held = sum(mod.held_by_column for mod in (score, mask) if mod)
-        if widest <= 64 and spec.mask_block is None and not held:
+        if widest <= 64 and spec.mask_block is None and (not held or (score and score.linear_column)):
             shapes.insert(0, ForwardShape(3, 128))
         # where each element has work of its own, smaller tiles leave registers for it
         busy = widest > 64 and score is not None and "element" in score.expensive
@@ -200,9 +213,11 @@ def _backward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[BackwardShape, ...]:
     if wide(spec):
+        # keys in registers leave fewer of them
+        first = holds_keys(spec)
         return tuple(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
-            for ahead, late in ((True, False), (True, True), (False, True))
+            for ahead, late in ((True, first), (True, not first), (False, True))
         )
     late = score is not None and (mask is not None or score.loads_elements)
     shapes = [
@@ -211,11 +226,12 @@ def _backward_ladder(
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
     if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:
-        shapes = [
+        tall = [
+            BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
-            BackwardShape(128, ahead=False, shared_operand=False, late=False),
-            *shapes,
         ]
+        # a score_mod or a mask's numbers by row take the registers of dp and of the next score
+        shapes = [*(tall[1:] if score or (mask and mask.row) else tall), *shapes]
     return tuple(shapes)
 
 

@@ -18,7 +18,8 @@ float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term_t
 An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
 `offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
 all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives for a tile is the exponent, and not
-the score. `bounds` are those of the score.
+the score. `bounds` are those of the score. `linear_column`: the column statement makes one number, a multiple
+of `offset`.
 
 `checks` are there where FLEXMOD_CHECK_BOUNDS asks for them, in the order of their places.
 """
@@ -111,6 +112,7 @@ class ModText:
     terms: tuple[TermText, ...] = ()
     shift: Literal["", "row", "tile"] = ""
     in_base_2: bool = False
+    linear_column: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
     checks: tuple[Check, ...] = ()
 

@@ -117,6 +117,7 @@ def _environment() -> jinja2.Environment:
     environment.globals.update(
         hoisted=_hoisted,
         shared_out=_shared_out,
+        in_parts=_in_parts,
         parameters=parameters,
         unspecialized=_unspecialized,
         query_order=schedule.query_order,
@@ -145,6 +146,16 @@ def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) ->
         call = re.sub(rf"\b{position}\b", place, call)
     brought = [f"{name} = gl.convert_layout({name}, {layout})" for name in names.split(", ")]
     return [*f"{names} = {call}".splitlines(), *brought]
+
+
+def _in_parts(mod: ModText, own: str, rest: str) -> list[str]:
+    """The statement of a linear column as the sum of what it makes of two parts of the offset.
+
+    The first one, a lane's `own`, is made anew.
+    """
+    name, call = mod.column.split(" = ", 1)
+    of_own, of_rest = (re.sub(r"\boffset\b", part, call) for part in (own, rest))
+    return [f"{name} = made_anew({of_own})", f"{name} += {of_rest}"]
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:

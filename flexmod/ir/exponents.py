@@ -42,19 +42,21 @@ class Exponent:
     Their sum is the exponent, once the element's result is multiplied by log2(e), if it is not `in_base_2`:
     where elements that are not the score's own would each need a multiplication for it. Beside a score's
     inputs, of which `score` is the product of a query and a key, the graph may read `scale`, `start` and
-    `offset`.
+    `offset`. `linear`: what it adds by column is multiples of `offset`.
     """
 
     graph: Graph
     in_base_2: bool
+    linear: bool = False
 
 
 def exponent(graph: Graph) -> Exponent:
     """Of an optimized score graph."""
     in_base_2 = _Rewriter(graph, LOG2_E)
     if not in_base_2.extra:
-        return Exponent(in_base_2.graph(), True)
-    return Exponent(_Rewriter(graph, 1.0).graph(), False)
+        return Exponent(in_base_2.graph(), True, in_base_2.linear)
+    natural = _Rewriter(graph, 1.0)
+    return Exponent(natural.graph(), False, natural.linear)
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ class _Rewriter:
         self.columns: list[Node] = []
         self.rows: list[Node] = []
         self.extra = 0
+        self.linear = True
         for factor, node in self._terms(graph.result, self.unit):
             self._place(factor, node)
+        self.linear &= bool(self.columns)
 
     def graph(self) -> Graph:
         columns = [self._sum(self.columns)] if self.columns else []
@@ -133,6 +137,7 @@ class _Rewriter:
             self._add_to_row(self._float(node), factor)
         elif node.home <= COLUMN:
             self.columns.append(self._scaled(factor, node))
+            self.linear = False
         else:
             self.extra += not _is_score(node) and factor == self.unit
             self.elements.append(self._scaled(factor, node))

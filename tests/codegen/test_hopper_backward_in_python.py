@@ -46,6 +46,9 @@ def dims(shape: BackwardShape) -> tuple[int, int]:
 CASES = [
     # few blocks, whose pairs are judged; many steps over one tile of keys, and a derivative of the score
     *(Case("documents", "slopes", shape, dims(shape), (260, 130)) for shape in WAYS),
+    # products in the order of wider heads
+    *(Case("documents", "slopes", s, (128, 64), (260, 130)) for s in WAYS if s.block_m < s.block_n),
+    *(Case("documents", "slopes", shape, (256, 64), (260, 130)) for shape in (TOGETHER, LATE)),
     *(Case("", "softcap", shape, dims(shape), (260, 65)) for shape in (APART, IN_STEP, TOGETHER, LATE)),
     # lengths, and what no number comes of past them
     *(Case("", "", shape, dims(shape), (1, 1)) for shape in (APART, TOGETHER)),
@@ -74,7 +77,7 @@ CASES = [
     Case("", "", TOGETHER, WIDE, heads=(3, 1), batch=(2, 1), lengths=(70, 70)),
     # head dimensions
     *(Case("causal", "", APART, dims) for dims in ((64, 128), (128, 64), (96, 40), (80, 112))),
-    *(Case("causal", "", LATE, dims, (130, 70)) for dims in ((256, 256), (160, 224), (64, 256))),
+    *(Case("causal", "", LATE, dims, (130, 70)) for dims in ((256, 256), (160, 224), (64, 256), (136, 128))),
     # a block's tiles past the last query, which meet no other head's numbers: here half types would overflow
     *(
         Case("same", "", shape, dims(shape), (5, 5), (3, 1), scale=3.0, dtype=torch.float16, block=(256, 256))

@@ -82,17 +82,29 @@ def forward(case: forwards.Case) -> Run:
     return run
 
 
-def test_backward_whose_consumers_have_keys_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("dim", "needless"),
+    [
+        # keeps the assembler's order
+        (64, "one product less: score = warpgroup_mma_wait(1, deps=(score,))"),
+        # behind a wait for all products: this one hands out a result
+        (128, "one product less: score = warpgroup_mma_wait(0, deps=(product,))"),
+    ],
+)
+def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str) -> None:
     ways = BackwardShape(64, True, True, late=False), BackwardShape(64, False, False, late=True)
-    # behind a wait for all products: this one hands out a result
-    needless = ["one product less: score = warpgroup_mma_wait(0, deps=(product,))"]
-    assert endured(*(backward(way, (64, 64), 129) for way in ways)) == needless
+    assert endured(*(backward(way, (dim, 64), 129) for way in ways)) == [needless]
 
 
-def test_backward_whose_consumers_share_keys() -> None:
+@pytest.mark.parametrize("dims", [(192, 64), (256, 64)])
+def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     ways = (BackwardShape(64, ahead, None, late=not ahead, block_n=64) for ahead in (True, False))
-    # of its last step a consumer reads only those keys whose place it takes itself
-    assert endured(*(backward(way, (192, 64), 65) for way in ways)) == ["without mbarrier.wait(done, 0)"]
+    assert endured(*(backward(way, dims, 65) for way in ways)) == [
+        # keeps the assembler's order
+        "one product less: score = warpgroup_mma_wait(1, deps=(score,))",
+        # of its last step a consumer reads only those keys whose place it takes itself
+        "without mbarrier.wait(done, 0)",
+    ]
 
 
 @pytest.mark.parametrize("dim", [64, 256])

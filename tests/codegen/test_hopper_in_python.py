@@ -67,6 +67,7 @@ CASES = [
     Case(),
     Case(dims=(128, 128), lengths=(1, 1)),
     Case(consumers=3, lengths=(500, 300)),
+    Case(score="alibi", consumers=3, lengths=(500, 300)),
     Case("causal", lengths=(500, 500)),
     Case("causal", "alibi", lengths=(500, 500), form="lists"),
     Case("window", dims=(64, 64), lengths=(700, 700), block_n=64, stages=4),

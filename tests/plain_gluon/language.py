@@ -151,6 +151,10 @@ def full(shape: Sequence[int], value: Any, dtype: str, layout: Any = None) -> An
     return tile(np.full(shape, value, dtype=np.float64 if dtype.startswith("float") else np.int64))
 
 
+def permute(of: Any, order: Sequence[int]) -> Any:
+    return tile(plain(of).transpose(order))
+
+
 def gather(of: Any, places: Any, axis: int) -> Any:
     return tile(np.take_along_axis(plain(of), plain(places), axis))
 
@@ -181,7 +185,7 @@ def language(programs: int) -> SimpleNamespace:
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *given: None),
         constexpr=lambda x: x, static_range=range, to_tensor=lambda x: x,
         program_id=lambda axis: here.program.number, num_programs=lambda axis: programs,
-        where=where, load=load, store=store, atomic_add=atomic_add, full=full, gather=gather,
+        where=where, load=load, store=store, atomic_add=atomic_add, full=full, gather=gather, permute=permute,
         max=reduced("max"), sum=reduced("sum"), cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
         arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),
         allocate_shared_memory=allocate, warp_specialize=specialize,

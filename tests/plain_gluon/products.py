@@ -8,7 +8,7 @@ import numpy as np
 
 from plain_gluon.memory import Shared
 from plain_gluon.order import Actor, Race, source_line
-from plain_gluon.tiles import plain, tile
+from plain_gluon.tiles import Tile, plain, tile
 
 
 class Product:
@@ -72,10 +72,12 @@ def multiply(actor: Actor, a: Any, b: Shared, c: Any, use_acc: bool, is_async: b
 
 
 def wait(actor: Actor, pending: int, deps: Any = ()) -> Any:
-    """Until no more than so many products are under way. The result that `deps` names."""
+    """Until no more than so many products are under way. The result that `deps` names, which may be there."""
     while len(actor.products) > pending:
         actor.products.pop(0).end()
     for product in deps:
+        if isinstance(product, Tile):
+            return product
         if product.pending:
             raise Race(f"a product that is still under way: {product.line}, {source_line()}")
         return tile(product.result, product)
