@@ -145,7 +145,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
                 value = function(case)
             except Exception:
                 error = traceback.format_exc(limit=-6)
-            goes_on = not (error and _device_is_lost())
+            goes_on = not _device_is_lost()
             pipe.send((value, error, time.perf_counter() - started, goes_on))
             if not goes_on:
                 return

@@ -14,6 +14,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.runtime import machine_code, tape
+from flexmod.runtime.counters import filled
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -24,7 +25,7 @@ SPILLS_ALLOWED = 64
 TILES_COMPARED = 3
 
 WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
-# What is known of compiled kernels: a launch of each asks.
+# What is known of compiled kernels: each launch asks.
 _wrong: WeakKeyDictionary[Any, WrongProducts | None] = WeakKeyDictionary()
 
 
@@ -40,8 +41,8 @@ def launch(
     `arguments` are all but the tile's, or a function that makes those of a tile. The first call tries the
     rungs of the ladder in order. Triton refuses one that does not fit before anything runs; one whose
     registers spill much gives way to the next, and the one that spills least is kept; one that the compilers
-    made wrong is left. A kernel writes all of its results, or what it adds to is made for each try: a second
-    one replaces the first.
+    made wrong is left, and never runs. A kernel writes all of its results, or what it adds to is made for
+    each try: a second one replaces the first.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
@@ -50,9 +51,13 @@ def launch(
     """
 
     def run(tile: Tile) -> Any:
+        """What was compiled, None in the interpreter. A wrong one may read anywhere: it does not run."""
         chosen = _tile_arguments(kernels, kernel, tile)
-        given = arguments(tile) if callable(arguments) else arguments
-        return start(kernels, f"{kernel}_kernel", device, grid(tile), {**given, **chosen})
+        given = {**(arguments(tile) if callable(arguments) else arguments), **chosen}
+        compiled = _compiled(kernels, f"{kernel}_kernel", device, given)
+        if _known_wrong(kernels, compiled):
+            return compiled
+        return start(kernels, f"{kernel}_kernel", device, grid(tile), given)
 
     settled = kernels.tiles.get((kernel, device))
     if settled is not None:
@@ -80,7 +85,7 @@ def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
 
 
 def _known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
-    """As `wrong`, of what a launch gave: None in the interpreter."""
+    """As `wrong`, of what was compiled: None in the interpreter."""
     if compiled is None:
         return None
     if compiled not in _wrong:
@@ -135,6 +140,16 @@ def start(
         tape.start(getattr(interpreted(kernels.module), name), grid, None, arguments)
         return None
     return tape.start(getattr(kernels.module, name), grid, device, arguments)
+
+
+def _compiled(kernels: Kernels, name: str, device: torch.device, arguments: Mapping[str, Any]) -> Any:
+    """What a launch with these arguments would run; None in the interpreter."""
+    if kernels.interpreted:
+        return None
+    with torch.cuda.device(device):
+        return getattr(kernels.module, name).warmup(
+            grid=(1,), enable_fp_fusion=True, **filled(arguments, device)
+        )
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

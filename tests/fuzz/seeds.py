@@ -57,4 +57,24 @@ SEEDS = {
         scale=-0.125,
         seed=814286,
     ),
+    "the same in a kernel for lists of blocks": Case(
+        "triton",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n"
+        "    x = score - t0[b] * 0.5\n"
+        "    return torch.where(q_idx >= kv_idx, x, -float('inf'))\n",
+        tables=(Table("t0", (2,), "float32", -24, 24, learned=True),),
+        dtype="float16",
+        batch=(2, 2),
+        heads=(2, 2),
+        lengths=(145, 145),
+        dims=(33, 2),
+        layouts=("reversed", "plain", "plain", "expanded"),
+        block=(128, 64),
+        mask_form="lists",
+        mask_sizes=(2, 2),
+        scale=0.25,
+        wanted="kv",
+        deterministic=True,
+        seed=81329,
+    ),
 }

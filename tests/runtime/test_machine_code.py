@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 from triton_release import NEWEST
@@ -15,6 +16,7 @@ from triton_release import NEWEST
 from flexmod import ahead, masks
 from flexmod.codegen import cache
 from flexmod.codegen.hopper import HopperKernels
+from flexmod.codegen.spec import KernelSpec, padded
 from flexmod.runtime import machine_code, offline
 from flexmod.runtime.machine_code import EVEN_REGISTERS, SERIALIZED
 from flexmod.variant import variant
@@ -212,17 +214,40 @@ def test_halves_of_an_address(
     assert not machine_code.misaddressed(b"")
 
 
-def test_a_lost_address() -> None:
+def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values lie where keys lay, in rows of fewer bytes: the ptxas of Triton 3.6 loses what both begin at."""
-    plain = variant(None, None, head_dim=64, value_dim=16)
+    with monkeypatch.context() as patch:  # rows as short as they can be
+        patch.setattr(KernelSpec, "value_tile", property(lambda spec: padded(spec.value_dim)))
+        plain = variant(None, None, head_dim=64, value_dim=16)
+        kernels = plain.kernels("forward")
+        first = kernels.ladder("forward")[0]
+        report = ahead.compile_tile(kernels, "forward", first, "sm_90", plain)
+        wrong = machine_code.misaddressed(report.asm["cubin"])
+        # halves of a sum, one after the other
+        halves = r"UIADD3 UR\d+, UP(\d), UR(\d+), [^;]*;[^;]*UIADD3\.X UR\d+, UR(\d+), [^;]*UP(\d), !UPT ;"
+        pairs = re.findall(halves, report.asm["sass"])
+        assert any(here == there and made == taken for made, here, there, taken in pairs) is wrong
+        assert wrong is not NEWEST
+        tile, report = ahead.first_tile(kernels, "forward", "sm_90", plain)
+        assert (tile != first) is wrong
+        assert report.fits and not machine_code.misaddressed(report.asm["cubin"])
+    plain = variant(None, None, head_dim=128, value_dim=16)
     kernels = plain.kernels("forward")
-    first = kernels.ladder("forward")[0]
-    report = ahead.compile_tile(kernels, "forward", first, "sm_90", plain)
-    wrong = machine_code.misaddressed(report.asm["cubin"])
-    # halves of a sum, one after the other
-    halves = r"UIADD3 UR\d+, UP(\d), UR(\d+), [^;]*;[^;]*UIADD3\.X UR\d+, UR(\d+), [^;]*UP(\d), !UPT ;"
-    pairs = re.findall(halves, report.asm["sass"])
-    assert any(here == there and made == taken for made, here, there, taken in pairs) is wrong is not NEWEST
-    tile, report = ahead.first_tile(kernels, "forward", "sm_90", plain)
-    assert (tile != first) is wrong
-    assert report.fits and not machine_code.misaddressed(report.asm["cubin"])
+    tile, _ = ahead.first_tile(kernels, "forward", "sm_90", plain)
+    assert tile == kernels.ladder("forward")[0]
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "tile"),
+    [
+        ((64, 16), torch.float16, 64),
+        ((256, 16), torch.bfloat16, 64),
+        ((32, 16), torch.bfloat16, 32),
+        ((16, 64), torch.float16, 64),
+        ((128, 16), torch.float32, 16),  # no matrix unit takes part
+    ],
+)
+def test_rows_of_values(dims: tuple[int, int], dtype: torch.dtype, tile: int) -> None:
+    assert KernelSpec(dtype, dtype, dtype, *dims).value_tile == tile
+    if dtype is torch.float32:
+        assert KernelSpec(dtype, dtype, dtype, *dims, precision="tf32").value_tile == 32
