@@ -57,7 +57,7 @@ def make_tensordesc_arg(descriptor: Any, meta: object, *others: None) -> list[An
     return [descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides]
 
 
-def _compiled(function: Any, grid: Any, device: Any, arguments: Mapping[str, Any]) -> Any:
+def _compiled(*_: Any) -> Any:
     kernel = CompiledKernel.__new__(CompiledKernel)
     kernel.function, kernel.packed_metadata, kernel._run = 1, (4, 1, 0), CudaLauncher()
     kernel.metadata, kernel.n_spills, kernel.asm = SimpleNamespace(tensordesc_meta=[object()] * 16), 0, {}
@@ -75,7 +75,7 @@ def on_an_h200() -> Iterator[None]:
     made = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
     made["_cuda_isCurrentStreamCapturing"] = lambda: False  # type: ignore[assignment]
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
-        tape, start=started, _launched=_compiled
+        tape, start=started, compiled=_compiled, _launched=_compiled
     ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "target_of", lambda device: H200), mock.patch.object(

@@ -26,7 +26,7 @@ from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
 from flexmod.runtime import machine_code, tape
-from flexmod.runtime.counters import COUNTER, filled
+from flexmod.runtime.counters import COUNTER
 from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
 
@@ -292,10 +292,8 @@ def _first_that_does(
 
 def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
     """Compiles and loads a kernel, and judges it. Raises NoShape where it would be wrong."""
+    compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
     with torch.cuda.device(device):
-        compiled = getattr(kernels.module, f"{way}_kernel").warmup(
-            grid=(1,), **filled(arguments, device), enable_fp_fusion=True
-        )
         compiled.run  # noqa: B018  loads it
     # Triton may be told to store machine code alone: then nothing is known of the text
     if machine_code.misaddressed(compiled.asm["cubin"]):

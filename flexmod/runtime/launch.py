@@ -14,7 +14,6 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.runtime import machine_code, tape
-from flexmod.runtime.counters import filled
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -54,10 +53,12 @@ def launch(
         """What was compiled, None in the interpreter. A wrong one may read anywhere: it does not run."""
         chosen = _tile_arguments(kernels, kernel, tile)
         given = {**(arguments(tile) if callable(arguments) else arguments), **chosen}
-        compiled = _compiled(kernels, f"{kernel}_kernel", device, given)
-        if _known_wrong(kernels, compiled):
-            return compiled
-        return start(kernels, f"{kernel}_kernel", device, grid(tile), given)
+        name = f"{kernel}_kernel"
+        if not kernels.interpreted:
+            compiled = tape.compiled(getattr(kernels.module, name), device, given)
+            if _known_wrong(kernels, compiled):
+                return compiled
+        return start(kernels, name, device, grid(tile), given)
 
     settled = kernels.tiles.get((kernel, device))
     if settled is not None:
@@ -140,16 +141,6 @@ def start(
         tape.start(getattr(interpreted(kernels.module), name), grid, None, arguments)
         return None
     return tape.start(getattr(kernels.module, name), grid, device, arguments)
-
-
-def _compiled(kernels: Kernels, name: str, device: torch.device, arguments: Mapping[str, Any]) -> Any:
-    """What a launch with these arguments would run; None in the interpreter."""
-    if kernels.interpreted:
-        return None
-    with torch.cuda.device(device):
-        return getattr(kernels.module, name).warmup(
-            grid=(1,), enable_fp_fusion=True, **filled(arguments, device)
-        )
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

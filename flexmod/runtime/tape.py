@@ -123,6 +123,12 @@ def start(function: Any, grid: tuple[int], device: torch.device | None, argument
     return compiled
 
 
+def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
+    """What a launch with these arguments would run."""
+    with torch.cuda.device(device):
+        return function.warmup(grid=(1,), **_ready(arguments, device))
+
+
 def _launched(
     function: Any,
     grid: tuple[int],
@@ -132,8 +138,12 @@ def _launched(
     if device is None:
         return function[grid](**arguments)
     with torch.cuda.device(device):
-        # products fused with sums, said outright: Triton's default for it is about to change
-        return function[grid](**{"enable_fp_fusion": True, **filled(arguments, device)})
+        return function[grid](**_ready(arguments, device))
+
+
+def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Products fused with sums, said outright: Triton's default for it is about to change."""
+    return {"enable_fp_fusion": True, **filled(arguments, device)}
 
 
 class _Unrepeatable(Exception):

@@ -207,6 +207,7 @@ CASES = [
     HopperCase("by head", (64, 64), heads=(4, 2), batch=(4, 4)),
     # head dimensions
     *(HopperCase("causal", dims) for dims in ((64, 128), (128, 64), (96, 96), (40, 40), (80, 112))),
+    *(HopperCase("causal", dims) for dims in ((64, 8), (128, 16), (256, 32))),
     # storage, scale, lse
     *(HopperCase("causal", (dim, dim), layout="bshd", dtype="float16") for dim in (128, 64)),
     HopperCase("plain", (80, 80), layout="bshd"),
