@@ -175,7 +175,7 @@ def backward(
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
-    sum_grad_q = q.new_empty((batch * heads * pitch // SUMMED, q.shape[3] // 2, 128), dtype=torch.float32)
+    sum_grad_q = q.new_empty((batch * heads * pitch // SUMMED, q.shape[3], 64), dtype=torch.float32)
     buffers, sums = _sums(kernels, lse, keys)
     shared = {
         **buffers,
@@ -329,7 +329,7 @@ def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:
 
 
 def summed(sums: Tensor, head_tile: int, block_m: int) -> TensorDescriptor:
-    """Sums of dQ, [blocks of 64 queries, D / 2, 128]: what a consumer adds to one at a time."""
+    """Sums of dQ, [blocks of 64 queries, D, 64]: what a consumer adds to one at a time."""
     block = sum_block(head_tile, block_m)
     strides = [sums.stride(0), sums.stride(1), 1]
     return TensorDescriptor(sums, list(sums.shape), strides, list(block), _layout(block, sums.dtype))

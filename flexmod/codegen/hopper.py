@@ -173,12 +173,12 @@ def holds_keys(spec: KernelSpec) -> bool:
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
-    """What a consumer of the backward adds to the sums of dQ at a time, in rows of 128 numbers.
+    """What a consumer of the backward adds to the sums of dQ at a time, in rows of 64 numbers.
 
     64 queries by half of the columns, by all of them where a tile has 128 queries, by 64 columns at most.
-    The TMA unit takes 32 numbers of a row: four warps each have it send a quarter.
+    The TMA unit takes 32 numbers of a row: two warps each have it send a half.
     """
-    return 1, min(head_tile * block_m // 128, 64) // 2, 128
+    return 1, min(head_tile * block_m // 128, 64), 64
 
 
 def _name(dtype: torch.dtype) -> str:
