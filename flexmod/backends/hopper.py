@@ -21,7 +21,7 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
-from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, wide
+from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, sum_row, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
@@ -175,7 +175,9 @@ def backward(
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
-    sum_grad_q = q.new_empty((batch * heads * pitch // SUMMED, q.shape[3], 64), dtype=torch.float32)
+    row = sum_row(spec.head_tile)
+    blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
+    sum_grad_q = q.new_empty(blocks, dtype=torch.float32)
     buffers, sums = _sums(kernels, lse, keys)
     shared = {
         **buffers,
@@ -329,7 +331,7 @@ def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:
 
 
 def summed(sums: Tensor, head_tile: int, block_m: int) -> TensorDescriptor:
-    """Sums of dQ, [blocks of 64 queries, D, 64]: what a consumer adds to one at a time."""
+    """Sums of dQ, [blocks of 64 queries, 64 * D / row, row]: what a consumer adds to one at a time."""
     block = sum_block(head_tile, block_m)
     strides = [sums.stride(0), sums.stride(1), 1]
     return TensorDescriptor(sums, list(sums.shape), strides, list(block), _layout(block, sums.dtype))

@@ -173,12 +173,20 @@ def holds_keys(spec: KernelSpec) -> bool:
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
-    """What a consumer of the backward adds to the sums of dQ at a time, in rows of 64 numbers.
+    """What a consumer of the backward adds to the sums of dQ at a time, in rows of `sum_row` numbers.
 
     64 queries by half of the columns, by all of them where a tile has 128 queries, by 64 columns at most.
-    The TMA unit takes 32 numbers of a row: two warps each have it send a half.
     """
-    return 1, min(head_tile * block_m // 128, 64), 64
+    row = sum_row(head_tile)
+    return 1, 64 * min(head_tile * block_m // 128, 64) // row, row
+
+
+def sum_row(head_tile: int) -> int:
+    """The TMA unit takes 32 numbers of a row: of 64, two warps each have it send a half, which is faster.
+
+    It takes a register more, which heads of 64 lack.
+    """
+    return 32 if head_tile <= 64 else 64
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -220,7 +228,7 @@ def _backward_ladder(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
             for ahead, late in ((True, first), (True, not first), (False, True))
         )
-    late = score is not None and (mask is not None or score.loads_elements)
+    late = score is not None
     shapes = [
         BackwardShape(64, ahead=True, shared_operand=True, late=late),
         BackwardShape(64, ahead=True, shared_operand=True, late=not late),
@@ -286,4 +294,7 @@ def text(
     Of the captures, those summed by column are made here.
     """
     own = CaptureTexts(column=captures.column)
-    return render.render(spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET)
+    row = sum_row(spec.head_tile)
+    return render.render(
+        spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET, sum_row=row
+    )

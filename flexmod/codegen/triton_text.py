@@ -147,7 +147,6 @@ class Writer:
             parameters=tuple(self.parameters.values()),
             held_by_column=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
             expensive=frozenset(home_of(n) for n in self.graph.nodes if expensive(n)),
-            loads_elements=any(n.op == "load" and home_of(n) == "element" for n in self.graph.nodes),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),

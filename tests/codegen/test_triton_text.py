@@ -428,9 +428,3 @@ def test_a_load_whose_place_the_score_decides() -> None:
     table = torch.zeros(8)
     assert text_of(lambda s, b, h, q, k: s * table[s.clamp(0, 7).int()], "score").waits_for_score
     assert not text_of(lambda s, b, h, q, k: s * table[q % 8], "score").waits_for_score
-
-
-def test_a_load_of_each_element() -> None:
-    table = torch.zeros(8)
-    assert text_of(lambda s, b, h, q, k: s + table[q - k], "score").loads_elements
-    assert not text_of(lambda s, b, h, q, k: s + table[q] * table[k], "score").loads_elements

@@ -35,6 +35,11 @@ def slope(slopes: Tensor) -> Callable[..., Any]:
     return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
 
 
+def code(text: str) -> str:
+    """Without comments: what ran may quote another function, which does the same."""
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
 def near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm())
 
@@ -199,8 +204,8 @@ def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.Monk
         tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
     )
     attend(*inputs(grad=True)).sum().backward()
-    ran = {Path(file).read_text() for file in started if "attention" in file}
-    assert described == attend.source and set(described.values()) == ran
+    ran = {code(Path(file).read_text()) for file in started if "attention" in file}
+    assert described == attend.source and {code(text) for text in described.values()} == ran
     texts = attend.ptx
     chip = torch.cuda.get_device_capability(DEVICE)
     assert all(f".target sm_{chip[0]}{chip[1]}" in text for text in texts.values())
