@@ -11,8 +11,9 @@ A statement that nothing needs is "". `arguments` are those of the call that com
 homes whose statement loads, or takes more than a few instructions, so that it had better run once for a row
 or a column. `waits_for_score`: a load's place depends on the score; `keeps_zeros`: a derivative with terms
 does not read the score, and is 0 wherever the incoming gradient is; `compares`: elements are told apart by
-their positions, row and column together; `divides`: whole numbers made of positions are divided. The call of a mask gives an int1 tile, that of a score or of its derivative a
-float32 tile, and that of a derivative with `terms` a tuple, see `codegen.term_text`.
+their positions, row and column together; `divides`: whole numbers made of positions are divided. The call of
+a mask gives an int1 tile, that of a score or of its derivative a float32 tile, and that of a derivative with
+`terms` a tuple, see `codegen.term_text`.
 
 An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
 `offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
