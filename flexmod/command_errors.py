@@ -1,4 +1,4 @@
-"""Mistakes of who names a mod by text, and at the command line; of the same kind as those in `errors.py`."""
+"""Mistakes of who names a mod by text, and at the command line; of the same kind as those in `errors/`."""
 
 from __future__ import annotations
 

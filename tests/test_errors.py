@@ -39,6 +39,13 @@ def test_no_class_is_missing() -> None:
     assert {row[0].__name__ for row in ROWS} | IN_A_MOD == every - {"FlexmodError"}
 
 
+def test_every_class_is_public_and_goes_by_where_it_is_imported_from() -> None:
+    ours = (errors.FlexmodError, errors.Where)
+    classes = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, ours)]
+    assert {x.__name__ for x in classes} == set(errors.__all__)
+    assert {x.__module__ for x in classes} == {"flexmod.errors"}
+
+
 # What the peers refuse, and flexmod refuses too.
 REFUSALS = {
     "not 4-D": "NotFourDimensional",

@@ -26,8 +26,9 @@ EXAMPLES = {
 
 SEARCHED = 1000  # values that are searched for the names of captured tensors
 
-_NOT_THE_USER = tuple(os.path.dirname(os.path.abspath(m.__file__ or "")) + os.sep for m in (errors, torch))
-_LIBRARY_MODS = tuple(os.path.join(_NOT_THE_USER[0], name) for name in ("masks" + os.sep, "mods" + os.sep))
+_FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USER = (_FLEXMOD + os.sep, os.path.dirname(os.path.abspath(torch.__file__ or "")) + os.sep)
+_LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks", "mods"))
 
 
 @functools.cache

@@ -803,8 +803,8 @@ def test_names_of_random_operators_are_not_random_numbers() -> None:
 
 
 def test_every_refusal_of_a_mod_is_here() -> None:
-    section = inspect.getsource(errors).split("# The mod\n")[1].split("# Options")[0]
-    classes = {line.split()[1].split("(")[0] for line in section.splitlines() if line.startswith("class ")}
+    source = inspect.getsource(errors.mods)
+    classes = {line.split()[1].split("(")[0] for line in source.splitlines() if line.startswith("class ")}
     elsewhere = {
         "CaptureBoundsError",
         "MaskCaptureGradientError",

@@ -1,0 +1,46 @@
+"""Every mistake that flexmod refuses, one class each.
+
+A class carries two sentences: `what` was wrong and what to write `instead`. Both are format strings; the
+facts are given by keyword where the error is raised. A mistake inside a user's mod also carries `where`, the
+file and line of the user's own code. All of it is the message: tests hold the messages word by word.
+
+    raise HeadDimMismatch(query=64, key=128)
+
+A class stands in the file of what the mistake is in, and is public by its line in `__all__`.
+"""
+
+from flexmod.errors.base import *
+from flexmod.errors.calls import *
+from flexmod.errors.kernels import *
+from flexmod.errors.masks import *
+from flexmod.errors.mods import *
+
+__all__ = [
+    "FlexmodError", "Where",
+    # calls.py
+    "NotFourDimensional", "LayoutError", "NotATensor", "EmptyHeadDim", "ExtentError", "NotStrided",
+    "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
+    "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
+    "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
+    "ReturnArgumentsError", "DoubleBackwardError", "ForwardModeError", "VmapError",
+    "TransformersArgumentError",
+    # masks.py
+    "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
+    "BlockMaskPartsError", "LengthError", "MaskExtentError", "BlockMaskIndexError", "BlockMaskCropError",
+    "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
+    "ForgottenGraphError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
+    # mods.py
+    "ModArityError", "NotCallable", "MaskResultError", "ScoreResultError", "NotScalarError",
+    "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
+    "MutationError", "UnknownOperationError", "OperationArgumentError", "IndexDtypeError",
+    "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",
+    "NoDerivativeError", "LibraryArgumentError",
+    # kernels.py
+    "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
+    "HopperTemplateError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",
+    "NotCalledError", "NoPtxError", "NoStandaloneError", "FlexOnCpuError", "EnvironmentSwitchError",
+    "InterpreterOperationError", "UnknownTarget", "NotAGpuError",
+]  # fmt: skip
+
+for _name in __all__:  # in a traceback an error is called what it is imported as
+    globals()[_name].__module__ = __name__

@@ -1,0 +1,137 @@
+"""Mistakes in a call: shapes, devices and dtypes of its tensors, what it returns, what torch may make of it."""
+
+from __future__ import annotations
+
+from flexmod.errors.base import FlexmodError
+
+
+class NotFourDimensional(FlexmodError, ValueError):
+    what = "{name} has {rank} dimensions, shape {shape}; attention takes {layout}."
+    instead = "add the missing dimensions, e.g. {name}.unsqueeze(0), or merge the extra ones."
+
+
+class LayoutError(FlexmodError, ValueError):
+    what = "layout is {layout!r}."
+    instead = "give 'bhsd' for [batch, heads, length, head_dim], or 'bshd' for [batch, length, heads, head_dim]."
+
+
+class NotATensor(FlexmodError, TypeError):
+    what = "{name} is a {type}, not a torch.Tensor."
+    instead = "pass a tensor of shape {layout}."
+
+
+class EmptyHeadDim(FlexmodError, ValueError):
+    what = "{name} has a head_dim of 0, shape {shape}."
+    instead = "give it one element at least; batch, heads and lengths may be 0."
+
+
+class ExtentError(FlexmodError, ValueError):
+    what = "{name} is {value}; kernels count to {limit}."
+    instead = "split the call along {along}."
+
+
+class NotStrided(FlexmodError, TypeError):
+    what = "{name} has layout {layout}; attention takes strided tensors."
+    instead = "pass {name}.to_dense()."
+
+
+class NestedTensorInput(FlexmodError, ValueError):
+    what = "{name} is a nested tensor; flex_attention takes strided ones."
+    instead = "call flexmod.nested_attention(query, key, value, mask_mod=...)."
+
+
+class NestedLayoutError(FlexmodError, ValueError):
+    what = "{name} {problem}; nested_attention takes [batch, heads, length, head_dim], with one length for each batch entry."
+    instead = "{advice}."
+
+
+class PackedShapeError(FlexmodError, ValueError):
+    what = "{name} has shape {shape}; varlen_attention takes packed sequences, [total, heads, head_dim]."
+    instead = "put them one after another, e.g. with torch.cat(sequences); nested tensors go to flexmod.nested_attention."
+
+
+class MaskTwiceError(FlexmodError, ValueError):
+    what = "both mask_mod and block_mask are given."
+    instead = "give block_mask alone, built of masks.jagged(offsets, mask_mod)."
+
+
+class DeviceMismatch(FlexmodError, ValueError):
+    what = "{first} is on {first_device} but {second} is on {second_device}."
+    instead = "move one of them, e.g. {name}.to({first_device!r})."
+
+
+class UnsupportedDevice(FlexmodError, ValueError):
+    what = "query is on {device}; flexmod runs on cuda and cpu."
+    instead = "move query, key and value to one of them."
+
+
+class UnsupportedDtype(FlexmodError, TypeError):
+    what = "{name} has dtype {dtype}; the {backend} backend takes {accepted}."
+    instead = "cast it, e.g. {name}.to({example})."
+
+
+class MixedDtypes(FlexmodError, TypeError):
+    what = "query is {query}, key is {key} and value is {value}; key and value must share one dtype, query's or a lower one."
+    instead = "cast key and value to {query}."
+
+
+class LowerPrecisionBackward(FlexmodError, NotImplementedError):
+    what = "key and value are {key} but query is {query}, and a gradient is asked for; the backward takes one dtype."
+    instead = "cast key and value to {query}, or call under torch.no_grad()."
+
+
+class HeadDimMismatch(FlexmodError, ValueError):
+    what = "query has head_dim {query} but key has {key}."
+    instead = "give query and key the same last dimension (value's may differ)."
+
+
+class LengthMismatch(FlexmodError, ValueError):
+    what = "key has length {key} but value has {value}."
+    instead = "give key and value the same number of positions (dimension {dimension})."
+
+
+class BatchMismatch(FlexmodError, ValueError):
+    what = "query has batch {query} but key has {key} and value has {value}."
+    instead = "give key and value query's batch, or both a batch of 1 to share them."
+
+
+class KeyValueHeadsMismatch(FlexmodError, ValueError):
+    what = "key has {key} heads but value has {value}."
+    instead = "give key and value the same number of heads (dimension {dimension})."
+
+
+class HeadCountMismatch(FlexmodError, ValueError):
+    what = "query has {query} heads but key and value have {key}."
+    instead = "pass enable_gqa=True if groups of query heads share a key head."
+
+
+class HeadRatioError(FlexmodError, ValueError):
+    what = "query has {query} heads, which is no multiple of key's {key}."
+    instead = "make query's head count a multiple of key's (any ratio will do)."
+
+
+class ReturnArgumentsError(FlexmodError, ValueError):
+    what = "both return_lse and return_aux are given."
+    instead = "use return_aux=AuxRequest(lse=True) alone."
+
+
+class DoubleBackwardError(FlexmodError, NotImplementedError):
+    what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
+    instead = (
+        'pass kernel_options={{"BACKEND": "REFERENCE"}} to the call: dense, and differentiable to any order.'
+    )
+
+
+class ForwardModeError(FlexmodError, NotImplementedError):
+    what = "{name} carries a tangent of forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad); flex_attention has reverse mode alone."
+    instead = 'use torch.func.vjp or torch.autograd.grad, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
+
+
+class VmapError(FlexmodError, NotImplementedError):
+    what = "torch.vmap maps over {name}; flex_attention has no batching rule. (jacrev and is_grads_batched are vmap too.)"
+    instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
+
+
+class TransformersArgumentError(FlexmodError, NotImplementedError):
+    what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
+    instead = "{advice}."

@@ -1,0 +1,121 @@
+"""Mistakes in a mask_mod or score_mod: its signature, its result, what it does, what it captures.
+
+The library of mods refuses its own arguments with one of these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexmod.errors.base import FlexmodError, Where
+
+
+class ModArityError(FlexmodError, TypeError):
+    what = "{mod} takes {count} positional arguments without defaults; a score_mod takes 5 (score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx)."
+    instead = "write {expected}."
+
+
+class NotCallable(FlexmodError, TypeError):
+    what = "{mod} is a {type}, which cannot be called."
+    instead = "pass a function of scalars, e.g. {expected}."
+
+
+class MaskResultError(FlexmodError, TypeError):
+    what = "mask_mod returned {dtype}; a mask says True or False."
+    instead = "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod."
+
+
+class ScoreResultError(FlexmodError, TypeError):
+    what = "score_mod returned {dtype}; a score is a floating-point number."
+    instead = "return the changed score, e.g. torch.where(condition, score, -float('inf'))."
+
+
+class NotScalarError(FlexmodError, TypeError):
+    what = "{what}, of shape {shape}, where a scalar is needed: a mod works on one (query, key) pair."
+    instead = "index it down to one element, e.g. {example}."
+
+
+class NoResultError(FlexmodError, TypeError):
+    what = "{mod} returned {result}."
+    instead = "return {expected}."
+
+
+class ControlFlowError(FlexmodError, TypeError):
+    what = "Python asked for the truth of a traced value (if, while, and, or, not, in): it has no value yet."
+    instead = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
+
+
+class ConcreteValueError(FlexmodError, TypeError):
+    what = "{operation} needs the value of a traced scalar, which has none while the mod is compiled."
+    instead = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+
+
+class ReductionError(FlexmodError, TypeError):
+    what = "{operation} reduces over elements, but a mod sees one (query, key) pair."
+    instead = "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]."
+
+
+class RandomNumberError(FlexmodError, NotImplementedError):
+    what = "{operation} draws random numbers inside a mod: they would change with the tiling."
+    instead = "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx], or make them of the positions and a captured seed, as docs/operations.md shows."
+
+
+class MutationError(
+    FlexmodError, RuntimeError
+):  # a TypeError in `captured += 1` would mean: try `captured + 1`
+    what = "{operation} writes in place inside a mod; a mod is a pure function."
+    instead = "use the form that returns a new value, or do the write before the call."
+
+
+class UnknownOperationError(FlexmodError, NotImplementedError):
+    what = "{operation} is not an operation that flexmod can trace."
+    instead = "{advice}"
+
+
+class OperationArgumentError(FlexmodError, TypeError):
+    what = "{operation} was called with {problem}."
+    instead = "{advice}"
+
+
+class IndexDtypeError(FlexmodError, TypeError):
+    what = "{name} is indexed with a {dtype} value; an index is an integer."
+    instead = "cast it, e.g. {name}[index.to(torch.int32)]."
+
+
+class CaptureIndexError(FlexmodError, IndexError):
+    what = "{name}, of shape {shape}, is indexed {problem}."
+    instead = "{advice}"
+
+
+class CaptureBoundsError(FlexmodError, IndexError):
+    what = "{name}, of shape {shape}, captured by {mod}, is indexed with {index} in dimension {dim}, which has {size} elements."
+    instead = "use an index from -{size} to {last}, e.g. index.clamp(0, {last}): what a mask rules out counts too."
+
+    @classmethod
+    def of(
+        cls, name: str, mod: str, shape: Sequence[int], dim: int, index: int, where: Where | None
+    ) -> CaptureBoundsError:
+        """For an index into dimension `dim` of a tensor of this shape."""
+        size = shape[dim]
+        facts = {"name": name, "mod": mod, "shape": tuple(shape), "dim": dim, "index": index, "size": size}
+        return cls(where=where, last=size - 1, **facts)
+
+
+class ModDtypeError(FlexmodError, TypeError):
+    what = "{name} has dtype {dtype}, which a mod cannot use; it takes {accepted}."
+    instead = "convert it before the call."
+
+
+class MaskCaptureGradientError(FlexmodError, TypeError):
+    what = "{name}, captured by mask_mod, requires grad; a mask has no derivative."
+    instead = "capture {name}.detach()."
+
+
+class NoDerivativeError(FlexmodError, NotImplementedError):
+    what = "{operation} has no derivative in flexmod, and a gradient through it is asked for."
+    instead = "write it with differentiable operations, or detach what it reads."
+
+
+class LibraryArgumentError(FlexmodError, ValueError):
+    what = "{function}: {name} is {value}; it must be {rule}."
+    instead = "{advice}."
