@@ -46,6 +46,7 @@ ROOMS = (
         "block_mask.refine",
         "block_mask.derived",
         "block_mask.combine",
+        "block_mask.cuts",
         "block_mask.facts",
         "block_mask.cells",
         "block_mask.picture",

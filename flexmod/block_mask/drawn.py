@@ -1,4 +1,4 @@
-"""The pictures of a BlockMask, as its methods."""
+"""How a BlockMask prints: its pictures and its parts in text, as its methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from flexmod.block_mask import images
 from flexmod.block_mask.cells import cells
 from flexmod.block_mask.picture import by_density, grid_of, picture, titled
-from flexmod.block_mask.tiles import EMPTY
+from flexmod.block_mask.tiles import EMPTY, LISTS
 
 if TYPE_CHECKING:
     from flexmod.block_mask.format import BlockMask
@@ -71,6 +71,19 @@ class Drawn:
         mask = self._mask()
         head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
         return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
+
+    def __repr__(self) -> str:
+        mask = self._mask()
+        shapes = [(name, None if part is None else part.shape) for name, part in mask._parts(LISTS).items()]
+        facts = [
+            *shapes,
+            ("BLOCK_SIZE", mask.BLOCK_SIZE),
+            ("shape", mask.shape),
+            ("sparsity", f"{mask.sparsity():.2f}%"),
+            ("mask_mod", getattr(mask.mask_mod, "__name__", mask.mask_mod)),
+        ]
+        lines = [f"    {name}={value}" for name, value in facts]
+        return "BlockMask(\n" + ",\n".join(lines) + "\n)"
 
     def _mask(self) -> BlockMask:
         return cast("BlockMask", self)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmod import transforms
-from flexmod.block_mask import combine, runs, selection, tiles
+from flexmod.block_mask import combine, cuts, runs, tiles
 from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
@@ -25,14 +25,10 @@ from flexmod.block_mask.parts import (
     checked_lists,
     length,
 )
-from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, moved, positions
+from flexmod.block_mask.rebase import moved
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
-from flexmod.errors import (
-    BlockMaskCropError,
-    NotABlockMask,
-    SlicedTorchMaskError,
-)
+from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.kept import numbered
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
@@ -315,48 +311,14 @@ class BlockMask(Drawn):
 
         Raises BlockMaskIndexError.
         """
-        shape = (*self.held.batch, self.held.grid[0])
-        b, h, q = selection.of(index, shape)
-        size = self.BLOCK_SIZE[0]
-        query = selection.length_of(q, shape[-1], self.seq_lengths[0], size)
-        moves = {
-            "b": positions(b, self.device), "h": positions(h, self.device),
-            "q_idx": block_positions(q, size, self.device),
-        }  # fmt: skip
-        needed = {name: move if name in self._traced.graph.reads else KEPT for name, move in moves.items()}
-        unmoved = all(move == KEPT for move in needed.values())
-        mask_mod = self.mask_mod if unmoved else Rebased(self.mask_mod, *needed.values())
-        table = self.table()
-        chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
-        return self._of_table(
-            selection.take(table, (*chosen, q)), (len(b), len(h)), (query, self.seq_lengths[1]), mask_mod
-        )
+        return cuts.sliced(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The upper left corner: the same mask_mod on the first queries and keys.
 
         Raises BlockMaskCropError where the lengths grow.
         """
-        lengths = (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len))
-        mask_q, mask_kv = self.seq_lengths
-        if lengths[0] > mask_q or lengths[1] > mask_kv:
-            raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
-        rows, columns = map(tiles.tile_count, lengths, self.BLOCK_SIZE)
-        table = self.table()[..., :rows, :columns].clone()
-        tiles.keep_padding_partial(table, lengths, self.BLOCK_SIZE)
-        return self._of_table(table, self.held.batch, lengths, self.mask_mod)
-
-    def _of_table(
-        self, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
-    ) -> BlockMask:
-        """A mask made of a part of this one."""
-        traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, self.device)
-        mask = BlockMask.of_table(
-            table, batch, lengths, self.BLOCK_SIZE, mask_mod, traced, separate=self.held.separate,
-            by_column=self.held.by_column, full_tiles_padded=self.full_tiles_padded,
-        )  # fmt: skip
-        mask._classified = self.classified
-        return mask
+        return cuts.cropped(self, (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
         """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
@@ -389,18 +351,6 @@ class BlockMask(Drawn):
         """
         known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
         return facts(self.table(), *known, budget=budget)
-
-    def __repr__(self) -> str:
-        shapes = [(name, None if part is None else part.shape) for name, part in self._parts(LISTS).items()]
-        facts = [
-            *shapes,
-            ("BLOCK_SIZE", self.BLOCK_SIZE),
-            ("shape", self.shape),
-            ("sparsity", f"{self.sparsity():.2f}%"),
-            ("mask_mod", getattr(self.mask_mod, "__name__", self.mask_mod)),
-        ]
-        lines = [f"    {name}={value}" for name, value in facts]
-        return "BlockMask(\n" + ",\n".join(lines) + "\n)"
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}
