@@ -1,0 +1,222 @@
+"""The kernels for Hopper as the compiler makes them of mods: where terms stand in them, and how they compile.
+
+For sm_90, without a GPU: registers, spills, the instructions that are there and those that are not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import CAUSAL
+from triton_release import NEWEST, Limits
+
+from flexmod import explain, mods
+from flexmod.codegen.hopper import BackwardShape, HopperKernels, sum_block, text
+from flexmod.codegen.mod_text import Parameter
+from flexmod.codegen.spec import KernelSpec
+from flexmod.compiler import kernels_for, lower
+from flexmod.ir.trace import trace
+from flexmod.runtime import offline
+from flexmod.runtime.gluon import descriptor_type
+
+BF16 = torch.bfloat16
+SLOPES = mods.alibi(torch.ones(4))
+LEARNED = torch.ones(4, requires_grad=True)
+LEARNED_BIAS = torch.ones(1024, requires_grad=True)
+LISTS = ("_ROWS", "_RUNS", "_ORDER", "_BLOCKS", "_INDICES", "COUNTER")
+
+
+def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A mask of this file alone, without numbers: equal graphs quote the first one's lines, and a number that
+    changes from test to test becomes an argument."""
+    return q_idx + h >= kv_idx
+
+
+def bias_of_keys(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_BIAS[kv_idx]
+
+
+def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * torch.exp(LEARNED[h])
+
+
+def by_windows(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + (q_idx // 49 - kv_idx // 49)
+
+
+def test_what_a_first_query_is_a_multiple_of_is_told_where_it_helps() -> None:
+    """Where positions are divided or masked; between plain differences it makes longer addresses."""
+    told = "first_query = start_m & (2**31 - BLOCK_M)"
+    assert told not in explain(mods.relative_position()).hopper["backward"]
+    assert told in explain(mods.relative_position(), near).hopper["backward"]
+    assert told in explain(by_windows).hopper["backward"]
+
+
+@pytest.mark.parametrize(
+    ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
+    [
+        ("forward", None, None, 64, (288, 560), 48, "runs"),
+        ("forward", SLOPES, None, 64, (0, 700), 48, "runs"),
+        ("forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs"),
+        ("forward", SLOPES, near, 128, (64, 208), 48, "runs"),
+        ("forward", None, near, 64, (0, 0), 48, "lists"),
+        ("forward", None, near, 192, (64, 64), 64, "runs"),
+        ("backward", None, None, 128, (128, 128), 64, "runs"),
+        ("backward", None, near, 64, (128, 256), 64, "lists"),
+        ("backward", mods.softcap(12.5), near, 128, (64, 384), 64, "runs"),
+        ("backward", None, near, 192, (64, 64), 96, "runs"),
+        ("backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs"),
+        ("backward", mods.relative_position(), None, 128, (0, 64), 64, "runs"),
+    ],
+)
+def test_compiles(
+    way: Any, score_mod: Any, mask_mod: Any, dim: int, spills: Limits, instructions: int, form: Any
+) -> None:
+    """`spills` in bytes, at most: with Triton 3.6, and with the newest, which spills more."""
+    report = compiled(way, score_mod, mask_mod, dim, form)
+    assert report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= spills[NEWEST]
+    assert report.matrix_instructions["HGMMA"] >= instructions
+
+
+def test_compiles_with_keys_in_registers() -> None:
+    report = compiled("backward", None, near, 192, value_dim=128)
+    assert report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= (64, 96)[NEWEST]
+    # the score's products, of two consumers, before and in the loop; no other reads an operand from registers
+    assert len(re.findall(r"wgmma\.mma_async.+}, {", report.asm["ptx"])) == 2 * 2 * 192 // 16
+
+
+def of_near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(q_idx + h >= kv_idx, score + 0.1 * (q_idx - kv_idx), score)
+
+
+def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
+    """The mask is asked in partial tiles alone: the score's truth values would be held until then."""
+    assert compiled("forward", of_near_ones, near, 128).spills <= 64
+    modules = explain(of_near_ones, near).hopper
+    assert "first_key = made_anew(first_key)" in modules["forward"]
+    assert "first_query = made_anew(start_m)" in modules["backward"]
+    plain = explain(bias_of_keys, near).hopper
+    assert "made_anew(first_key)" not in plain["forward"]
+
+
+@pytest.mark.parametrize("score_mod", [None, mods.relative_position()])
+def test_a_step_that_meets_no_end_does_not_ask_its_elements(score_mod: Any) -> None:
+    """A branch stands between weights and selects: compilers are not to make one of the two."""
+    ptx = compiled("backward", score_mod, None, 128).asm["ptx"]
+    first = ptx.index("selp.f32")
+    assert " bra " in ptx[ptx.rindex("ex2.approx", 0, first) : first]
+
+
+def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_BIAS[q_idx - kv_idx + 512]
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "dim", "spills"), [(mods.alibi(LEARNED), 64, (128, 128)), (bias_of_keys, 128, (64, 128))]
+)
+def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: Limits) -> None:
+    report = compiled("backward", score_mod, near, dim, rung=2)
+    assert report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= spills[NEWEST]
+    # from one lane to the next: all of a key's queries are in the lanes of four
+    assert "shfl.sync.bfly" in report.asm["ptx"]
+
+
+@pytest.mark.parametrize(("dim", "spills"), [(64, (512, 1920)), (128, (128, 1152)), (256, (256, 768))])
+def test_compiles_with_sums_along_diagonals(dim: int, spills: Limits) -> None:
+    report = compiled("backward", relative_table, near, dim)
+    assert report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= spills[NEWEST]
+    # 16 keys of a warp and their queries, turned in its lanes; sums to memory, from no other's
+    assert report.asm["ptx"].count("shfl.sync.idx") >= 16 * 2
+    assert "red.global" in report.asm["ptx"] or "atom.global" in report.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "waits"),
+    [(mods.alibi(LEARNED), True), (bias_of_keys, True), (temperature, False), (relative_table, True)],
+)
+def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
+    """A term that is no number in a masked pair must not be made of what is 0 there."""
+    lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
+    block = (128, 128)
+    backward = KernelSpec(BF16, BF16, BF16, 128, 128, mask_block=block, shared_kv=True, backward=True)
+    kernels = kernels_for(backward, lowered, None, wanted=(0,), fused=True)
+    assert kernels.captures.column and not kernels.captures.row
+    source = text(backward, kernels.score, CAUSAL, kernels.grad, kernels.captures)
+    compile(source, "module", "exec")
+    (term,) = kernels.captures.column.terms
+    before, after = source.index("if step < partial_steps:"), source.index("dp = warpgroup_mma_wait")
+    call = source.index(f"grad, grad_of_{term.name} = ")
+    assert call > after if waits else call < before
+    assert (f"grad_of_{term.name} = gl.where(keep" in source) != waits
+    if term.along == "column":
+        assert f"gl.store({term.into.upper()}_BY_COLUMN + line" in source
+    else:
+        assert f"add_diagonals(grad_of_{term.name}, start_m - own_n, " in source
+
+
+def compiled(
+    way: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    dim: int,
+    form: Any = "runs",
+    rung: int = 0,
+    value_dim: int | None = None,
+) -> offline.Report:
+    """A shape of the ladder, compiled for sm_90."""
+    traced = [trace(f, kind) if f else None for f, kind in ((score_mod, "score"), (mask_mod, "mask"))]  # type: ignore
+    learned = tuple(n for n, x in enumerate(traced[0].tensors) if x.requires_grad) if traced[0] else ()
+    lowered = [lower(t.graph, (1, 4, 1024, 1024), split=False) if t else None for t in traced]
+    block = (128, 128) if mask_mod else None
+    backward = way == "backward"
+    dims = dim, value_dim or dim
+    asked = KernelSpec(BF16, BF16, BF16, *dims, mask_block=block, mask_form=form, backward=backward)
+    portable = kernels_for(asked, *lowered, wanted=learned, fused=True)
+    kernels = HopperKernels(portable)
+    shape = kernels.ladder(way)[rung]
+    rows = shape.block_m if isinstance(shape, BackwardShape) else 64
+    tiles = {"Q": rows, "GRAD_OUT": rows, **dict.fromkeys(("OUT", "GRAD_K", "GRAD_V"), 64)}
+    tiles |= dict.fromkeys(("K", "V"), shape.block_n)
+    columns = {"Q": asked.head_tile, "K": asked.head_tile, "GRAD_K": asked.head_tile}
+    signature = {
+        name: descriptor_type((1, 1, count, columns.get(name, asked.value_tile)), BF16)
+        for name, count in tiles.items()
+    }
+    signature["SUM_GRAD_Q"] = descriptor_type(sum_block(asked.head_tile, rows), torch.float32)
+    signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
+    texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
+    signature |= {"LSE": "*fp32", "scale": "fp32"}
+    signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
+    constants: dict[str, object] = dict(shape.arguments())
+    options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    kernel = getattr(kernels.module, f"{way}_kernel")
+    if not backward:
+        constants["MAX_SCORES"] = None
+    for name in kernel.arg_names:
+        if name not in constants:
+            kind = (
+                "*fp32"
+                if name.endswith(("_BY_COLUMN", "_BY_DIAGONAL"))
+                else "*i32"
+                if name.endswith(LISTS)
+                else "i32"
+            )
+            signature.setdefault(name, kind)
+    chosen = {name: signature[name] for name in kernel.arg_names if name in signature}
+    return offline.compile(kernel, chosen, constants, "sm_90", **options)
+
+
+def type_of(parameter: Parameter) -> str:
+    """All captured tensors of this file are float32."""
+    return {"pointer": "*fp32", "number": "fp32"}.get(parameter.kind, "i32")
