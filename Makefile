@@ -18,7 +18,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 # make ends: a sample of the tests with the newest Triton and the oldest small packages.
 .PHONY: ends
