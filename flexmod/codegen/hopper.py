@@ -162,6 +162,11 @@ def spec_obstacle(spec: KernelSpec, way: Way) -> str | None:
     return None
 
 
+def narrow(spec: KernelSpec) -> bool:
+    """Heads of 64, whose accumulators leave registers."""
+    return max(spec.head_tile, spec.value_tile) <= 64
+
+
 def wide(spec: KernelSpec) -> bool:
     """Do the backward's consumers share 64 keys? 128, half of them each, take too many registers."""
     return max(spec.head_tile, spec.value_tile) > 128
@@ -234,7 +239,7 @@ def _backward_ladder(
         BackwardShape(64, ahead=True, shared_operand=True, late=not late),
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
-    if max(spec.head_tile, spec.value_tile) <= 64 and (spec.mask_block or (128, 128))[0] % 128 == 0:
+    if narrow(spec) and (spec.mask_block or (128, 128))[0] % 128 == 0:
         tall = [
             BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
@@ -294,7 +299,7 @@ def text(
     Of the captures, those summed by column are made here.
     """
     own = CaptureTexts(column=captures.column)
-    row = sum_row(spec.head_tile)
     return render.render(
-        spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET, sum_row=row
-    )
+        spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET,
+        narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),
+    )  # fmt: skip
