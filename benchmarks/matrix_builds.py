@@ -113,62 +113,6 @@ class Build:
         return f"{self.target} {self.part} {self.name}{numbers}"
 
 
-@dataclass(frozen=True)
-class Allowance:
-    """Kernels that spill more on a chip. Empty fields stand for all."""
-
-    spills: int
-    reason: str
-    targets: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    dims: tuple[tuple[int, int], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-    def covers(self, build: Build, kernel: dict[str, Any]) -> bool:
-        return all(
-            not allowed or value in allowed
-            for allowed, value in (
-                (self.targets, build.target), (self.kernels, kernel["kernel"]),
-                (self.dims, build.dims), (self.dtypes, build.dtype), (self.names, build.name),
-            )
-        )  # fmt: skip
-
-
-# measured; see docs/measurements.md
-NO_TILE = "all three tiles that are compared spill"
-BESIDE = f"{NO_TILE}: products or sines of the mod's own stand beside those of the tile"
-HALVES = ("float16", "bfloat16")
-ALLOWANCES = (
-    Allowance(640, NO_TILE, targets=("gfx942",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES),
-    Allowance(
-        832, BESIDE, targets=("gfx942",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES,
-        names=("graphormer_edge",),
-    ),
-    Allowance(320, NO_TILE, targets=("gfx942",), kernels=("dkdv",), dims=((256, 256),), dtypes=HALVES),
-    Allowance(
-        400, "the smallest tile of the ladder spills", targets=("gfx942",), kernels=("dq", "dkdv"),
-        dims=((256, 256),), dtypes=("float32",),
-    ),
-    Allowance(
-        512, BESIDE, targets=("gfx942",), kernels=("delta", "dq", "dkdv"), dims=((256, 256),),
-        dtypes=("float32",), names=("mla_rope",),
-    ),
-    Allowance(
-        384, BESIDE, targets=("sm_80",), kernels=("forward",), dims=((256, 256),), dtypes=HALVES,
-        names=("mla_rope",),
-    ),
-    Allowance(
-        640, BESIDE, targets=("sm_100",), kernels=("dq",), dims=((128, 128),), dtypes=HALVES,
-        names=("mla_rope",),
-    ),
-    Allowance(
-        928, BESIDE, targets=("sm_86",), kernels=("dkdv",), dims=((64, 64),), dtypes=HALVES,
-        names=("sandwich",),
-    ),
-)  # fmt: skip
-
-
 def builds() -> list[Build]:
     """All of them; in an order in which each chip, dimension and dtype comes again and again, others first.
 
@@ -286,9 +230,8 @@ def faults(build: Build, kernel: dict[str, Any]) -> list[str]:
     limit = named(build.target).shared_limit
     if kernel["shared"] > limit:
         found.append(f"{kernel['shared']} of {limit} bytes of shared memory")
-    allowed = max((x.spills for x in ALLOWANCES if x.covers(build, kernel)), default=SPILLS)
-    if kernel["spills"] > allowed:
-        found.append(f"{kernel['spills']} bytes of spills, {allowed} allowed")
+    if kernel["spills"] > SPILLS:
+        found.append(f"{kernel['spills']} bytes of spills, {SPILLS} allowed")
     wanted = () if build.part == OF_BLOCK_MASKS else matrix_instructions(build)
     if wanted and not any(kernel["matrix"].get(name) for name in wanted):
         found.append(f"no {' or '.join(wanted)}")

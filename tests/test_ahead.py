@@ -65,7 +65,8 @@ def test_compiled_for_chips() -> None:
     [
         ([(True, 0)], 0, 1),
         ([(False, 0), (True, 4 * 64), (True, 0)], 1, 2),  # what little it spills is no reason to go on
-        ([(True, 400), (False, 0), (True, 300), (True, 500), (True, 0)], 2, 4),  # three that fit are compared
+        ([(True, 400), (False, 0), (True, 300), (True, 500), (True, 0)], 4, 5),
+        ([(True, 400), (False, 0), (True, 300), (True, 500), (True, 600)], 2, 5),  # all spill: the one least
         ([(False, 0)] * 5, 4, 5),
     ],
 )

@@ -109,22 +109,8 @@ GOOD = {
         ({"matrix": {"HMMA": 8}}, ["no HGMMA"]),
     ],
 )
-def test_faults(changed: dict[str, Any], fault: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_builds, "ALLOWANCES", ())
+def test_faults(changed: dict[str, Any], fault: list[str]) -> None:
     assert faults(Build("masks", "causal", "sm_90", (64, 64), "bfloat16"), GOOD | changed) == fault
-
-
-def test_more_spills_are_allowed_where_that_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowance = matrix_builds.Allowance(
-        512, "why", targets=("sm_90",), kernels=("forward",), dims=((64, 64),)
-    )
-    monkeypatch.setattr(matrix_builds, "ALLOWANCES", (allowance,))
-    build = Build("masks", "causal", "sm_90", (64, 64), "bfloat16")
-    assert not faults(build, GOOD | {"spills": 512})
-    assert faults(build, GOOD | {"spills": 513}) == ["513 bytes of spills, 512 allowed"]
-    assert faults(build, GOOD | {"spills": 512, "kernel": "dq"})
-    assert faults(replace(build, dims=(128, 128)), GOOD | {"spills": 512})
-    assert faults(replace(build, target="sm_100"), GOOD | {"spills": 512, "matrix": {"UTCHMMA": 1}})
 
 
 def test_faults_of_float32_and_of_block_masks() -> None:

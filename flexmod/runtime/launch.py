@@ -19,9 +19,8 @@ from flexmod.runtime.interpreter import interpreted
 # kernel_options that Triton takes as they are, on AMD alone
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 
-# Registers that a thread may spill before another tile is tried, and how many are: each one is compiled.
+# Registers that a thread may spill before another tile is tried.
 SPILLS_ALLOWED = 64
-TILES_COMPARED = 3
 
 WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 # What is known of compiled kernels: each launch asks.
@@ -39,9 +38,9 @@ def launch(
 
     `arguments` are all but the tile's, or a function that makes those of a tile. The first call tries the
     rungs of the ladder in order. Triton refuses one that does not fit before anything runs; one whose
-    registers spill much gives way to the next, and the one that spills least is kept; one that the compilers
-    made wrong is left, and never runs. A kernel writes all of its results, or what it adds to is made for
-    each try: a second one replaces the first.
+    registers spill much gives way to the next, and where all do the one that spills least is kept; one that
+    the compilers made wrong is left, and never runs. A kernel writes all of its results, or what it adds to
+    is made for each try: a second one replaces the first.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
@@ -113,7 +112,7 @@ def _settle(
             left.setdefault(fault, []).append(tile)
             continue
         spilled[tile] = compiled.n_spills if compiled else 0
-        if spilled[tile] <= SPILLS_ALLOWED or len(spilled) == TILES_COMPARED:
+        if spilled[tile] <= SPILLS_ALLOWED:
             break
     if not spilled and left:
         error, tiles = next(iter(left.items()))

@@ -118,7 +118,7 @@ def test_a_remembered_rung_that_fits_no_more_is_left() -> None:
         ({}, [128], 128),
         ({128: 60}, [128], 128),
         ({128: 500}, [128, 64], 64),
-        ({128: 80, 64: 90}, [128, 64, 64, 128], 128),
+        ({128: 80, 64: 90}, [128, 64, 64, 64, 128], 128),
     ],
 )
 def test_a_tile_that_spills_gives_way(spills: dict[int, int], ran: list[int], kept: int) -> None:
