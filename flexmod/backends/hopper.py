@@ -40,6 +40,9 @@ SPILLS_ENDURED = 64
 TALLEST = 128
 # Queries whose dQ is summed side by side, in the order of registers.
 SUMMED = 64
+# Programs of a backward on each processor, up to which the long ones go first. The last ones of more are few,
+# and that neighbours find the same queries in the L2 counts for more: measured, see docs/measurements.md.
+ORDERED = 16
 
 
 class NoShape(Exception):
@@ -179,12 +182,13 @@ def backward(
     blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
     sum_grad_q = q.new_empty(blocks, dtype=torch.float32)
     buffers, sums = _sums(kernels, lse, keys)
+    ordered = kv_batch * kv_heads * -(-keys // 128) <= ORDERED * processors(q.device)
     shared = {
         **buffers,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **triton.mask_arguments(mask, "q"),
-        **_order(mask, "q"),
+        **_order(mask, "q", ordered),
         **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
         **triton.sizes(q, k, scale),
         "B": batch,
@@ -311,9 +315,9 @@ def start(
     tape.start(getattr(kernels.module, name), programs, device, arguments)
 
 
-def _order(mask: BlockMask | None, axis: Axis) -> Arguments:
+def _order(mask: BlockMask | None, axis: Axis, wanted: bool = True) -> Arguments:
     runs = mask.held.runs(axis) if mask else None
-    return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order}
+    return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order if wanted else None}
 
 
 def processors(device: torch.device) -> int:

@@ -249,6 +249,29 @@ def test_every_argument_is_there(
         assert [found.query.shape, found.key.shape] == [call["q"].shape, call["k"].shape]
 
 
+@pytest.mark.parametrize(("keys", "ordered"), [(128 * 40, True), (128 * 40 + 1, False)])
+def test_the_long_ones_go_first_where_a_backward_has_few_programs(
+    keys: int, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen on each processor, here: 8 heads of 40 tiles of keys. A forward has an order always."""
+    chosen: list[Any] = []
+    case = make_case(q_len=128, kv_len=keys, head_dim=64, dtype=HALF, heads=8, kv_heads=8)
+    mask = create_block_mask(far, None, None, 128, keys, device="cpu")
+    spec = triton.kernel_spec(*case.inputs, mask, scale=1.0, precision="ieee", backward=True)
+    lowered = lower(mask.traced.graph, (1, 8, 128, keys), split=False)
+    kernels = HopperKernels(kernels_for(spec, None, lowered))
+    monkeypatch.setattr(hopper, "_order", lambda mask, axis, wanted=True: chosen.append((axis, wanted)) or {})
+    monkeypatch.setattr(hopper, "start", lambda *given: None)
+    q, k, v = case.inputs
+    call = {"q": q, "k": k, "v": v, "scale": 1.0, "mask": mask}
+    hopper.forward(kernels, **call, shape=kernels.ladder("forward")[-1])
+    out = {"out": case.grad_out, "lse": torch.empty(q.shape[:3]), "grad_out": case.grad_out}
+    hopper.backward(
+        kernels, **call, **out, grad_lse=None, needs=(True,) * 3, shape=kernels.ladder("backward")[-1]
+    )
+    assert chosen == [("kv", True), ("q", ordered)]
+
+
 def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """By column and along diagonals in the fused kernel, a bias of rows and pairs in kernels beside it."""
     _, call = made("backward", batch=2, heads=4, kv_heads=2, kv_batch=1)

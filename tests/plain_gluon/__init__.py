@@ -51,8 +51,8 @@ def on_python(
     """
     own_order = hopper._order
 
-    def order(mask: BlockMask | None, axis: Axis) -> Mapping[str, Any]:
-        given = own_order(mask, axis)
+    def order(mask: BlockMask | None, axis: Axis, wanted: bool = True) -> Mapping[str, Any]:
+        given = own_order(mask, axis, wanted)
         if not given or not ordered:
             return given
         tiles_of_row = mask.held.runs(axis).rows[..., 0].sum(-1)
