@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flexmod import autograd, calls, checks, errors
+from flexmod.backends.arguments import allocate
 from flexmod.backends.interface import Forward
-from flexmod.backends.triton import allocate
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, library, masks, mods
-from flexmod.backends import hopper, triton
+from flexmod.backends import arguments, hopper
 from flexmod.runtime import tape
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -93,7 +93,7 @@ def test_the_tma_unit_addresses_it() -> None:
     """Views of [B, S, H, D] storage are what Hopper's kernels take; and so is what comes out."""
     q, k, v = (torch.empty(2, 50, 4, 64, dtype=torch.float16).transpose(1, 2) for _ in range(3))
     assert hopper.call_obstacle(q, k, v) is None
-    out = triton.allocate(q, 64)
+    out = arguments.allocate(q, 64)
     descriptor = hopper.tiles(out, 64, 64)
     assert out.transpose(1, 2).is_contiguous() and hopper.addressable(out)
     assert (descriptor.shape, descriptor.strides) == ([2, 4, 50, 64], [50 * 256, 64, 256, 1])

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod import config
 from flexmod.backends import triton
+from flexmod.backends.arguments import allocate, block_of, mask_arguments, sizes, strided
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.format import BlockMask
@@ -117,7 +118,7 @@ def forward(
     """
     batch, heads, length, _ = q.shape
     spec = kernels.spec
-    out = triton.allocate(q, v.shape[3])
+    out = allocate(q, v.shape[3])
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     max_scores = torch.empty_like(lse) if want_max else None
     shared = {
@@ -126,10 +127,10 @@ def forward(
         "LSE": lse,
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
-        **triton.mask_arguments(mask, "kv"),
+        **mask_arguments(mask, "kv"),
         **_order(mask, "kv"),
         **kernels.portable.mod_arguments("hopper_forward", score_captured, mask_captured),
-        **triton.sizes(q, k, scale),
+        **sizes(q, k, scale),
         "B": batch,
         "KV_B": k.shape[0],
     }
@@ -176,7 +177,7 @@ def backward(
     pitch = _pitch(length, mask)
     if not addressable(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    grad_k, grad_v = triton.allocate(k, k.shape[3]), triton.allocate(v, v.shape[3])
+    grad_k, grad_v = allocate(k, k.shape[3]), allocate(v, v.shape[3])
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
     row = sum_row(spec.head_tile)
     blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
@@ -187,10 +188,10 @@ def backward(
         **buffers,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
-        **triton.mask_arguments(mask, "q"),
+        **mask_arguments(mask, "q"),
         **_order(mask, "q", ordered),
         **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
-        **triton.sizes(q, k, scale),
+        **sizes(q, k, scale),
         "B": batch,
         "KV_B": k.shape[0],
         "PITCH": pitch,
@@ -220,10 +221,10 @@ def backward(
     start(kernels, "backward_kernel", q.device, programs, arguments(shape))
     grad_q = None
     if needs[0]:
-        grad_q = triton.allocate(q, q.shape[3])
+        grad_q = allocate(q, q.shape[3])
         rounding = {
             "SUM_GRAD_Q": sum_grad_q,
-            **triton.strided("GRAD_Q", "dq", "m", grad_q),
+            **strided("GRAD_Q", "dq", "m", grad_q),
             "scale": scale,
             "HQ": heads,
             "M": length,
@@ -355,5 +356,5 @@ def _pitch(length: int, mask: BlockMask | None) -> int:
 
     Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.
     """
-    whole = TALLEST if mask is None else max(TALLEST, triton.block_of(mask)[0])
+    whole = TALLEST if mask is None else max(TALLEST, block_of(mask)[0])
     return -(-length // whole) * whole

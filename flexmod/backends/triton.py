@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import (
+    Arguments,
+    allocate,
+    block_of,
+    grad_lse_arguments,
+    mask_arguments,
+    sizes,
+    strided,
+)
 from flexmod.backends.captured import Sums
 from flexmod.backends.interface import Forward
-from flexmod.backends.triton_captured import mask_strides, sums_along_diagonals, sums_of_elements
+from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Axis
-from flexmod.block_mask.runs import Runs
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
-from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.reductions import Along
 from flexmod.runtime.launch import launch, start
-
-Arguments = dict[str, object]
 
 
 class Found(NamedTuple):
@@ -37,17 +40,6 @@ class Found(NamedTuple):
     key: Tensor | None
     value: Tensor | None
     sums: Sums
-
-
-def block_of(mask: BlockMask) -> tuple[int, int]:
-    """(queries, keys) of a block, as kernels walk it: to its end, wherever the positions end.
-
-    A single block may be of any size: in torch 2^30 stands for "no mask". Here it ends soon after the
-    positions, at a power of two, since each size has kernels of its own.
-    """
-    sizes = zip(mask.BLOCK_SIZE, mask.seq_lengths, strict=True)
-    rows, columns = (min(int(size), max(128, 1 << (length - 1).bit_length())) for size, length in sizes)
-    return rows, columns
 
 
 def kernel_spec(
@@ -310,102 +302,3 @@ def statistics_arguments(
         "BLOCK_M": rows,
     }
     return grid(batch, heads, pitch, rows), arguments
-
-
-def grad_lse_arguments(grad_lse: Tensor | None) -> Arguments:
-    strides = grad_lse.stride() if grad_lse is not None else (0, 0, 0)
-    return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
-
-
-def allocate(like: Tensor, dim: int) -> Tensor:
-    """An uninitialized tensor of like's dtype and shape, but for a last dimension of `dim`.
-
-    Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
-    """
-    strides, step = [0, 0, 0, 1], dim
-    for i in sorted((2, 1, 0), key=like.stride):
-        strides[i] = step
-        step *= like.shape[i]
-    return like.new_empty_strided((*like.shape[:3], dim), strides)
-
-
-def strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:
-    """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
-    b, h, m, d = tensor.stride() if tensor is not None else (0, 0, 0, 0)
-    return {
-        name: tensor,
-        f"stride_{letters}b": b if tensor is not None and tensor.shape[0] > 1 else 0,
-        f"stride_{letters}h": h,
-        f"stride_{letters}{row}": m,
-        f"stride_{letters}d": d,
-    }
-
-
-def sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
-    return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
-
-
-def mask_arguments(mask: BlockMask | None, axis: Axis) -> Arguments:
-    """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
-    if mask is None:
-        return {}
-    if axis == "q" and not mask.held.by_column:
-        raise BlockMaskPartsError(
-            problem="block_mask has no q_num_blocks and q_indices, and a gradient is summed up by keys",
-            advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
-        )
-    runs = mask.held.runs(axis)
-    return _lists(mask, axis) if runs is None else _run_arguments(axis, runs)
-
-
-def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
-    return {
-        f"{axis.upper()}_ROWS": runs.rows,
-        f"{axis.upper()}_RUNS": runs.spans,
-        **mask_strides(runs.rows.shape[:3]),
-    }
-
-
-# By mask and axis: the lists that the arguments were made of, and the arguments.
-_remembered: WeakKeyDictionary[BlockMask, dict[str, tuple[list[Tensor | None], Arguments]]] = (
-    WeakKeyDictionary()
-)
-
-
-def _lists(mask: BlockMask, axis: Axis) -> Arguments:
-    """The lists of a mask; see `_list_arguments`.
-
-    Remembered while the mask has the same lists, unless they were copied: a write to them must be seen.
-    """
-    names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
-    lists: list[Tensor | None] = [getattr(mask, name) for name in names]
-    known = _remembered.setdefault(mask, {}).get(axis)
-    if known is not None and all(a is b for a, b in zip(known[0], lists, strict=True)):
-        return known[1]
-    arguments = _list_arguments(axis, names, lists)
-    read = [arguments[name.upper()] for name in names]
-    if all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(read, lists, strict=True)):  # type: ignore
-        _remembered[mask][axis] = (lists, arguments)
-    return arguments
-
-
-def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> Arguments:
-    """Lists of blocks, contiguous, with the strides they share.
-
-    A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
-    """
-    present = [t for t in lists if t is not None]
-    for dim in (0, 1):
-        if all(t.shape[dim] == 1 or t.stride(dim) == 0 for t in present):
-            present = [t.narrow(dim, 0, 1) for t in present]
-    counts, indices, *full = [t.contiguous() for t in present]
-    full_counts, full_indices = full if full else (None, None)
-    return {
-        names[0].upper(): counts,
-        names[1].upper(): indices,
-        f"{axis}_slots": indices.shape[3],
-        names[2].upper(): full_counts,
-        names[3].upper(): full_indices,
-        f"full_{axis}_slots": full_indices.shape[3] if full_indices is not None else 0,
-        **mask_strides(counts.shape),
-    }

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import Arguments, mask_strides
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
@@ -15,7 +16,6 @@ from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
 from flexmod.runtime.launch import launch
 
-Arguments = dict[str, object]
 Extents = tuple[int, int, int, int]
 
 # What is left of 64 bits for a sum: its sign, and one bit to spare for what rounding adds to a term.
@@ -109,15 +109,6 @@ def _listed(mask: BlockMask, tile: Tile) -> Arguments:
         "FULL_DIAGONAL_TILES": full_indices,
         "tile_slots": rows,
         **mask_strides(counts.shape),
-    }
-
-
-def mask_strides(shape: Sequence[int]) -> Arguments:
-    """From one batch, and one head, of [batches, heads, lines] to the next, in lines; 0 for a single one."""
-    batch, heads, lines = shape
-    return {
-        "stride_mask_b": heads * lines if batch > 1 else 0,
-        "stride_mask_h": lines if heads > 1 else 0,
     }
 
 

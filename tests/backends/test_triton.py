@@ -25,7 +25,7 @@ from attention_cases import (
 )  # fmt: skip
 from torch import Tensor
 
-from flexmod.backends import triton
+from flexmod.backends import arguments, triton
 from flexmod.backends.interface import Forward, Gradients
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
@@ -238,7 +238,7 @@ def test_expanded_lists_are_read_once() -> None:
     for name, value in vars(case.lists).items():
         if isinstance(value, Tensor):
             setattr(case.lists, name, value.expand(2, 2, *value.shape[2:]))
-    assert triton.mask_arguments(case.lists, "kv")["stride_mask_b"] == 0
+    assert arguments.mask_arguments(case.lists, "kv")["stride_mask_b"] == 0
     case.check()
 
 
