@@ -26,7 +26,7 @@ from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, sum_row
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.ir.reductions import Along
-from flexmod.runtime import machine_code, tape
+from flexmod.runtime import launch, machine_code, tape
 from flexmod.runtime.counters import COUNTER
 from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
@@ -259,10 +259,12 @@ def settle(
 ) -> Shape:
     """The shape for a kernel: the first that compiles, fits and does, or else the best by its verdict.
 
-    Only compiles and loads. What was found is remembered, also that no shape does: raises NoShape then.
+    Only compiles and loads. What was found is remembered, also that no shape does: raises NoShape then. Other
+    strides and lengths make another variant of the kernel; where the compilers made that wrong, the ladder is
+    tried anew.
     """
     known = kernels.settled.get((way, device))
-    if known is None:
+    if known is None or not isinstance(known, str) and _wrong(kernels, way, device, arguments(known)):
         known = kernels.settled[way, device] = _first_that_does(kernels, way, device, arguments)
         if config.debug_level() >= 1:
             print(f"flexmod: {way} for Hopper: {known}", file=sys.stderr)
@@ -295,6 +297,11 @@ def _first_that_does(
         return why
     best = min(verdicts, key=lambda shape: verdicts[shape].rank)
     return best if verdicts[best].endured else f"a thread spills {verdicts[best].spills} registers at least"
+
+
+def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> bool:
+    compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
+    return launch.known_wrong(kernels.portable, compiled) is not None
 
 
 def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:

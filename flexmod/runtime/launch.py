@@ -55,14 +55,14 @@ def launch(
         name = f"{kernel}_kernel"
         if not kernels.interpreted:
             compiled = tape.compiled(getattr(kernels.module, name), device, given)
-            if _known_wrong(kernels, compiled):
+            if known_wrong(kernels, compiled):
                 return compiled
         return start(kernels, name, device, grid(tile), given)
 
     settled = kernels.tiles.get((kernel, device))
     if settled is not None:
         try:
-            if not _known_wrong(kernels, run(settled)):
+            if not known_wrong(kernels, run(settled)):
                 return settled
         except OutOfResources:  # other strides make another variant of the kernel, which may need more
             pass
@@ -84,7 +84,7 @@ def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
     return None
 
 
-def _known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
+def known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
     """As `wrong`, of what was compiled: None in the interpreter."""
     if compiled is None:
         return None
@@ -107,7 +107,7 @@ def _settle(
         except OutOfResources as e:
             refused.append((tile, e))
             continue
-        fault = _known_wrong(kernels, compiled)
+        fault = known_wrong(kernels, compiled)
         if fault is not None:
             left.setdefault(fault, []).append(tile)
             continue

@@ -131,6 +131,7 @@ def test_the_ladder(
         return verdict
 
     monkeypatch.setattr(hopper, "_compiled", lambda kernels, way, device, shape: outcome(shape))
+    monkeypatch.setattr(hopper, "_wrong", lambda *_: False)
     monkeypatch.setattr(config, "debug_level", lambda: 1)
     for _ in range(2):
         assert hopper.settle(kernels, "backward", CPU, lambda shape: shape) == ladder[chosen]  # type: ignore
@@ -152,6 +153,32 @@ def test_the_ladder(
     built = ahead._first_shape(kernels, "backward", "sm_90", None)  # type: ignore
     assert (built.tile, built.problem) == (ladder[chosen], "")
     assert tried == list(ladder[: len(found)])
+
+
+def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape is judged again where strides or lengths make another kernel of it."""
+    kernels, _ = made("forward")
+    first, second = kernels.ladder("forward")[:2]
+
+    def warmup(variant: str, shape: Shape, **_: Any) -> Compiled:
+        return Compiled(b"wrong" if (variant, shape) == ("odd", first) else b"right")
+
+    monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
+    monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: ())
+    monkeypatch.setattr(hopper.machine_code, "misaddressed", lambda cubin: cubin == b"wrong")
+
+    def settled(variant: str) -> Shape:
+        return hopper.settle(kernels, "forward", CPU, lambda shape: {"variant": variant, "shape": shape})  # type: ignore
+
+    assert [settled(x) for x in ("even", "even", "odd", "even")] == [first, first, second, second]
+
+
+class Compiled:
+    run, n_spills = None, 0
+
+    def __init__(self, cubin: bytes) -> None:
+        self.asm = {"ptx": "", "cubin": cubin}
 
 
 def test_a_verdict_in_words() -> None:
