@@ -8,7 +8,7 @@
 The whole takes hours of a processor's time. So results are kept, a line a build, and the command goes on
 where it stopped; what was compiled is compiled again only where its text, its tiles or Triton changed. It
 prints what has been found so far (with 0 seconds it does no more), and exits with 1 where a kernel does not
-fit its chip, spills more than is stated, or has no matrix instructions.
+fit its chip, spills more than 256 bytes, or has no matrix instructions.
 """
 
 from __future__ import annotations
