@@ -183,7 +183,7 @@ def backward(
     blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
     sum_grad_q = q.new_empty(blocks, dtype=torch.float32)
     buffers, sums = _sums(kernels, lse, keys)
-    ordered = kv_batch * kv_heads * -(-keys // 128) <= ORDERED * processors(q.device)
+    ordered = grid(kv_batch, kv_heads, keys, 128)[0] <= ORDERED * processors(q.device)
     shared = {
         **buffers,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
@@ -309,9 +309,9 @@ def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments:
     compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
     with torch.cuda.device(device):
         compiled.run  # noqa: B018  loads it
-    # Triton may be told to store machine code alone: then nothing is known of the text
-    if machine_code.misaddressed(compiled.asm["cubin"]):
+    if launch.known_wrong(kernels.portable, compiled):
         raise NoShape(machine_code.MISADDRESSED)
+    # Triton may be told to store machine code alone: then nothing is known of the text
     losses = machine_code.losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"])
     return Verdict(int(compiled.n_spills), losses)
 

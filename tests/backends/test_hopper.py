@@ -155,6 +155,15 @@ def test_the_ladder(
     assert tried == list(ladder[: len(found)])
 
 
+class Compiled:
+    """What Triton gives before a launch."""
+
+    run, n_spills = None, 7.0
+
+    def __init__(self, cubin: bytes, **kept: str) -> None:
+        self.asm = {**kept, "cubin": cubin}
+
+
 def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape is judged again where strides or lengths make another kernel of it."""
     kernels, _ = made("forward")
@@ -174,13 +183,6 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
     assert [settled(x) for x in ("even", "even", "odd", "even")] == [first, first, second, second]
 
 
-class Compiled:
-    run, n_spills = None, 0
-
-    def __init__(self, cubin: bytes) -> None:
-        self.asm = {"ptx": "", "cubin": cubin}
-
-
 def test_a_verdict_in_words() -> None:
     assert str(Verdict(3)) == "a thread spills 3 registers"
     assert str(Verdict(3, LOST)) == "a thread spills 3 registers, its matrix instructions are serialized"
@@ -190,8 +192,8 @@ def test_a_verdict_in_words() -> None:
 def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, _ = made("forward")
 
-    def warmup(**_: Any) -> SimpleNamespace:
-        return SimpleNamespace(run=None, n_spills=7.0, asm={**kept, "cubin": b"code"})
+    def warmup(**_: Any) -> Compiled:
+        return Compiled(b"code", **kept)
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
