@@ -115,7 +115,7 @@ def results_of(
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
     want_max = return_aux is not None and return_aux.max_scores
-    result = attend(*given, want_max) if layout is USUAL else _heads_first(attend, layout, *given, want_max)
+    result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)
     if return_lse:
         return result.out, result.lse
     if return_aux is not None:

@@ -25,9 +25,9 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.launched import launch_key
 from flexmod.compiler import lower
-from flexmod.ir.evaluate import replay
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
+from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from flexmod.block_mask.held import version
 from flexmod.block_mask.launched import launched_tensors
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.codegen.spec import KernelSpec
-from flexmod.ir.evaluate import replay
+from flexmod.ir.copies import deep_copied
 from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.replay import leaves, replay
+from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import parse
@@ -69,7 +72,13 @@ def compile(
 
 
 class CompiledAttention(Shown):
-    """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it."""
+    """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it.
+
+    A copy attends as this handle does: its mods are what they were when they were traced. copy.deepcopy
+    copies captured tensors where it copies the mod (a method, a module, a partial, an object that is called)
+    and shares them where the mod is a function. A pickle holds graphs and captured tensors in place of the
+    mods. What a handle remembers of its calls is not copied.
+    """
 
     def __init__(
         self,
@@ -156,15 +165,59 @@ class CompiledAttention(Shown):
         return Latest(self._first, spec, EXTENTS)
 
     def _traced(self) -> dict[str, Traced]:
-        variant = self._variant(self._latest.device if self._latest else self._first)
-        given = {"score": variant.traced, "mask": variant.mask}
-        return {kind: traced for kind, traced in given.items() if traced is not None}
+        return self._variant(self._latest.device if self._latest else self._first).traces()
 
     def _variant(self, device: torch.device) -> _Variant:
         found = self._on.get(device)
         if found is None:
-            found = self._on[device] = _Variant(self._mods.get("score"), self._mods.get("mask"), device)
+            score_mod, mask_mod = self._mods.get("score"), self._mods.get("mask")
+            score = None if score_mod is None else trace(score_mod, "score", device)
+            mask = None if mask_mod is None else trace_mask(mask_mod, device)
+            found = self._on[device] = _Variant(score, mask, device)
         return found
+
+    def __copy__(self) -> CompiledAttention:
+        new = type(self).__new__(type(self))
+        new.__setstate__(self._state())
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledAttention:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        state = self._state()
+        mods: dict[str, Any] = {}
+        on: dict[torch.device, dict[str, Traced]] = {device: {} for device in state["_on"]}
+        for kind, mod in self._mods.items():
+            traces = {device: traces[kind] for device, traces in state["_on"].items()}
+            tensors = [tensor for traced in traces.values() for tensor in traced.tensors]
+            mods[kind], copied = deep_copied(mod, tensors, memo)
+            rest = iter(copied)
+            for device, traced in traces.items():
+                own = tuple(islice(rest, len(traced.tensors)))
+                on[device][kind] = Traced(traced.graph, own, traced.eager)
+        new.__setstate__({**state, "_mods": mods, "_on": on})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: in place of a mod its graph, as it was traced, and what it captures."""
+        state = self._state()
+        on = {
+            device: {kind: leaves(traced) for kind, traced in traces.items()}
+            for device, traces in state["_on"].items()
+        }
+        mods = {kind: replay(on[self._first][kind], mod_name(mod)) for kind, mod in self._mods.items()}
+        return {**state, "_mods": mods, "_on": on}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._on = {
+            device: _Variant(traces.get("score"), traces.get("mask"), device)
+            for device, traces in state["_on"].items()
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """Its attributes. Nothing of its calls: of its variants the traces alone."""
+        on = {device: variant.traces() for device, variant in [*self._on.items()]}
+        return {**self.__dict__, "_on": on, "_bound": {}}
 
 
 def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -223,12 +276,16 @@ def _bound(ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, 
 class _Variant:
     """The mods of a handle, traced for a device."""
 
-    def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, device: torch.device) -> None:
+    def __init__(self, traced: Traced | None, mask: Traced | None, device: torch.device) -> None:
         self._device = device
-        self.traced = None if score_mod is None else trace(score_mod, "score", device)
-        self.mask = None if mask_mod is None else trace_mask(mask_mod, device)
+        self.traced = traced
+        self.mask = mask
         self._name = object()  # stands for the score_mod where calls are known by what they see
         self._masks: dict[object, tuple[BlockMask, list[float]]] = {}
+
+    def traces(self) -> dict[str, Traced]:
+        given = {"score": self.traced, "mask": self.mask}
+        return {kind: traced for kind, traced in given.items() if traced is not None}
 
     def score(self) -> calls.Score:
         if self.traced is None:

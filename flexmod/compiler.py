@@ -20,7 +20,6 @@ changed cannot meet a stale kernel.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.ranges import as_ranges
 from flexmod.ir.reductions import Term, terms_of
+from flexmod.locks import Lock
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class Constants:
     def __init__(self) -> None:
         self.version = object()
         self._known: dict[Structure, tuple[Numbers, frozenset[int]]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def promote(self, graph: Graph) -> tuple[Graph, Numbers]:
         """The graph to compile, and the numbers of this call by place."""

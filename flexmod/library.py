@@ -1,14 +1,15 @@
 """Attention inside torch.compile and torch.export: operations of torch.library, forward and backward.
 
-Their arguments are tensors and numbers alone. What else there is of a call, its Variant, is a constant of the
-graph and goes by a number; mods are Records (`ir/record.py`); a block mask is taken apart into its tensors,
-and put together again when the graph runs.
+Their arguments are tensors, numbers and texts. What else there is of a call, its Variant, is a constant of
+the graph, a text; mods are Records (`ir/record.py`); a block mask is taken apart into its tensors, and put
+together again when the graph runs. So a graph means the same in every process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
 from flexmod.block_mask.tiles import LISTS, tile_count
+from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.kept import graph_of
 from flexmod.ir.record import Recorded, constant, record, record_of
@@ -41,10 +43,10 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is constant in a call. `names` of the parts of its mask; mods are numbers of Records, or -1."""
+    """What is constant in a call. `names` of the parts of its mask; mods are texts of Records, or ""."""
 
-    score: int
-    mask: int
+    score: str
+    mask: str
     form: str  # of the mask: "none", "held", "graph" or "lists", torch's own
     names: tuple[str, ...]
     flags: tuple[bool, bool]  # separate, full_tiles_padded
@@ -54,19 +56,18 @@ class Variant:
     want_max: bool
 
 
-_VARIANTS: list[Variant] = []
-
-
 @constant
-def _numbered(*facts: Any) -> int:
-    variant = Variant(*facts)
-    if variant not in _VARIANTS:
-        _VARIANTS.append(variant)
-    return _VARIANTS.index(variant)
+def _text_of(*facts: Any) -> str:
+    return encoded(facts)
+
+
+@lru_cache(4096)
+def _variant(text: str) -> Variant:
+    return Variant(*decoded(text))
 
 
 def no_mod() -> Recorded:
-    return Recorded(-1, [], [], [])
+    return Recorded("", [], [], [])
 
 
 @dataclass
@@ -94,7 +95,7 @@ def attend(
     mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
     mask = parts_of(block_mask, query.device)
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
-    variant = _numbered(mod.number, mask.mod.number, mask.form, mask.names, mask.flags, *asked[1:])
+    variant = _text_of(mod.text, mask.mod.text, mask.form, mask.names, mask.flags, *asked[1:])
     out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
         query, key, value, mod.captured, mod.integers, mod.reals, mask.tiles, mask.numbers,
         mask.mod.captured, mask.mod.integers, mask.mod.reals, asked.scale, variant, track,
@@ -121,7 +122,7 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
             raise errors.MaskCaptureGradientError(name="a tensor")
         names, tiles, numbers = mask.held.taken_apart()
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        mod = Recorded(-1, list(traced.tensors), [], [])
+        mod = Recorded("", list(traced.tensors), [], [])
         flags = (mask.held._separate, mask.full_tiles_padded)
         return Parts("held", names, flags, mod, tiles, [*known, *numbers])
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
@@ -144,12 +145,12 @@ class Given(NamedTuple):
     mask_integers: Sequence[int]
     mask_reals: Sequence[float]
     scale: float | None
-    variant: int
+    variant: str
 
 
 _GIVEN = (
     "Tensor[] captured, SymInt[] integers, float[] reals, Tensor[] tiles, SymInt[] numbers, "
-    "Tensor[] mask_captured, SymInt[] mask_integers, float[] mask_reals, float? scale, int variant"
+    "Tensor[] mask_captured, SymInt[] mask_integers, float[] mask_reals, float? scale, str variant"
 )
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, {_GIVEN}, bool track)"
 _BACKWARD = (
@@ -176,7 +177,7 @@ def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
 ) -> tuple[autograd.Call, BlockMask | None, tuple[int, ...]]:
     """The call, its mask, and which of the tensors given its score mod captures."""
-    variant = _VARIANTS[given.variant]
+    variant = _variant(given.variant)
     mask = _mask_of(variant, given, query.device)
     tensors = (query, key, value, *given.captured, *given.tiles, *given.mask_captured)
     keys = [tensor_key(tensor) for tensor in tensors]
@@ -198,7 +199,7 @@ def _made_ready(
     track: bool,
 ) -> _Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()
-    if variant.score >= 0:
+    if variant.score:
         mod = record_of(variant.score)
         source, places = mod.traced(given.captured, given.integers, given.reals, query.device)
     checks.check_tensors(query, key, value, variant.enable_gqa)
@@ -240,7 +241,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
         call, mask, places = _put_together(query, key, value, given, track)
         captured = [given.captured[place] for place in places]
         found = call.forward(mask, (query, key, value, *captured))
-    results = list(_empty(query, value, _VARIANTS[given.variant], track))
+    results = list(_empty(query, value, _variant(given.variant), track))
     for number, result in enumerate(found):
         if result is not None:
             results[number] = _laid_out(result, results[number])
@@ -279,7 +280,7 @@ attention = torch.library.custom_op(
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *given, track = rest
-    variant = _VARIANTS[Given(*given).variant]
+    variant = _variant(Given(*given).variant)
     checks.check_tensors(query, key, value, variant.enable_gqa)
     return _empty(query, value, variant, track)
 

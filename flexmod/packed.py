@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from flexmod import errors, masks, mods
-from flexmod.attention import flex_attention
+from flexmod.attention import ScoreMod, flex_attention
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.masks.checks import MaskMod, check_tensor
-from flexmod.mods.checks import ScoreMod
 
 
 def varlen_attention(

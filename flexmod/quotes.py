@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flexmod.codegen.expressions import printable
+from flexmod.ir.replay import Replay
 
 # Elements of a captured tensor that are written out; runs of equal ones count as one.
 WRITTEN_OUT = 64
@@ -32,6 +33,9 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
         if id(mod) in seen or isinstance(mod, type) or not callable(mod):
             continue
         seen.add(id(mod))
+        if isinstance(mod, Replay):
+            found[mod] = [f"{printable(mod.__name__)}: it was pickled, and its source is not at hand"]
+            continue
         code = getattr(mod, "__code__", None)
         if code is None:  # an object that is called, such as a mask that combines others
             queue += getattr(mod, "__dict__", {}).values()

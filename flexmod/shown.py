@@ -169,8 +169,10 @@ class Shown:
 
     def _chip(self) -> str | None:
         """Of the latest call."""
-        on_gpu = self._latest is not None and self._latest.device.type == "cuda"
-        return target_of(self._latest.device).name if self._latest and on_gpu else None
+        device = self._latest.device if self._latest else torch.device("cpu")
+        # a handle that was pickled may have been called where there were more
+        here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+        return target_of(device).name if here else None
 
     def _made(self, spec: KernelSpec, extents: Extents | None = None) -> Variant:
         traced = self._traced()
@@ -219,7 +221,7 @@ class Shown:
                 f"its scale is {self._scale}, and a file takes a positive one",
                 "scale query instead",
             )
-        elif self._layout is not USUAL:
+        elif self._layout != USUAL:
             why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
             advice = "save a handle without layout, and give the file's attention views, x.transpose(1, 2)"
         elif not spec.q_dtype == spec.k_dtype == spec.v_dtype:

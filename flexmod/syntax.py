@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import threading
 from typing import Literal
 
-_lock = threading.Lock()
+from flexmod.locks import Lock
+
+_lock = Lock()
 
 
 def parse(text: str, file: str = "<unknown>", mode: Literal["exec", "eval"] = "exec") -> ast.AST:

@@ -17,13 +17,16 @@ PACKAGE = ROOT / "flexmod"
 
 ROOMS = (
     ("errors", "command_errors"),
+    ("locks",),
     ("config", "syntax"),
     ("kernel_options",),
     ("transforms",),
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.ops", "ir.formulas"),
-    ("ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.trace"),
+    ("ir.approximate", "ir.source", "ir.proxy", "ir.names", "ir.trace", "ir.copies"),
+    ("ir.evaluate",),
+    ("ir.replay", "ir.composed"),
     ("ir.fingerprint", "ir.traces"),
     ("ir.positions",),
     ("ir.passes",),
@@ -32,8 +35,7 @@ ROOMS = (
     ("ir.ranges",),
     ("ir.derivative",),
     ("ir.reductions",),
-    ("ir.evaluate",),
-    ("ir.kept", "ir.record"),
+    ("ir.constants", "ir.kept", "ir.record"),
     (
         "block_mask.tiles",
         "block_mask.runs",

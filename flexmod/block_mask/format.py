@@ -6,6 +6,7 @@ it is sliced, and checks when it is made that its parts fit together.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -25,12 +26,16 @@ from flexmod.block_mask.parts import (
     checked_lists,
     length,
 )
-from flexmod.block_mask.rebase import moved
+from flexmod.block_mask.rebase import Derived, moved
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
+from flexmod.ir.composed import Mask
+from flexmod.ir.copies import deep_copied
 from flexmod.ir.kept import numbered
 from flexmod.ir.passes import fitted
+from flexmod.ir.replay import leaves, replay
+from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
@@ -69,6 +74,7 @@ class BlockMask(Drawn):
     q_indices = ListPart()
     full_q_num_blocks = ListPart()
     full_q_indices = ListPart()
+    _seen: tuple[object, ...] | None
 
     def __init__(
         self,
@@ -194,6 +200,41 @@ class BlockMask(Drawn):
             dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
+
+    def __copy__(self) -> BlockMask:
+        """The same tensors; what is assigned to one mask is not assigned to the other."""
+        new = type(self).__new__(type(self))
+        new.__setstate__({**self._state(), "held": copy.copy(self.held)})
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
+        """Tensors of its own; those that a mask_mod captures are shared where it is a function, as Python
+        copies no functions.
+        """
+        new = memo[id(self)] = type(self).__new__(type(self))
+        state = self._state()
+        mask_mod, traced = state.pop("_mask_mod"), state.pop("_traced")
+        mask_mod, tensors = deep_copied(mask_mod, traced.tensors, memo)
+        state = {name: copy.deepcopy(value, memo) for name, value in state.items()}
+        new.__setstate__({**state, "_mask_mod": mask_mod, "_traced": Traced(traced.graph, tensors)})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: in place of a function its graph, as it was traced, and what it captures."""
+        traced, mask_mod = leaves(self._traced), self._mask_mod
+        if not isinstance(mask_mod, Derived):
+            replayed = replay(traced, mod_name(mask_mod))
+            mask_mod = Mask(replayed) if isinstance(mask_mod, Mask) else replayed
+        return {**self._state(), "_traced": traced, "_mask_mod": mask_mod}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know(self._traced)
+        self._seen = self.held.written() if state["_seen"] else None
+
+    def _state(self) -> dict[str, Any]:
+        """Its attributes; in place of what it has seen, which goes by identity, whether that is all."""
+        return {**self.__dict__, "_seen": self.held.written() == self._seen}
 
     @property
     def mask_mod(self) -> MaskMod:

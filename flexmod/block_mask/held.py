@@ -53,6 +53,12 @@ class Held:
         indices = lists["kv_indices"]
         return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have dicts of their own; lists that were made of runs are made again."""
+        if self.form == "lists":
+            return Held.of_lists, (dict(self._lists),)
+        return Held, (self.batch, self.grid, dict(self._runs or {}), {}, self._separate)
+
     def taken_apart(self) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
         """What is held: names, tensors, numbers. TorchDynamo runs this. `put_together` is the way back."""
         names: list[str] = []

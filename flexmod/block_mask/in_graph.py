@@ -28,12 +28,12 @@ MOST_RUNS = 1 << 24
 class GraphMask:
     """What create_block_mask gives inside a graph: for flex_attention in the same graph.
 
-    `tiles` are rows and spans, by row and by column, see `runs.py`. The mask_mod is `mod`, the number of a
+    `tiles` are rows and spans, by row and by column, see `runs.py`. The mask_mod is `mod`, the text of a
     Record, with what it captured.
     """
 
     tiles: list[Tensor]
-    mod: int
+    mod: str
     captured: list[Tensor]
     integers: list[int]
     reals: list[float]
@@ -53,10 +53,10 @@ def create(
     most_runs(sizes, *map(tile_count, sizes[2:], block))
     mod = record(mask_mod, "mask", device)
     tiles = build_tiles(
-        mod.captured, mod.integers, mod.reals, mod.number, list(sizes), list(block), separate, device
+        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
     )
     return GraphMask(
-        list(tiles), mod.number, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block
+        list(tiles), mod.text, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block
     )
 
 
@@ -65,7 +65,7 @@ def build_tiles(
     captured: Sequence[Tensor],
     integers: Sequence[int],
     reals: Sequence[float],
-    mod: int,
+    mod: str,
     sizes: Sequence[int],
     block: Sequence[int],
     separate: bool,
@@ -92,7 +92,7 @@ def _(
     captured: Sequence[Tensor],
     integers: Sequence[int],
     reals: Sequence[float],
-    mod: int,
+    mod: str,
     sizes: Sequence[int],
     block: Sequence[int],
     separate: bool,

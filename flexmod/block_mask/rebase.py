@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from flexmod.ir.copies import CopiesByAttribute
+from flexmod.ir.replay import for_pickle
 
 MaskMod = Callable[..., Any]
 
@@ -66,6 +69,7 @@ class InBlocks:
 
 
 KEPT = Affine(0)
+MODS = ("mask_mod", "first", "second")  # the fields of a Derived that are mask_mods
 
 
 def positions(chosen: Sequence[int], device: torch.device) -> Positions:
@@ -93,8 +97,12 @@ def as_range(chosen: Sequence[int]) -> Sequence[int]:
     return chosen
 
 
-class Derived:
-    """A mask_mod made of others, with tensors of its own."""
+class Derived(CopiesByAttribute):
+    """A mask_mod made of others, with tensors of its own. It is pickled with what the others do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return type(self), tuple([for_pickle(x, "mask") if name in MODS else x for name, x in values])
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         raise NotImplementedError
@@ -115,7 +123,7 @@ class Rebased(Derived):
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         old = [
-            index if move is KEPT else move(index)
+            index if move == KEPT else move(index)
             for move, index in ((self.b, b), (self.h, h), (self.q, q_idx))
         ]
         return self.mask_mod(*old, kv_idx)

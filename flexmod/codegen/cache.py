@@ -20,8 +20,9 @@ from pathlib import Path
 from types import ModuleType
 
 from flexmod import config
+from flexmod.locks import Lock
 
-_lock = threading.RLock()
+_lock = Lock(threading.RLock)
 _modules: dict[str, ModuleType] = {}
 
 

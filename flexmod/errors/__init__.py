@@ -28,13 +28,13 @@ __all__ = [
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
     "BlockMaskPartsError", "LengthError", "MaskExtentError", "BlockMaskIndexError", "BlockMaskCropError",
     "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
-    "ForgottenGraphError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
+    "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
     # mods.py
     "ModArityError", "NotCallable", "MaskResultError", "ScoreResultError", "NotScalarError",
     "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
     "MutationError", "UnknownOperationError", "OperationArgumentError", "IndexDtypeError",
     "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",
-    "NoDerivativeError", "LibraryArgumentError",
+    "NoDerivativeError", "LibraryArgumentError", "NotPicklableError",
     # kernels.py
     "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
     "HopperTemplateError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",

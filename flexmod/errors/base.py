@@ -30,9 +30,14 @@ class FlexmodError(Exception):
     what = "{what}"
     instead = "{instead}"
 
-    def __init__(self, *, where: Where | None = None, **facts: object) -> None:
+    def __init__(self, message: str | None = None, /, *, where: Where | None = None, **facts: object) -> None:
+        """`message` is a finished one: pickle, copy and torch's DataLoader make an exception of it alone."""
         self.where = where
         self.facts = facts
+        if message is not None:
+            self.message = message
+            self.args = (message,)
+            return
         lines = [self.what.format(**facts)]
         if where is not None:
             lines.append(f"  at {where}")

@@ -75,9 +75,19 @@ class InGraphModError(FlexmodError, NotImplementedError):
     instead = "write it as a torch function: torch.neg(x), torch.abs(x), torch.logical_not(x)."
 
 
+class ConstantError(FlexmodError, TypeError):
+    what = "{problem} is no constant of a mod in torch.compile or torch.export."
+    instead = "give torch's functions numbers, strings, dtypes, devices and tensors."
+
+
 class ForgottenGraphError(FlexmodError, RuntimeError):
     what = "a compiled model asks for a block mask that is gone, and thousands were made since."
     instead = "keep a reference to the mask until its backward has run."
+
+
+class GraphNumberError(FlexmodError, RuntimeError):
+    what = "the graphs of two block masks have one number, {number}, by which a compiled model knows them."
+    instead = "change a constant of one mask_mod: the number is a digest of 62 bits, and almost never equal."
 
 
 class InGraphMaskError(FlexmodError, NotImplementedError):

@@ -5,6 +5,7 @@ The library of mods refuses its own arguments with one of these too.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 from flexmod.errors.base import FlexmodError, Where
@@ -119,3 +120,8 @@ class NoDerivativeError(FlexmodError, NotImplementedError):
 class LibraryArgumentError(FlexmodError, ValueError):
     what = "{function}: {name} is {value}; it must be {rule}."
     instead = "{advice}."
+
+
+class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
+    what = "{mod} cannot be pickled: tracing it raises {reason}"
+    instead = "mend that; or build the block mask here, and send that, which has been traced already."

@@ -236,7 +236,7 @@ def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask
     return create_block_mask(mask_mod, None, None, query.shape[2], key.shape[2], query.device)
 
 
-def _score_mod(softcap: float | None, biases: list[Tensor]) -> mods.ScoreMod | None:
+def _score_mod(softcap: float | None, biases: list[Tensor]) -> Callable[..., Any] | None:
     if softcap is None and not biases:
         return None
     capped = None if softcap is None else mods.softcap(softcap)

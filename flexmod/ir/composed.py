@@ -1,4 +1,4 @@
-"""mask_mods that combine: `causal & window | prefix`, and the same by name, `and_masks` and `or_masks`."""
+"""Mods as objects, which can be pickled. Masks combine: `causal & window | prefix`, and_masks, or_masks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,69 @@ from typing import Any
 import torch
 
 from flexmod.errors import NotCallable
+from flexmod.ir.copies import CopiesByAttribute
+from flexmod.ir.replay import Replay, replay, traced_for_pickle
 from flexmod.ir.source import check_arity, mod_name
 
 MaskMod = Callable[..., Any]
 
 
-class Mask:
+class _OfFunction(CopiesByAttribute):
+    """A mod that is called as the function that it was made of.
+
+    It is pickled as its graph and the tensors that it captures, as they are at that moment; with them it is
+    made again elsewhere, whatever the function was: a closure, a lambda, a function whose globals differ
+    there.
+    """
+
+    _kind: str
+    __call__: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        check_arity(function, self._kind)
+        self.function = function
+        self.__name__ = name or mod_name(function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = Mask if self._kind == "mask" else ScoreMod
+        if type(self) is plain and isinstance(self.function, Replay):
+            return plain, (self.function, self.__name__)
+        return plain, (replay(traced_for_pickle(self, self._kind), self.__name__), self.__name__)
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} {self.__name__}>"
+
+
+class ScoreMod(_OfFunction):
+    """A score_mod that can be pickled; those of the library are such.
+
+    Called, it is the function that it was made of, and it goes wherever a score_mod goes. It is pickled as
+    what it does at that moment: numbers by value, captured tensors with it. `name` is the function's own if
+    None. Raises NotCallable and ModArityError, and NotPicklableError when it is pickled and cannot be traced.
+
+    Example:
+
+        @mods.ScoreMod
+        def nearer(score, b, h, q_idx, kv_idx):
+            return score - 0.1 * (q_idx - kv_idx).abs()
+
+        sent = pickle.dumps(nearer)
+    """
+
+    _kind = "score"
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """The score of the query at q_idx and the key at kv_idx, changed: a scalar."""
+        return self.function(score, b, h, q_idx, kv_idx)
+
+
+class Mask(_OfFunction):
     """A mask_mod that combines with others: & keeps what both keep, | what either keeps, ~ the rest.
 
     Called, it is the function that it was made of, and it goes wherever a mask_mod goes. One side of a
-    combination may be a plain function. `name` is what pictures call it, the function's own if None. Raises
-    NotCallable and ModArityError.
+    combination may be a plain function. It is pickled as what it does at that moment: numbers by value,
+    captured tensors with it. `name` is what pictures call it, the function's own if None. Raises NotCallable
+    and ModArityError, and NotPicklableError when it is pickled and cannot be traced.
 
     Example:
 
@@ -29,10 +81,7 @@ class Mask:
         block_mask = create_block_mask(masks.causal() & even_keys, None, None, 1024, 1024)
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        check_arity(function, "mask")
-        self.function = function
-        self.__name__ = name or mod_name(function)
+    _kind = "mask"
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         """Whether the query at q_idx attends to the key at kv_idx, in batch b and head h: a scalar, bool."""
@@ -60,9 +109,6 @@ class Mask:
             return ~(b.new_ones((), dtype=torch.bool) & mask_mod(b, h, q_idx, kv_idx))
 
         return Mask(not_mask, f"~{self.__name__}")
-
-    def __repr__(self) -> str:
-        return f"<mask {self.__name__}>"
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:

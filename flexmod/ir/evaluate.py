@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ import torch
 from flexmod.errors import CaptureBoundsError
 from flexmod.ir.graph import DType, Graph, Node
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
-from flexmod.ir.proxy import Proxy
-from flexmod.ir.trace import Traced
 
 
 def evaluate(
@@ -52,17 +50,6 @@ def evaluate(
         else:
             values[node] = _value(node, values, inputs, real)
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
-
-
-def replay(traced: Traced) -> Callable[..., Any]:
-    """A mask_mod that does what a traced mask does: on tensors, and on proxies, so that it traces again."""
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        if isinstance(b, Proxy):
-            return b._tracer.inline(traced, {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx})
-        return evaluate(traced.graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)[0]
-
-    return mask_mod
 
 
 def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 A mod is followed through all that its code can reach: defaults, closures, the globals that it names, the
 functions among these. Numbers, strings and dtypes count by value, tensors by what they are and not by what
-they hold, functions by their code, a Mask by its function. Whatever else a mod reaches, or does, has no
-fingerprint: attributes of objects, lists and dicts, methods, imports, writes to globals. Such a mod is traced
-at each call.
+they hold, functions by their code, a Mask and a ScoreMod by their function, a replay by its graph. Whatever
+else a mod reaches, or does, has no fingerprint: attributes of objects, lists and dicts, methods, imports,
+writes to globals. Such a mod is traced at each call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.approximate import FUNCTIONS
-from flexmod.ir.composed import Mask
+from flexmod.ir.composed import Mask, ScoreMod
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.names import CASTS, FILLS
 from flexmod.ir.ops import BY_TORCH_NAME
+from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.trace import VALUE_DTYPES
 from flexmod.transforms import is_wrapped
 
@@ -119,9 +120,13 @@ class _Sight:
                 if key is None:
                     raise _Unknown
                 self.key.append(key)
-        elif kind is Mask:
+        elif kind is Mask or kind is ScoreMod:
             self.key.append(kind)
             self.add(value.function)
+        elif kind is MaskReplay or kind is ScoreReplay:
+            self.key.append(value.traced.graph)
+            for tensor in value.traced.tensors:
+                self.add(tensor)
         elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:

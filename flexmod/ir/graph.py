@@ -46,6 +46,15 @@ class Node:
     where: Where | None = None
     home: Home = frozenset()
 
+    def __copy__(self) -> Node:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Node:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _result, (Graph("node", (self,)),)
+
     @property
     def is_const(self) -> bool:
         return self.op == "const"
@@ -142,6 +151,18 @@ class Graph:
     def _hash(self) -> int:
         return hash(self.key)
 
+    def __copy__(self) -> Graph:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Graph:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles as a flat list of nodes: pickling node within node ends at Python's recursion limit."""
+        places = {n: i for i, n in enumerate(self.nodes)}
+        nodes = [(n.op, [places[a] for a in n.args], n.dtype, n.value, n.where) for n in self.nodes]
+        return _unpickled, (self.kind, nodes, [places[r] for r in self.results], self.captures, self.lines)
+
     @property
     def result(self) -> Node:
         return self.results[0]
@@ -206,6 +227,29 @@ class Graph:
                 body.append(f"{line:<52}# {n.where}" if n.where else line)
         returns = ", ".join(names[r] for r in self.results)
         return "\n".join([f"{self.kind}({head}):", *body, f"  return {returns}"])
+
+
+def _unpickled(
+    kind: str,
+    nodes: Sequence[tuple[str, Sequence[int], DType, object, Where | None]],
+    results: Sequence[int],
+    captures: tuple[Capture, ...],
+    lines: bool,
+) -> Graph:
+    """The graph that was pickled as these nodes; one that stood in two places is one again."""
+    made: list[Node] = []
+    for op, places, dtype, value, where in nodes:
+        if op == "input":
+            made.append(_input(str(value), dtype))
+        else:
+            args = tuple(made[place] for place in places)
+            home: Home = frozenset().union(*[a.home for a in args])
+            made.append(Node(op, args, dtype, value, where, home))
+    return Graph(kind, tuple(made[place] for place in results), captures, lines)
+
+
+def _result(graph: Graph) -> Node:
+    return graph.result
 
 
 def rebuild(graph: Graph, change: Callable[[Builder, Node, tuple[Node, ...]], Node | None]) -> Graph:

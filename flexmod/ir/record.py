@@ -20,13 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.ir.approximate import FUNCTIONS
+from flexmod.ir.constants import decoded, encoded
+from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.graph import Graph
-from flexmod.ir.names import draws, writes
+from flexmod.ir.names import CASTS, FILLS, draws, writes
+from flexmod.ir.ops import BY_TORCH_NAME
+from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Traced, trace
 
 METHOD_WHERE = "where of a tensor"
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
+# what a trace takes besides the operations of its tables
+TO = ("to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
@@ -174,13 +180,14 @@ def _element(tensor: Tensor, index: Any) -> Tensor:
     return tensor.new_empty((*SHAPE, *left))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Record:
-    """What a mod did: `steps` in order, and the last value."""
+    """What a mod did: `steps` in order, and the last value. `text` is all of it."""
 
     kind: str
     steps: tuple[Step, ...]
     result: Any
+    text: str
 
     def traced(
         self,
@@ -191,7 +198,7 @@ class Record:
     ) -> tuple[Traced, tuple[int, ...]]:
         """The graph with these for what the mod captured, and which of them each of its captures is."""
         kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
-        graph, places = _graph(self, kinds, tuple(integers), tuple(reals), device)
+        graph, places = _graph(self.text, kinds, tuple(integers), tuple(reals), device)
         return Traced(graph, tuple(captured[place] for place in places)), places
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
@@ -211,7 +218,11 @@ class Record:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """A torch function, an operator or a method by the name that TorchDynamo has for it."""
+    """A torch function, an operator or a method by the name that TorchDynamo has for it.
+
+    Raises UnknownOperationError for one that no trace knows: the name may come from a saved program.
+    """
+    _check_known(name)
     if name.startswith("__"):  # `torch.__eq__` compares modules
         straight = getattr(operator, name, None)
         if straight is not None:
@@ -228,11 +239,21 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda value, *args, **kwargs: getattr(value, method)(*args, **kwargs)
 
 
+def _check_known(name: str) -> None:
+    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, TO, vars(Proxy))
+    if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
+        raise errors.UnknownOperationError(
+            operation=f"torch.{name}",
+            advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
+        )
+
+
 @lru_cache(1024)
 def _graph(
-    record: Record, kinds: tuple[Any, ...], integers: tuple[int, ...], reals: tuple[float, ...], device: Any
+    text: str, kinds: tuple[Any, ...], integers: tuple[int, ...], reals: tuple[float, ...], device: Any
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph, and the place of each of its captures among those of the record."""
+    record = record_of(text)
     # a number on the CPU would be a constant
     stand_ins = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
@@ -248,28 +269,23 @@ def _graph(
     return traced.graph, tuple(_place(tensor, stand_ins) for tensor in traced.tensors)
 
 
-_RECORDS: list[Record] = []
-_NUMBERS: dict[Record, int] = {}
-
-
 @constant
-def _numbered(kind: str, steps: tuple[Step, ...], result: Any) -> int:
-    record = Record(kind, steps, result)
-    if record not in _NUMBERS:
-        _NUMBERS[record] = len(_RECORDS)
-        _RECORDS.append(record)
-    return _NUMBERS[record]
+def _text_of(kind: str, steps: tuple[Step, ...], result: Any) -> str:
+    return encoded((kind, steps, result))
 
 
-def record_of(number: int) -> Record:
-    return _RECORDS[number]
+@lru_cache(4096)
+def record_of(text: str) -> Record:
+    """Raises ConstantError for what is no text of a Record."""
+    kind, steps, result = decoded(text)
+    return Record(kind, steps, result, text)
 
 
 @dataclass
 class Recorded:
-    """A mod in the graph of TorchDynamo: the number of its Record, and what it captures there."""
+    """A mod in the graph of TorchDynamo: the text of its Record, and what it captures there."""
 
-    number: int
+    text: str
     captured: list[Tensor]
     integers: list[int]
     reals: list[float]
@@ -283,5 +299,5 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
         _let_modes_change(False)
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
-    number = _numbered(kind, tuple(recorder.steps), noted)
-    return Recorded(number, recorder.captured, recorder.integers, recorder.reals)
+    text = _text_of(kind, tuple(recorder.steps), noted)
+    return Recorded(text, recorder.captured, recorder.integers, recorder.reals)

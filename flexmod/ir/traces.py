@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from flexmod.ir.fingerprint import Seen, fingerprint
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced, trace
+from flexmod.locks import Lock
 
 REMEMBERED = 4096
 
@@ -26,7 +26,7 @@ class Known(NamedTuple):
 
 
 _known: dict[object, Known] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def find(

@@ -3,11 +3,12 @@
     score_mod = mods.chain(mods.alibi(16), mods.softcap(50.0))
     out = flexmod.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
+Each is a ScoreMod: called as a function, and pickled as what it does. `mods.ScoreMod` makes one of yours.
 A floating-point tensor that a mod is given is learned where it requires grad. An argument that does not fit
 raises LibraryArgumentError when the mod is made.
 """
 
-from flexmod.mods.checks import ScoreMod
+from flexmod.ir.composed import ScoreMod
 from flexmod.mods.graphs import graphormer_edge, graphormer_spatial
 from flexmod.mods.latent import mla_rope
 from flexmod.mods.packed import jagged

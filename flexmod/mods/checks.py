@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.masks.checks import check_kind
-
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def check_positive(function: str, name: str, value: Any) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.ir.composed import ScoreMod
 from flexmod.masks.checks import check_tensor
-from flexmod.mods.checks import ScoreMod, check_float
+from flexmod.mods.checks import check_float
 
 
 def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
@@ -35,6 +36,7 @@ def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
     check_float("graphormer_spatial", "table", table, ranks=(2,), shapes="[lengths, H]")
     check_tensor("graphormer_spatial", "distances", distances, ranks=(2, 3), shapes="[N, N] or [B, N, N]")
 
+    @ScoreMod
     def spatial_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         of_batch = distances if distances.dim() == 2 else distances[b]
         return score + table[of_batch[q_idx, kv_idx], h]
@@ -77,6 +79,7 @@ def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
     biases = torch.nn.functional.pad(table, (0, 0, 0, 1))
     lengths = (edges >= 0).sum(-1, dtype=torch.int32).clamp(min=1)
 
+    @ScoreMod
     def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         paths, counts = (edges, lengths) if edges.dim() == 3 else (edges[b], lengths[b])
         path = paths[q_idx, kv_idx]

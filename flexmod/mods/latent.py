@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
-from flexmod.mods.checks import ScoreMod, check_float
+from flexmod.ir.composed import ScoreMod
+from flexmod.mods.checks import check_float
 
 
 def mla_rope(query_rope: Tensor, key_rope: Tensor, scale: float) -> ScoreMod:
@@ -48,6 +49,7 @@ def mla_rope(query_rope: Tensor, key_rope: Tensor, scale: float) -> ScoreMod:
             rule=f"of query_rope's, {query_rope.shape[-1]}", advice="give both the same last dimension",
         )  # fmt: skip
 
+    @ScoreMod
     def rope_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         of_query, of_key = query_rope[b, h, q_idx], key_rope[b, kv_idx]
         products = (of_query[i] * of_key[i] for i in range(query_rope.shape[-1]))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from flexmod.ir.composed import ScoreMod
 from flexmod.masks.checks import check_tensor
 from flexmod.masks.packed import places
-from flexmod.mods.checks import ScoreMod
 
 
 def jagged(
     offsets: Tensor,
-    score_mod: ScoreMod,
+    score_mod: Callable[..., Any],
     *,
     kv_offsets: Tensor | None = None,
     total: int | None = None,
@@ -51,6 +52,7 @@ def jagged(
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
         _, kv_start = places(kv_offsets, kv_total)
 
+    @ScoreMod
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score_mod(score, sequence[q_idx], h, q_idx - start[q_idx], kv_idx - kv_start[kv_idx])
 

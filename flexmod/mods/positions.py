@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.ir.composed import ScoreMod
 from flexmod.masks.checks import check_number, is_int
-from flexmod.mods.checks import ScoreMod, check_float
+from flexmod.mods.checks import check_float
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
@@ -41,6 +42,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
             _refuse_slopes(f"{slopes.dtype} {list(slopes.shape)}")
         table = slopes
 
+        @ScoreMod
         def alibi_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return score + table[h] * (kv_idx - q_idx)
 
@@ -50,6 +52,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
         _refuse_slopes(repr(slopes))
     rate = -8.0 / slopes
 
+    @ScoreMod
     def alibi_formula(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + torch.exp2((h + 1) * rate) * (kv_idx - q_idx)
 
@@ -96,6 +99,7 @@ def relative_position() -> ScoreMod:
            3.00   2.00   1.00   0.00
     """
 
+    @ScoreMod
     def relative_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + (q_idx - kv_idx)
 
@@ -122,6 +126,7 @@ def causal_score() -> ScoreMod:
            0.00   0.00   0.00   0.00
     """
 
+    @ScoreMod
     def causal_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(q_idx >= kv_idx, score, -float("inf"))
 
@@ -158,6 +163,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         )  # fmt: skip
     reach = table.shape[-1] // 2
 
+    @ScoreMod
     def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         place = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
         return score + (table[place] if table.dim() == 1 else table[h, place])
@@ -212,6 +218,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
     # by kv_idx - q_idx + max_distance
     buckets = torch.cat((before.flip(0), after[1:])).to(table.device)
 
+    @ScoreMod
     def t5_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = torch.clamp(kv_idx - q_idx, -max_distance, max_distance)
         return score + table[buckets[distance + max_distance], h]
@@ -261,6 +268,7 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
     angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
     products = angles.cos().sum(-1).to(device=device, dtype=torch.float32)
 
+    @ScoreMod
     def sandwich_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + products[torch.abs(q_idx - kv_idx)] * (heads / 8) / (h + 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.approximate import tanh_approximate
+from flexmod.ir.composed import ScoreMod
 from flexmod.masks.checks import check_number
-from flexmod.mods.checks import ScoreMod, check_float, check_positive
+from flexmod.mods.checks import check_float, check_positive
 
 
-def chain(*score_mods: ScoreMod) -> ScoreMod:
+def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
     """One mod after another: each changes the score that the one before it left.
 
         chain(first, second)(score, ...) == second(first(score, ...), ...)
@@ -43,6 +45,7 @@ def chain(*score_mods: ScoreMod) -> ScoreMod:
                 advice="write e.g. chain(mods.alibi(8), mods.softcap(50.0))",
             )  # fmt: skip
 
+    @ScoreMod
     def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         for score_mod in score_mods:
             score = score_mod(score, b, h, q_idx, kv_idx)
@@ -72,9 +75,11 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     """
     check_positive("softcap", "cap", cap)
 
+    @ScoreMod
     def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * torch.tanh(score / cap)
 
+    @ScoreMod
     def softcap_approximate_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * tanh_approximate(score / cap)
 
@@ -106,6 +111,7 @@ def temperature(value: float | Tensor) -> ScoreMod:
         check_float("temperature", "value", value, ranks=(0, 1), shapes="[] or [H]")
     of_head = isinstance(value, Tensor) and value.dim() == 1
 
+    @ScoreMod
     def temperature_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score / (value[h] if of_head else value)  # type: ignore[index]
 
@@ -141,6 +147,7 @@ def sink(logits: Tensor, position: int = 0) -> ScoreMod:
     check_float("sink", "logits", logits, ranks=(1,), shapes="[H]")
     check_number("sink", "position", position, least=0)
 
+    @ScoreMod
     def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(kv_idx == position, logits[h], score)
 

@@ -11,7 +11,6 @@ outside changes: the module itself can be compiled before, after and meanwhile.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -23,6 +22,7 @@ import torch
 import triton
 
 from flexmod.errors import BackendDeviceError
+from flexmod.locks import Lock
 from flexmod.runtime.interpreter_language import Language, language
 
 # What a launch of a compiled kernel takes beside the kernel's own parameters
@@ -34,8 +34,8 @@ LAUNCH_OPTIONS = frozenset(
 Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 # The interpreter keeps the place in the grid in one object: one launch at a time.
-_one_launch = threading.Lock()
-_memo_lock = threading.Lock()
+_one_launch = Lock()
+_memo_lock = Lock()
 
 
 class Kernel:

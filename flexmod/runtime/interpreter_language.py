@@ -16,13 +16,13 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from flexmod.errors import InterpreterOperationError
+from flexmod.locks import Lock
 from flexmod.runtime import interpreter_numbers
 from flexmod.runtime.interpreter_source import TO_TENSOR, TRUTH, compile_for_interpreter
 
@@ -168,7 +168,7 @@ class Language:
         return scope
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _language: Language | None = None
 
 

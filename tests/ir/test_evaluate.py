@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod.ir.evaluate import evaluate, replay
+from flexmod.ir.evaluate import evaluate
 from flexmod.ir.passes import optimize, promote_constants, widen
+from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced, trace
 
 docs = torch.tensor([0, 0, 1, 1])

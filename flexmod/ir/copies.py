@@ -1,0 +1,88 @@
+"""What copy.deepcopy makes of a mod, and which captured tensors the copy goes by.
+
+Python copies objects (a module, a bound method, a partial, an object that is called) with the tensors in
+them, and does not copy functions: a copied closure captures the very tensors that it captured before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Memo = dict[int, Any]
+Self = TypeVar("Self", bound="CopiesByAttribute")
+NOT_COPIED = (FunctionType, BuiltinFunctionType, ModuleType, type)
+
+
+class CopiesByAttribute:
+    """copy and deepcopy go attribute by attribute; pickle may do something else."""
+
+    def __copy__(self: Self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self: Self, memo: Memo) -> Self:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+def deep_copied(
+    mod: Callable[..., Any], tensors: Sequence[Tensor], memo: Memo
+) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """The copy of a mod, and of the tensors that it captures those that the copy captures.
+
+    Part of what the mod reaches may not be copied yet: its model, in which this copy takes part.
+    """
+    new = copy.deepcopy(mod, memo)
+    left = {id(tensor) for tensor in tensors}
+    if new is mod or not left:
+        return new, tuple(tensors)
+    copied: set[int] = set()
+    for tensor in _tensors(mod):
+        if id(tensor) in left:
+            copied.add(id(tensor))
+            if copied == left:
+                break
+    return new, tuple([copy.deepcopy(t, memo) if id(t) in copied else t for t in tensors])
+
+
+def _tensors(mod: Any) -> Iterator[Tensor]:
+    """The tensors that Python copies with a mod."""
+    seen = {id(mod): mod}
+    queue = [mod]
+    while queue:
+        for item in _parts(queue.pop()):
+            if isinstance(item, Tensor):
+                yield item
+            elif id(item) not in seen and not isinstance(item, NOT_COPIED):
+                seen[id(item)] = item
+                queue.append(item)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What deepcopy copies with a value."""
+    if isinstance(value, dict):
+        yield from [*value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from [*value]
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    # who copies itself says what is copied with it
+    if hasattr(type(value), "__deepcopy__") and not isinstance(value, (CopiesByAttribute, torch.nn.Module)):
+        return
+    yield from [*getattr(value, "__dict__", {}).values()]
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield getattr(value, name)

@@ -1,0 +1,166 @@
+"""A traced graph as a mod again. It needs nothing of the function that was traced, and can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import NotPicklableError
+from flexmod.ir.copies import CopiesByAttribute
+from flexmod.ir.evaluate import real_dtype
+from flexmod.ir.graph import DType, Graph
+from flexmod.ir.ops import CAST, HALF, OPS, strong
+from flexmod.ir.proxy import Proxy
+from flexmod.ir.source import mod_name
+from flexmod.ir.trace import Traced, trace
+
+WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+class _Step(NamedTuple):
+    """A node for `Replay._run`: the values that it takes, by place, and the dtypes that they are cast to."""
+
+    op: str
+    args: tuple[int, ...]
+    dtype: DType
+    value: Any
+    function: Callable[..., Any] | None = None
+    at: tuple[torch.dtype, ...] = ()
+    half: torch.dtype | None = None
+
+
+class _Program:
+    """The steps of a graph. With slots, what searches objects for tensors and functions finds none here."""
+
+    __slots__ = ("result", "steps")
+
+    def __init__(self, graph: Graph) -> None:
+        self.steps = _steps(graph)
+        self.result = graph.nodes.index(graph.result)
+
+    def __deepcopy__(self, memo: object) -> _Program:
+        return self
+
+
+class Replay(CopiesByAttribute):
+    """A mod that does what a traced one did: on tensors, on what torch.compile traces, and on proxies.
+
+    It is pickled and copied with its graph and the captured tensors. MaskReplay and ScoreReplay have the
+    arguments of their kind.
+    """
+
+    __call__: Callable[..., Any]
+
+    def __init__(self, traced: Traced, name: str) -> None:
+        self.traced = traced
+        self.__name__ = name
+        self._program = _Program(traced.graph)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (leaves(self.traced), self.__name__)
+
+    def __repr__(self) -> str:
+        return f"<replay of {self.__name__}>"
+
+    def _run(self, b: Any, **inputs: Any) -> Any:
+        inputs["b"] = b
+        if isinstance(b, Proxy):
+            return b._tracer.inline(self.traced, inputs)
+        given = {n: x if isinstance(x, Tensor) else torch.as_tensor(x) for n, x in inputs.items()}
+        score = given.get("score")
+        real = torch.float64 if score is not None and score.dtype == torch.float64 else torch.float32
+        values: list[Any] = []
+        # TorchDynamo runs this: no dicts of nodes, no cached properties
+        for op, args, dtype, value, function, at, half in self._program.steps:
+            if op == "input":
+                values.append(given[value].to(real_dtype(dtype, real)))
+            elif op == "const":
+                values.append(given["b"].new_full((), value, dtype=WIDEST[type(value)]))
+            elif op == "load":
+                tensor = self.traced.tensors[value]
+                index = tuple([_index(values[place]) for place in args])
+                values.append((tensor[index] if index else tensor).to(real_dtype(dtype, real)))
+            elif op == CAST:
+                values.append(values[args[0]].to(real_dtype(dtype, real)))
+            else:
+                assert function is not None
+                operands = [
+                    values[place].to(real_dtype(to, real)) for place, to in zip(args, at, strict=True)
+                ]
+                if half is None or real is torch.float64:
+                    values.append(function(*operands))
+                else:  # in float32, then rounded, as kernels and torch's own do it
+                    values.append(function(*[x.float() for x in operands]).to(half))
+        return values[self._program.result].to(real_dtype(self.traced.graph.result.dtype, real))
+
+
+class MaskReplay(Replay):
+    """A mask_mod that was traced."""
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self._run(b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+
+
+class ScoreReplay(Replay):
+    """A score_mod that was traced."""
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self._run(b, score=score, h=h, q_idx=q_idx, kv_idx=kv_idx)
+
+
+def replay(traced: Traced, name: str | None = None) -> Replay:
+    """A mod of the graph's kind; `name` is what messages and pictures call it."""
+    kind = traced.graph.kind
+    return (MaskReplay if kind == "mask" else ScoreReplay)(traced, name or f"{kind}_mod")
+
+
+def leaves(traced: Traced) -> Traced:
+    """As torch.save has it: what autograd has computed is a tensor of its own in another process."""
+    tensors = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for t in traced.tensors]
+    return Traced(traced.graph, tuple(tensors), traced.eager)
+
+
+def for_pickle(mod: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """What is pickled in place of a mod: what it does now, wherever its function may be found later.
+
+    Raises NotPicklableError where the mod cannot be traced.
+    """
+    if isinstance(mod, CopiesByAttribute):  # flexmod's own know how
+        return mod
+    return replay(traced_for_pickle(mod, kind), mod_name(mod))
+
+
+def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
+    """The trace of a mod, on the device of what it captures. Raises NotPicklableError."""
+    try:
+        traced = trace(mod, kind)
+        away = [t.device for t in traced.tensors if t.device.type != "cpu"]
+        return trace(mod, kind, away[0]) if away else traced
+    except Exception as error:
+        raise NotPicklableError(
+            mod=f"{kind}_mod {mod_name(mod)}", reason=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _steps(graph: Graph) -> tuple[_Step, ...]:
+    places = {n: i for i, n in enumerate(graph.nodes)}
+    steps: list[_Step] = []
+    for n in graph.nodes:
+        known = (n.op, tuple([places[a] for a in n.args]), n.dtype, n.value)
+        row = OPS.get(n.op)
+        if row is None or n.op == CAST:
+            steps.append(_Step(*known))
+            continue
+        at = row.argument_dtypes([a.dtype for a in n.args], n.dtype)
+        half = at[0] if row.at == "result" and at[0] in HALF else None
+        numbers = (row.number_dtype(d) if a.is_const else d for a, d in zip(n.args, at, strict=True))
+        steps.append(_Step(*known, row.torch, tuple(map(strong, numbers)), half))
+    return tuple(steps)
+
+
+def _index(value: Tensor) -> Tensor:
+    # torch refuses indices of 8 or 16 bits, or takes them for a mask
+    return value.long() if value.dtype.itemsize < 4 else value
