@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,11 @@ import flexmod
 from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
-from flexmod.ir.kept import graph_of
+from flexmod.ir import kept
+from flexmod.ir.constants import decoded, encoded
+from flexmod.ir.kept import graph_of, numbered
 from flexmod.ir.record import Recorder
+from flexmod.ir.trace import trace
 from flexmod.runtime import launch, machine_code, target
 from flexmod.runtime.interpreter import interpreted
 
@@ -72,6 +76,11 @@ def dropout_of_transformers() -> Any:
 def behind_the_recorder() -> Any:
     recorder = Recorder("mask", torch.device("cpu"))
     return recorder.noted(recorder.arguments[0] * 2)
+
+
+def two_graphs_of_one_number() -> Any:
+    with mock.patch.object(kept, "digest", return_value=7):
+        return [numbered(trace(lambda b, h, q, k, n=n: q + n > k, "mask").graph) for n in (77771, 77772)]
 
 
 def called() -> flexmod.CompiledAttention:
@@ -131,6 +140,32 @@ ROWS: list[Row] = [
         ),
         "create_block_mask makes a mask of 25020003 tiles, inside torch.compile or torch.export.\n"
         "  Instead: build it before the call, and hand it to the compiled function.",
+    ),
+    (
+        errors.ConstantError,
+        lambda: encoded(("mul", object())),
+        "a object is no constant of a mod in torch.compile or torch.export.\n"
+        "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
+    ),
+    (
+        errors.ConstantError,
+        lambda: decoded('{"code": "print(1)"}'),
+        "the text '{\"code\": \"print(1)\"}' is no constant of a mod in torch.compile or torch.export.\n"
+        "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
+    ),
+    (
+        errors.GraphNumberError,
+        two_graphs_of_one_number,
+        "the graphs of two block masks have one number, 7, by which a compiled model knows them.\n"
+        "  Instead: change a constant of one mask_mod: the number is a digest of 62 bits, and almost never "
+        "equal.",
+    ),
+    (
+        errors.NotPicklableError,
+        lambda: pickle.dumps(masks.Mask(lambda b, h, q_idx, kv_idx: q_idx, "position")),
+        "mask_mod position cannot be pickled, since it cannot be traced: MaskResultError, mask_mod returned "
+        "int32, expected bool.\n"
+        "  Instead: mend the mod: flexmod.explain(mask_mod) says the same, with the line that is at fault.",
     ),
     (
         errors.ForgottenGraphError,

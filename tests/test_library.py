@@ -266,7 +266,7 @@ def test_a_record_is_traced_as_the_mod_itself(number: int) -> None:
     t = torch.device("cpu")
     recorded = record(mod, "score", t)
     captured = recorded.captured, recorded.integers, recorded.reals
-    traced, places = record_of(recorded.number).traced(*captured, t)
+    traced, places = record_of(recorded.text).traced(*captured, t)
     wanted = trace(mod, "score")
     assert traced.graph.reads == wanted.graph.reads
     assert all(recorded.captured[place] is x for place, x in zip(places, traced.tensors, strict=True))

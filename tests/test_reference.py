@@ -86,7 +86,7 @@ METHODS = [
 def test_everything_public_says_what_it_is() -> None:
     """Each public name has a docstring, and each public method of what is public."""
     for documented in (*PUBLIC, *METHODS):
-        if documented not in (masks.MaskMod, mods.ScoreMod):
+        if documented is not masks.MaskMod:
             assert documented.__doc__, documented
 
 

@@ -25,6 +25,7 @@ EXPECTED = {
     ("runtime/interpreter_language.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
     ("mod_names.py", "exec_module"),
+    ("errors/mods.py", "pickle"),
 }  # fmt: skip
 
 

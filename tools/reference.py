@@ -33,7 +33,7 @@ from flexmod.ir.trace import trace  # noqa: E402
 
 FOLDER = Path("docs/reference")
 WRITTEN = "<!-- Written by tools/reference.py. -->"
-TYPES = ("MaskMod", "ScoreMod")
+TYPES = ("MaskMod",)
 PICTURE = re.compile(
     r"^`(?P<call>m\w+\..+)`, (?P<rows>\d+) x (?P<columns>\d+)(?:, scores of (?P<scores>.+))?:$"
 )

@@ -123,5 +123,5 @@ class LibraryArgumentError(FlexmodError, ValueError):
 
 
 class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
-    what = "{mod} cannot be pickled: tracing it raises {reason}"
-    instead = "mend that; or build the block mask here, and send that, which has been traced already."
+    what = "{mod} cannot be pickled, since it cannot be traced: {error}, {reason}"
+    instead = "mend the mod: flexmod.explain({name}) says the same, with the line that is at fault."

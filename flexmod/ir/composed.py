@@ -54,7 +54,7 @@ class ScoreMod(_OfFunction):
         def nearer(score, b, h, q_idx, kv_idx):
             return score - 0.1 * (q_idx - kv_idx).abs()
 
-        sent = pickle.dumps(nearer)
+        out = flex_attention(query, key, value, score_mod=nearer)
     """
 
     _kind = "score"

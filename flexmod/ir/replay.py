@@ -141,8 +141,9 @@ def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
         return trace(mod, kind, away[0]) if away else traced
     except Exception as error:
         raise NotPicklableError(
-            mod=f"{kind}_mod {mod_name(mod)}", reason=f"{type(error).__name__}: {error}"
-        ) from error
+            mod=f"{kind}_mod {mod_name(mod)}", error=type(error).__name__, name=f"{kind}_mod",
+            reason=f"{error}".partition("\n")[0],
+        ) from error  # fmt: skip
 
 
 def _steps(graph: Graph) -> tuple[_Step, ...]:
