@@ -164,8 +164,9 @@ ROWS: list[Row] = [
         errors.NotPicklableError,
         lambda: pickle.dumps(masks.Mask(lambda b, h, q_idx, kv_idx: q_idx, "position")),
         "mask_mod position cannot be pickled, since it cannot be traced: MaskResultError, mask_mod returned "
-        "int32, expected bool.\n"
-        "  Instead: mend the mod: flexmod.explain(mask_mod) says the same, with the line that is at fault.",
+        "int32; a mask says True or False.\n"
+        "  Instead: mend the mod: flexmod.explain(mask_mod=mask_mod) says the same, with the line that is at "
+        "fault.",
     ),
     (
         errors.ForgottenGraphError,

@@ -124,4 +124,4 @@ class LibraryArgumentError(FlexmodError, ValueError):
 
 class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
     what = "{mod} cannot be pickled, since it cannot be traced: {error}, {reason}"
-    instead = "mend the mod: flexmod.explain({name}) says the same, with the line that is at fault."
+    instead = "mend the mod: flexmod.explain({kind}_mod={kind}_mod) says the same, with the line that is at fault."

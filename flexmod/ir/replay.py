@@ -141,7 +141,7 @@ def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
         return trace(mod, kind, away[0]) if away else traced
     except Exception as error:
         raise NotPicklableError(
-            mod=f"{kind}_mod {mod_name(mod)}", error=type(error).__name__, name=f"{kind}_mod",
+            mod=f"{kind}_mod {mod_name(mod)}", error=type(error).__name__, kind=kind,
             reason=f"{error}".partition("\n")[0],
         ) from error  # fmt: skip
 
