@@ -56,8 +56,8 @@ class BlockMask(Drawn):
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
-    The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned. Calls after that see it; the backward
-    of a call before it does not. `traced` is the graph of `mask_mod`, taken when it was assigned.
+    The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
+    an earlier call does not. `traced` is the graph of `mask_mod`, taken when it was assigned.
 
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
     together, and what tracing a mask_mod raises.
