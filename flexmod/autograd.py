@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmod import transforms
+from flexmod import saved, transforms
 from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import captured_tensors, launched_tensors
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
 from flexmod.ir.fingerprint import tensor_key
@@ -54,6 +53,20 @@ class Call:
     track: bool
     _forward: Repeated = field(default_factory=Repeated)
     _backward: dict[object, Repeated] = field(default_factory=dict)
+    _places: list[object] = field(default_factory=list)  # of the tensors that the first forward saved
+
+    @cached_property
+    def facts(self) -> int:
+        """A hash of all that a backward depends on beside tensors and the mask."""
+        problem = self.problem
+        score = None if problem.score is None else problem.score.graph
+        return hash((score, problem.scale, problem.options, problem.precision, self.backend))
+
+    def saved_names(self, kept: int) -> list[str]:
+        """What a user calls the tensors that are saved for the backward; see `Attention`."""
+        captures = self.problem.score.graph.captures if self.problem.score else ()
+        of_score = (f"{capture.name}, captured by score_mod," for capture in captures)
+        return ["query", "key", "value", "out", "lse", *["lse"] * kept, *of_score]
 
     @cached_property
     def used(self) -> tuple[bool, ...]:
@@ -65,7 +78,7 @@ class Call:
         return tuple(number in numbers for number in range(len(graph.captures)))
 
     def whole(
-        self, mask: BlockMask | None, captured: Sequence[Tensor], wanted: Sequence[bool] = ()
+        self, mask: MaskSnapshot | None, captured: Sequence[Tensor], wanted: Sequence[bool] = ()
     ) -> Problem:
         """The problem with its mask, the tensors of its score mod, and the derivatives by those `wanted`."""
         score = self.problem.score
@@ -79,18 +92,15 @@ class Call:
             capture_grad=capture_grad(score.graph, numbers) if numbers else None,
         )
 
-    def forward(
-        self, mask: BlockMask | None, tensors: tuple[Tensor, ...], beside: tuple[Tensor, ...] | None = None
-    ) -> Tensors:
+    def forward(self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]) -> Tensors:
         """out, lse, the row maximum or None, and what the backend keeps for its backward.
 
-        `tensors` are query, key, value and those that the score mod captures; `beside` those of the mask that
-        are launched, where the caller has them at hand.
+        `tensors` are query, key, value and those that the score mod captures.
         """
         generated = self.backend in GENERATED
         if generated:
-            beside = launched_tensors(mask) if beside is None else beside
-            played = self._forward.played(tensors, beside)
+            beside, kinds = ((), ()) if mask is None else (mask.tensors, mask.kinds)
+            played = self._forward.played(tensors, beside, kinds)
             if played is not None:
                 return played
 
@@ -105,7 +115,12 @@ class Call:
         if nothing(*tensors[:2]):
             return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
-        return self._forward(attend, tensors, beside or ()) if generated else attend(*tensors)
+        found = self._forward(attend, tensors, beside, kinds) if generated else attend(*tensors)
+        if self.track and not self._places:
+            results = (t for place, t in enumerate(found) if place != 2)
+            kept = (*tensors[:3], *results, *tensors[3:])
+            self._places[:] = [saved.place(tensor) for tensor in kept if tensor is not None]
+        return found
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         """Results where there is no query, or no key: then each query has nothing to attend to."""
@@ -114,11 +129,12 @@ class Call:
         return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
 
     def backward(
-        self, mask: BlockMask | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
+        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
     ) -> Tensors:
         """Gradients of query, key, value and each captured tensor; None where `needs` does not ask.
 
         `tensors` are grad_out, grad_lse, query, key, value, out, lse, the `kept` ones, the captured ones.
+        Raises SavedTensorError.
         """
 
         def differentiate(*tensors: Any) -> Tensors:
@@ -135,14 +151,21 @@ class Call:
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
         if self.backend not in GENERATED:
+            self._check_places(tensors, kept)
             return differentiate(*tensors)
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         repeated = self._backward.get(case)
         if repeated is None:
+            self._check_places(tensors, kept)
             repeated = Repeated()
             remember(self._backward, case, repeated, BACKWARDS)
-        return repeated(differentiate, tensors, launched_tensors(mask))
+        beside, kinds = ((), ()) if mask is None else (mask.tensors, mask.kinds)
+        return repeated(differentiate, tensors, beside, kinds)
+
+    def _check_places(self, tensors: Tensors, kept: int) -> None:
+        if self._places:
+            saved.check_places(self.saved_names(kept), self._places, tensors[2:])  # type: ignore[arg-type]
 
 
 def nothing(query: Tensor | None, key: Tensor | None) -> bool:
@@ -152,20 +175,16 @@ def nothing(query: Tensor | None, key: Tensor | None) -> bool:
 
 def run(
     call: Call,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     captured: Sequence[Tensor],
     plain: bool,
-    beside: tuple[Tensor, ...] | None = None,
 ) -> Forward:
-    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one.
-
-    `beside`: as `Call.forward` takes it.
-    """
+    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
     if call.backend == "reference" and not nothing(query, key) or not call.track:
-        out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured), beside)
+        out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured))
         return Forward(out, lse, largest)  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
     # what Function.apply does besides is for torch.func
@@ -186,27 +205,20 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, mask, query, key, value, *captured = inputs
         out, lse, max_scores, *kept = output
-        ctx.call, ctx.mask, ctx.kept = call, mask, len(kept)
-        # A tensor made in inference mode can be read, but autograd cannot save it.
-        ctx.captured = [t if t.is_inference() else None for t in captured]
-        saved = [t for t in captured if not t.is_inference()]
-        # Saved, those of the mask too: autograd then refuses a backward after one was changed in place.
-        watched = [t for t in captured_tensors(mask) if not t.is_inference()]
-        ctx.save_for_backward(query, key, value, out, lse, *kept, *saved, *watched)
+        ctx.call, ctx.kept = call, len(kept)
+        # autograd cannot save a tensor of inference mode, which knows nothing of writes: a copy is saved
+        captured = [t.clone() if t.is_inference() else t for t in captured]
+        saved.save(ctx, call.facts, mask, (query, key, value, out, lse, *kept, *captured))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in (max_scores, *kept) if t is not None))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Tensors:
-        query, key, value, out, lse, *rest = ctx.saved_tensors
+        mask, tensors = saved.restored(ctx, lambda: ctx.call.saved_names(ctx.kept))
         if grad_out is None:  # only the lse was used
+            out = tensors[3]
             grad_out = out.new_zeros(()).expand_as(out)
-        kept, saved = rest[: ctx.kept], iter(rest[ctx.kept :])
-        captured = [next(saved) if t is None else t for t in ctx.captured]
-        arguments = (
-            ctx.call, ctx.mask, ctx.needs_input_grad[2:], ctx.kept,
-            grad_out, grad_lse, query, key, value, out, lse, *kept, *captured,
-        )  # fmt: skip
+        arguments = (ctx.call, mask, ctx.needs_input_grad[2:], ctx.kept, grad_out, grad_lse, *tensors)
         again = torch.is_grad_enabled() or transforms.active() or transforms.is_batched(grad_out)
         return (None, None, *(Gradient.apply(*arguments) if again else Gradient.forward(*arguments)))
 

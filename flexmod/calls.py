@@ -23,7 +23,7 @@ from flexmod import autograd, checks, config, errors, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import launch_key
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import lower
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
@@ -67,13 +67,13 @@ class Ready(NamedTuple):
     """
 
     call: autograd.Call
-    mask: BlockMask | None
+    mask: MaskSnapshot | None
     places: tuple[int, ...]
     autocast: bool
 
 
 _without_mask: dict[object, Ready] = {}
-_by_mask: WeakKeyDictionary[BlockMask, dict[object, Ready]] = WeakKeyDictionary()
+_by_mask: WeakKeyDictionary[MaskSnapshot, dict[object, Ready]] = WeakKeyDictionary()
 NO_CALLS: dict[object, Ready] = {}
 
 
@@ -85,16 +85,17 @@ def forget() -> None:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Forward:
     """Attention, as it is asked for: a call that is known, or a new one."""
-    facts, memory = _facts(query, key, value, block_mask, asked), NO_CALLS
+    mask = _snapshot(block_mask)
+    facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
     if facts is not None:
-        memory = _without_mask if block_mask is None else _by_mask.setdefault(block_mask, {})
+        memory = _without_mask if mask is None else _by_mask.setdefault(mask, {})
     ready = memory.get(facts)
     if ready is None:
-        return _attend_anew(query, key, value, block_mask, asked, facts, memory)
+        return _attend_anew(query, key, value, mask, asked, facts, memory)
     seen = asked.score.seen
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
-    mask = block_mask if ready.mask is None else ready.mask
+    mask = mask if ready.mask is None else ready.mask
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
@@ -104,11 +105,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
 
 def known(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Ready | None:
     """What is known of a call; None if it is new."""
-    memory = _without_mask if block_mask is None else _by_mask.get(block_mask, NO_CALLS)
-    return memory.get(_facts(query, key, value, block_mask, asked))
+    mask = _snapshot(block_mask)
+    memory = _without_mask if mask is None else _by_mask.get(mask, NO_CALLS)
+    return memory.get(_facts(query, key, value, mask, asked))
 
 
-def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> tuple[object, ...] | None:
+def _facts(
+    query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: Asked
+) -> tuple[object, ...] | None:
     """All that a call depends on, but for what tensors hold; None where that cannot be told."""
     score, scale, enable_gqa, options, want_max = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
@@ -116,11 +120,9 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
     of_tensors = kinds(query, key, value, options)
     if of_tensors is None:
         return None
-    of_mask: tuple[object, ...] | None = ()
-    if block_mask is not None:
-        of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
-        if of_mask is None:
-            return None
+    of_mask = () if mask is None else mask.capture_kinds()
+    if of_mask is None:
+        return None
     return (
         of_tensors, of_mask, score.seen.key, scale, bool(enable_gqa), options.backend, options.tiles, want_max
     )  # fmt: skip
@@ -150,7 +152,7 @@ def _attend_anew(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    block_mask: Any,
+    mask: MaskSnapshot | None,
     asked: Asked,
     facts: object,
     memory: dict[object, Ready],
@@ -172,7 +174,6 @@ def _attend_anew(
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
-        mask = _block_mask(block_mask)
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
@@ -189,10 +190,10 @@ def checked(
     key: Tensor,
     value: Tensor,
     source: Traced | None,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     asked: Asked,
     track: bool,
-) -> tuple[autograd.Call, BlockMask | None]:
+) -> tuple[autograd.Call, MaskSnapshot | None]:
     """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
     backend = _backend(asked.options, query)
     scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
@@ -245,10 +246,10 @@ def _problem(
     query: Tensor,
     key: Tensor,
     source: Traced | None,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     scale: float,
     wants_grad: bool,
-) -> tuple[Problem, BlockMask | None]:
+) -> tuple[Problem, MaskSnapshot | None]:
     """The mods checked against the tensors, and a mask for the -inf branches of the score_mod.
 
     The problem holds neither a mask nor captured tensors.
@@ -269,23 +270,26 @@ def _problem(
     return Problem(score, lowered.grad if wants_grad else None, None, scale), own
 
 
-def _block_mask(block_mask: Any) -> BlockMask | None:
-    if block_mask is None or isinstance(block_mask, BlockMask):
-        return block_mask
+def _snapshot(block_mask: Any) -> MaskSnapshot | None:
+    """What the call reads of its mask: this, whatever becomes of the mask before the backward."""
+    if block_mask is None:
+        return None
+    if isinstance(block_mask, BlockMask):
+        return block_mask.snapshot()
     if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
-        return from_torch(block_mask)
+        return from_torch(block_mask).snapshot()
     raise errors.NotABlockMask(type=type(block_mask).__name__)
 
 
-def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> BlockMask:
+def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
     batch, heads, length, keys = extents
     sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
     if used_captures(split.graph.nodes):
-        return create_block_mask(replay(split), *sizes, device=device)
+        return create_block_mask(replay(split), *sizes, device=device).snapshot()
     return _remembered_mask(split.graph, sizes, device)
 
 
 @lru_cache(64)
-def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> BlockMask:
-    return create_block_mask(replay(Traced(graph)), *sizes, device=device)
+def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
+    return create_block_mask(replay(Traced(graph)), *sizes, device=device).snapshot()

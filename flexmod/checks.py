@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
 from flexmod.ir.trace import Traced
@@ -97,12 +97,11 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
         raise errors.LowerPrecisionBackward(query=names[0], key=names[1])
 
 
-def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
+def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     """The mask's shape, device and captures against the call."""
     _same_device("query", query, "block_mask", mask.device)
-    mask.look()
     if len(mask.held.batch) != 2:
-        shape = tuple(mask.kv_indices.shape)
+        shape = (*mask.held.batch, *mask.held.grid)
         raise errors.BlockMaskPartsError(
             problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
             advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
@@ -125,7 +124,7 @@ def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
     check_captures(mask.traced, "mask", query)
 
 
-def _rebuild_call(mask: BlockMask, lengths: tuple[int, int]) -> str:
+def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
     batch, heads = (size if size > 1 else None for size in mask.held.batch)
     device = str(mask.device)
     return (

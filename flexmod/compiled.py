@@ -15,7 +15,7 @@ from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import version
-from flexmod.block_mask.launched import launched_tensors
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied
@@ -126,8 +126,7 @@ class CompiledAttention(Shown):
         bound = self._bound.get((facts, want_max))
         if bound is not None and bound.holds():
             self._latest = bound.latest
-            tensors = (query, key, value, bound.captured)
-            return autograd.run(bound.call, bound.mask, *tensors, plain=True, beside=bound.beside)
+            return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
         score = calls.NO_SCORE
         if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
             variant = self._variant(query.device)
@@ -244,14 +243,13 @@ def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
 class _Bound(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
 
-    `captured`: what the score mod captures. `beside`: what is launched of the mask. `watched`: what the mods
-    capture, each as it was then; of a mask's, the version too.
+    `captured`: what the score mod captures. `watched`: what the mods capture, each as it was then; of a
+    mask's, the version too.
     """
 
     call: autograd.Call
-    mask: BlockMask | None
+    mask: MaskSnapshot | None
     captured: tuple[Tensor, ...]
-    beside: tuple[Tensor, ...]
     watched: tuple[tuple[Tensor, object, float | None], ...]
     latest: Latest
 
@@ -268,9 +266,11 @@ def _bound(ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, 
     of_mask = variant.mask.tensors if variant.mask else ()
     watched: list[tuple[Tensor, object, float | None]] = [(t, tensor_key(t), None) for t in of_score]
     watched += [(t, tensor_key(t), version(t)) for t in of_mask]
-    mask = block_mask if ready.mask is None else ready.mask
+    mask = ready.mask
+    if mask is None and block_mask is not None:
+        mask = block_mask.snapshot()
     captured = tuple(of_score[place] for place in ready.places)
-    return _Bound(ready.call, mask, captured, launched_tensors(mask), tuple(watched), latest)
+    return _Bound(ready.call, mask, captured, tuple(watched), latest)
 
 
 class _Variant:

@@ -21,6 +21,7 @@ from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.fingerprint import tensor_key
@@ -120,10 +121,11 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         traced = mask._traced
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
             raise errors.MaskCaptureGradientError(name="a tensor")
-        names, tiles, numbers = mask.held.taken_apart()
+        held = mask._held
+        names, tiles, numbers = held.taken_apart()
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
         mod = Recorded("", list(traced.tensors), [], [])
-        flags = (mask.held._separate, mask.full_tiles_padded)
+        flags = (held._separate, mask.full_tiles_padded)
         return Parts("held", names, flags, mod, tiles, [*known, *numbers])
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
         names = tuple([name for name in LISTS if getattr(mask, name) is not None])
@@ -166,7 +168,7 @@ class _Ready(NamedTuple):
     """
 
     call: autograd.Call
-    mask: BlockMask | None
+    mask: MaskSnapshot | None
     places: tuple[int, ...]
 
 
@@ -175,10 +177,11 @@ _known: dict[object, _Ready] = {}
 
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
-) -> tuple[autograd.Call, BlockMask | None, tuple[int, ...]]:
+) -> tuple[autograd.Call, MaskSnapshot | None, tuple[int, ...]]:
     """The call, its mask, and which of the tensors given its score mod captures."""
     variant = _variant(given.variant)
-    mask = _mask_of(variant, given, query.device)
+    block_mask = _mask_of(variant, given, query.device)
+    mask = None if block_mask is None else block_mask.snapshot()
     tensors = (query, key, value, *given.captured, *given.tiles, *given.mask_captured)
     keys = [tensor_key(tensor) for tensor in tensors]
     numbers = (*given.integers, None, *given.reals, None, *given.numbers, None, *given.mask_integers)
@@ -195,7 +198,7 @@ def _put_together(
 
 
 def _made_ready(
-    query: Tensor, key: Tensor, value: Tensor, given: Given, variant: Variant, mask: BlockMask | None,
+    query: Tensor, key: Tensor, value: Tensor, given: Given, variant: Variant, mask: MaskSnapshot | None,
     track: bool,
 ) -> _Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()

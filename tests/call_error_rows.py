@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.checkpoint import checkpoint
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, or_masks
@@ -73,6 +74,29 @@ def captured_by_score(name: str, tensor: Tensor, **options: Any) -> Any:
 def captured_by_mask(tensor: Tensor) -> Any:
     limits = tensor
     return call(block_mask=mask(mod=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx]))
+
+
+def written_before_backward() -> None:
+    limits = torch.full((32,), 9)
+    block_mask = mask(mod=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx])
+    out = call(x(requires_grad=True), block_mask=block_mask)
+    limits.add_(1)
+    out.sum().backward()
+
+
+def another_mask_in_a_checkpoint() -> None:
+    block_mask = mask()
+    out = checkpoint(lambda q: call(q, block_mask=block_mask), x(requires_grad=True), use_reentrant=False)
+    block_mask.mask_mod = lambda b, h, q_idx, kv_idx: q_idx > kv_idx
+    out.sum().backward()
+
+
+def hooks_that_cast() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.double() if x.is_floating_point() else x
+    ):
+        out = call(x(requires_grad=True))
+    out.sum().backward()
 
 
 def short_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -523,6 +547,28 @@ MODS: list[Row] = [
 ]
 
 DERIVATIVES: list[Row] = [
+    (
+        errors.ModifiedBeforeBackwardError,
+        written_before_backward,
+        "limits, captured by mask_mod, has been modified by an inplace operation between forward and backward, "
+        "which needs it as it was.\n"
+        "  Instead: modify it after the backward (optimizer.step() too), or modify a new one: limits = "
+        "limits.clone().",
+    ),
+    (
+        errors.RecomputedError,
+        another_mask_in_a_checkpoint,
+        "a checkpoint computes attention again, and its block_mask is not that of the first forward.\n"
+        "  Instead: assign it after the backward, or inside of the checkpointed function.",
+    ),
+    (
+        errors.SavedTensorError,
+        hooks_that_cast,
+        "query was saved for the backward as (2, 4, 32, 16) of torch.float32 on cpu and comes back as "
+        "(2, 4, 32, 16) of torch.float64 on cpu.\n"
+        "  Instead: return what was saved from the unpack hook (tensors of integers too), and assign to .data "
+        "after the backward.",
+    ),
     (
         errors.DoubleBackwardError,
         second_derivative,

@@ -54,8 +54,8 @@ ROOMS = (
         "block_mask.picture",
         "block_mask.images",
         "block_mask.drawn",
-        "block_mask.format",
         "block_mask.launched",
+        "block_mask.format",
     ),
     (
         "codegen.mod_text",
@@ -86,6 +86,7 @@ ROOMS = (
     ("block_mask.generated", "block_mask.in_graph", "block_mask.build"),
     ("layouts",),
     ("checks",),
+    ("saved",),
     ("autograd",),
     ("calls",),
     ("library",),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
 from flexmod.errors import BlockMaskPartsError
 
@@ -27,7 +26,7 @@ def allocate(like: Tensor, dim: int) -> Tensor:
     return like.new_empty_strided((*like.shape[:3], dim), strides)
 
 
-def block_of(mask: BlockMask) -> tuple[int, int]:
+def block_of(mask: MaskSnapshot) -> tuple[int, int]:
     """(queries, keys) of a block, as kernels walk it: to its end, wherever the positions end.
 
     A single block may be of any size: in torch 2^30 stands for "no mask". Here it ends soon after the
@@ -59,7 +58,7 @@ def grad_lse_arguments(grad_lse: Tensor | None) -> Arguments:
     return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
 
 
-def mask_arguments(mask: BlockMask | None, axis: Axis) -> Arguments:
+def mask_arguments(mask: MaskSnapshot | None, axis: Axis) -> Arguments:
     """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
     if mask is None:
         return {}
@@ -80,26 +79,19 @@ def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
     }
 
 
-# By mask and axis: the lists that the arguments were made of, and the arguments.
-_remembered: WeakKeyDictionary[BlockMask, dict[str, tuple[list[Tensor | None], Arguments]]] = (
-    WeakKeyDictionary()
-)
-
-
-def _lists(mask: BlockMask, axis: Axis) -> Arguments:
-    """The lists of a mask; see `_list_arguments`.
-
-    Remembered while the mask has the same lists, unless they were copied: a write to them must be seen.
+def _lists(mask: MaskSnapshot, axis: Axis) -> Arguments:
+    """The lists of a mask; see `_list_arguments`. Remembered, unless they were copied: on another stream a
+    launch could read a copy before it is written.
     """
+    known: Arguments | None = mask.derived.get(axis)
+    if known is not None:
+        return known
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
-    lists: list[Tensor | None] = [getattr(mask, name) for name in names]
-    known = _remembered.setdefault(mask, {}).get(axis)
-    if known is not None and all(a is b for a, b in zip(known[0], lists, strict=True)):
-        return known[1]
+    lists = [mask.held.list(name) for name in names]
     arguments = _list_arguments(axis, names, lists)
     read = [arguments[name.upper()] for name in names]
     if all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(read, lists, strict=True)):  # type: ignore
-        _remembered[mask][axis] = (lists, arguments)
+        mask.derived[axis] = arguments
     return arguments
 
 

@@ -19,7 +19,7 @@ from flexmod import config
 from flexmod.backends import hopper, triton
 from flexmod.backends.captured import Sums, gradients
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.hopper import Way, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Captured, Kernels
 from flexmod.codegen.spec import KernelSpec, option
@@ -154,7 +154,7 @@ class _Compiled:
     make: Callable[[bool], Kernels]
     score: Mod | None
     scale: float
-    mask: BlockMask | None
+    mask: MaskSnapshot | None
     score_captured: Captured
     mask_captured: Captured
     wanted: tuple[int, ...]

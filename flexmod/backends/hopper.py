@@ -20,8 +20,8 @@ from flexmod.backends import triton
 from flexmod.backends.arguments import allocate, block_of, mask_arguments, sizes, strided
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
-from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, sum_row, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
         return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
 
 
-def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: BlockMask | None = None) -> str | None:
+def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
     """Why the kernels do not take these tensors, None where they do.
 
     `by_column` is a mask whose lists by column are needed.
@@ -106,7 +106,7 @@ def forward(
     v: Tensor,
     *,
     scale: float,
-    mask: BlockMask | None = None,
+    mask: MaskSnapshot | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
     want_max: bool = False,
@@ -161,7 +161,7 @@ def backward(
     needs: tuple[bool, bool, bool],
     *,
     scale: float,
-    mask: BlockMask | None = None,
+    mask: MaskSnapshot | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
     shape: Shape | None = None,
@@ -323,7 +323,7 @@ def start(
     tape.start(getattr(kernels.module, name), programs, device, arguments)
 
 
-def _order(mask: BlockMask | None, axis: Axis, wanted: bool = True) -> Arguments:
+def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Arguments:
     runs = mask.held.runs(axis) if mask else None
     return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order if wanted else None}
 
@@ -358,7 +358,7 @@ def numbers(tensor: Tensor, count: int) -> TensorDescriptor:
 _layout = lru_cache(layout_of)
 
 
-def _pitch(length: int, mask: BlockMask | None) -> int:
+def _pitch(length: int, mask: MaskSnapshot | None) -> int:
     """Rows between two heads in LSE2 and DELTA.
 
     Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced
@@ -45,7 +45,7 @@ class Problem:
 
     score: Traced | None
     score_grad: Graph | None
-    mask: BlockMask | None
+    mask: MaskSnapshot | None
     scale: float
     options: tuple[tuple[str, Any], ...] = ()
     precision: Literal["ieee", "tf32"] = "ieee"

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmod.backends.heads import in_order_of
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.tiles import element_table
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import FULL, PARTIAL
 from flexmod.ir.evaluate import evaluate
 
@@ -47,7 +47,7 @@ def modified(problem: Problem, scores: Tensor) -> Tensor:
     return scores if keep is None else torch.where(keep, scores, -torch.inf)
 
 
-def _allowed(mask: BlockMask, shape: torch.Size, device: torch.device) -> Tensor:
+def _allowed(mask: MaskSnapshot, shape: torch.Size, device: torch.device) -> Tensor:
     """bool, broadcastable to `shape` [B, Hq, M, N]."""
     tiles = element_table(mask, shape[2], shape[3])
     b, h, q_idx, kv_idx = _positions(shape, device)

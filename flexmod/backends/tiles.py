@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
 # Small q blocks are taken together, and large ones cut, to about this many rows: enough for a fast product.
@@ -73,7 +73,7 @@ def shared_part(table: Tensor) -> Tensor:
     return table
 
 
-def element_table(mask: BlockMask, rows: int, columns: int) -> Tensor:
+def element_table(mask: MaskSnapshot, rows: int, columns: int) -> Tensor:
     """The mask's tiles spread over the elements: int8 [B, H, rows, columns].
 
     B or H is 1 where the mask's tiles are the same for each.

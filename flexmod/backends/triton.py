@@ -24,7 +24,7 @@ from flexmod.backends.arguments import (
 from flexmod.backends.captured import Sums
 from flexmod.backends.interface import Forward
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured, Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
@@ -46,7 +46,7 @@ def kernel_spec(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     *,
     scale: float,
     precision: Literal["ieee", "tf32"],
@@ -76,7 +76,7 @@ def forward(
     v: Tensor,
     *,
     scale: float,
-    mask: BlockMask | None = None,
+    mask: MaskSnapshot | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
     want_max: bool = False,
@@ -125,7 +125,7 @@ def backward(
     kept: tuple[Tensor, ...] = (),
     *,
     scale: float,
-    mask: BlockMask | None = None,
+    mask: MaskSnapshot | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
 ) -> Found:
@@ -188,7 +188,7 @@ def sums_beside(
     delta: Tensor,
     *,
     scale: float,
-    mask: BlockMask | None = None,
+    mask: MaskSnapshot | None = None,
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
 ) -> dict[Along, list[Tensor]]:
@@ -214,7 +214,7 @@ def _of_backward(
     grad_out: Tensor,
     statistics: Mapping[str, Tensor],
     scale: float,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     score_captured: Captured,
     mask_captured: Captured,
 ) -> Callable[[KernelName], Arguments]:
@@ -250,7 +250,7 @@ def _apart(
     kernels: Kernels,
     lse: Tensor,
     keys: int,
-    mask: BlockMask | None,
+    mask: MaskSnapshot | None,
     score_captured: Captured,
     arguments: Callable[[KernelName], Arguments],
 ) -> dict[Along, list[Tensor]]:

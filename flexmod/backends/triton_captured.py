@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import Arguments, mask_strides
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
+from flexmod.ir.traces import remember
 from flexmod.runtime.launch import launch
 
 Extents = tuple[int, int, int, int]
 
 # What is left of 64 bits for a sum: its sign, and one bit to spare for what rounding adds to a term.
 FIXED_BITS = 62
+DERIVED = 16  # arguments that a mask keeps
 
 
 def sums_along_diagonals(
-    kernels: Kernels, device: torch.device, extents: Extents, shared: Arguments, mask: BlockMask | None
+    kernels: Kernels, device: torch.device, extents: Extents, shared: Arguments, mask: MaskSnapshot | None
 ) -> list[Tensor]:
     """Each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32; `shared` are arguments of any tile."""
     text = kernels.captures.diagonal
@@ -56,32 +57,30 @@ def _joined(windows: Tensor, tile: Tile, length: int, keys: int) -> Tensor:
     return joined.flatten(2)[:, :, first + 1 - keys : first + length]
 
 
-# By mask and tile: the lists that the arguments were made of, with their versions, and the arguments.
-_Made = tuple[list[tuple[Tensor, int]], Arguments]
-_remembered: WeakKeyDictionary[BlockMask, dict[tuple[int, int], _Made]] = WeakKeyDictionary()
+def _diagonal_lists(mask: MaskSnapshot | None, tile: Tile) -> Arguments:
+    """For each diagonal of tiles, those that the mask lists: see `_listed`. Remembered with the mask.
 
-
-def _diagonal_lists(mask: BlockMask | None, tile: Tile) -> Arguments:
-    """For each diagonal of tiles, those that the mask lists: see `_listed`. Remembered with the mask."""
+    Each stream has its own: another one could read them before they are written. What a CUDA graph makes is
+    the graph's.
+    """
     if mask is None:
         return {}
-    lists = mask.held.by_row()
-    if any(part.is_inference() for part in lists):  # these have no version: a write would not be seen
+    parts, stream = mask.held.by_row(), 0
+    if mask.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return _listed(mask, tile)
+        stream = torch.cuda.current_stream(mask.device).cuda_stream
+    if any(part.is_inference() for part in parts):  # these have no version: a write would not be seen
         return _listed(mask, tile)
-    sides = tile.block_m, tile.block_n
-    made, arguments = _remembered.setdefault(mask, {}).get(sides, ([], {}))
-    same = [
-        part is known and part._version == version
-        for part, (known, version) in zip(lists, made, strict=False)
-    ]
-    if len(made) == len(lists) and all(same):
-        return arguments
-    arguments = _listed(mask, tile)
-    _remembered[mask][sides] = ([(part, part._version) for part in lists], arguments)
-    return arguments
+    key = (tile.block_m, tile.block_n, stream, *(part._version for part in parts))
+    known: Arguments | None = mask.derived.get(key)
+    if known is None:
+        known = _listed(mask, tile)
+        remember(mask.derived, key, known, DERIVED)
+    return known
 
 
-def _listed(mask: BlockMask, tile: Tile) -> Arguments:
+def _listed(mask: MaskSnapshot, tile: Tile) -> Arguments:
     """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
 
     A diagonal holds the tiles (m, m * BLOCK_M / BLOCK_N + a constant), of falling constants as in

@@ -18,6 +18,7 @@ from flexmod.block_mask import combine, cuts, runs, tiles
 from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
+from flexmod.block_mask.launched import MaskSnapshot, columns_of
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
     block_pair,
@@ -60,7 +61,8 @@ class BlockMask(Drawn):
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
-    `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
+    The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
+    an earlier call does not. `traced` is the graph of `mask_mod`, taken when it was assigned.
 
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
     together, and what tracing a mask_mod raises.
@@ -103,8 +105,9 @@ class BlockMask(Drawn):
         }  # fmt: skip
         lists = checked_lists(parts)
         plain = {name: None if part is None else transforms.plain(part, name) for name, part in lists.items()}
-        self.held = Held.of_lists(plain)
-        self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
+        self._held = Held.of_lists(plain)
+        self._snapshot: MaskSnapshot | None = None
+        self._block_size = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths
         self.mask_mod = mask_mod
         self.dq_write_order = dq_write_order
@@ -124,12 +127,13 @@ class BlockMask(Drawn):
     ) -> BlockMask:
         """A mask of tiles that need no look, with the graph of its mask_mod."""
         mask = cls.__new__(cls)
-        mask.held = held
-        mask.BLOCK_SIZE = block_size
+        mask._held = held
+        mask._snapshot = None
+        mask._block_size = block_size
         mask._seq_lengths = seq_lengths
         mask.full_tiles_padded = full_tiles_padded
         mask._classified = True
-        mask._seen = held.written()
+        mask._seen = mask._lists_now()
         mask._mask_mod = mask_mod
         mask._know(traced)
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
@@ -237,6 +241,37 @@ class BlockMask(Drawn):
         return {**self.__dict__, "_seen": self.held.written() == self._seen}
 
     @property
+    def held(self) -> Held:
+        """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
+        if self._held.outdated:
+            self._held = self._held.as_lists()
+        return self._held
+
+    def snapshot(self) -> MaskSnapshot:
+        """The mask as a call launches from it: what is assigned later does not change it.
+
+        The last one while nothing has changed. Raises as `look` does.
+        """
+        held, last = self.held, self._snapshot
+        if (
+            last is not None
+            and last.held is held
+            and last.mod is self._traced
+            and last.seq_lengths is self._seq_lengths
+            and last.BLOCK_SIZE is self._block_size
+            and last.full_tiles_padded is self.full_tiles_padded
+            and last.lists == held.written()
+        ):
+            return last
+        self.look()
+        made = MaskSnapshot(
+            held, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced, held.written()
+        )
+        if self._seen == (held, made.lists):  # not so in lists that nobody could look at
+            self._snapshot = made
+        return made
+
+    @property
     def mask_mod(self) -> MaskMod:
         """The function behind the tiles; it may be assigned, and is traced then."""
         return self._mask_mod
@@ -263,6 +298,17 @@ class BlockMask(Drawn):
         return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
 
     @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """Numbers of queries and of keys in a tile."""
+        return self._block_size
+
+    @BLOCK_SIZE.setter
+    def BLOCK_SIZE(self, block_size: int | tuple[int, int]) -> None:
+        pair = block_pair(block_size)
+        self._check_lists(self.seq_lengths, pair)
+        self._block_size = pair
+
+    @property
     def seq_lengths(self) -> tuple[int, int]:
         """Numbers of queries and of keys."""
         return self._seq_lengths
@@ -270,7 +316,7 @@ class BlockMask(Drawn):
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
-        self._check_lists(pair)
+        self._check_lists(pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 
     def look(self) -> None:
@@ -279,14 +325,19 @@ class BlockMask(Drawn):
         While a CUDA graph is captured nobody can look. Raises BlockMaskPartsError, DeviceMismatch.
         """
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self.held.written() != self._seen:
+        if not capturing and self._lists_now() != self._seen:
             checked_lists(self._parts(LISTS))
-            self._check_lists(self.seq_lengths)
+            self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
 
-    def _check_lists(self, lengths: tuple[int, int]) -> None:
-        check_lengths(lengths, self.kv_indices, self.q_indices, self.BLOCK_SIZE)
-        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, self.BLOCK_SIZE)
-        self._seen = self.held.written()
+    def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
+        now = self._lists_now()
+        check_lengths(lengths, self.kv_indices, self.q_indices, block)
+        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, block)
+        self._seen = now
+
+    def _lists_now(self) -> tuple[Held, tuple[object, ...]]:
+        held = self.held
+        return held, held.written()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -313,7 +364,7 @@ class BlockMask(Drawn):
         """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
         which the mask is the same.
         """
-        return self.held.table(self._columns())
+        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
@@ -395,9 +446,6 @@ class BlockMask(Drawn):
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}
-
-    def _columns(self) -> int:
-        return max(self.held.grid[1], tiles.tile_count(self.seq_lengths[1], self.BLOCK_SIZE[1]))
 
 
 def from_torch(mask: Any) -> BlockMask:

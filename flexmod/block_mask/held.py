@@ -1,8 +1,8 @@
 """What a block mask holds of its tiles: runs, or the lists that a user gave.
 
 The builder makes runs. torch's eight lists, quadratic in the number of tiles, are made of them one by one
-when they are asked for. Lists that a user gave stay lists, in the order that they have, and so do made ones
-that a user has written to: kernels launch from what is held.
+when they are asked for. Lists that a user gave stay lists, in the order that they have. No assignment changes
+a `Held`: a mask whose lists are assigned gets another one, so that calls keep what they were launched from.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flexmod import transforms
 from flexmod.block_mask import tiles
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
+from flexmod.errors import BlockMaskPartsError
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
 
 
 class Held:
-    """The tiles of a mask.
+    """The tiles of a mask, in the form that calls launch from.
 
     `batch` are the mask's batch dimensions; runs that are the same for each of one have a 1 there. `grid` is
     (Qb, KVb). `by_axis` maps "kv" to the runs by row, "q" to those by column, or to None. `separate` False:
@@ -42,9 +44,11 @@ class Held:
         self.grid = grid
         self._separate = separate
         self._runs = by_axis
-        runs = [r for r in (by_axis or {}).values() if r is not None]
-        self._of_runs = tuple(tensor for r in runs for tensor in r.tensors())
         self._lists = lists  # of runs: those that were asked for
+        if by_axis is None:
+            self._tensors = tuple(part for name in LISTS if (part := lists[name]) is not None)
+        else:
+            self._tensors = tuple(t for r in by_axis.values() if r is not None for t in r.tensors())
         self._versions: dict[str, float] = {}
 
     @classmethod
@@ -106,11 +110,14 @@ class Held:
 
     @property
     def form(self) -> Form:
-        """What to launch from. Lists that were made of runs and then written to count more than these."""
-        made = self._versions
-        if made and self._runs is not None and any(version(self._lists[n]) != v for n, v in made.items()):
-            self.settle()
+        """What to launch from."""
         return "lists" if self._runs is None else "runs"
+
+    @property
+    def outdated(self) -> bool:
+        """Was a list that was made of the runs written to? Then the mask is what its lists say."""
+        made = self._versions
+        return bool(made) and any(version(self._lists[name]) != then for name, then in list(made.items()))
 
     @property
     def device(self) -> torch.device:
@@ -140,39 +147,60 @@ class Held:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is launched from, of whichever form."""
-        if self.form == "runs":
-            return self._of_runs
-        return tuple(part for name in LISTS if (part := self._lists[name]) is not None)
+        return self._tensors
+
+    def names(self) -> tuple[str, ...]:
+        """What a user calls each of `tensors`."""
+        if self._runs is not None:
+            return ("the tiles of block_mask",) * len(self._tensors)
+        return tuple(f"block_mask.{name}" for name in LISTS if self._lists[name] is not None)
 
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:
-            made = self._made(name)
-            self._lists[name] = made
+            made = self._lists.setdefault(name, self._made(name))  # another thread's, if that was first
             if made is not None:
-                self._versions[name] = version(made)
-        return self._lists[name]
+                self._versions.setdefault(name, version(made))
+        found: Tensor | None = self._lists[name]
+        return found
 
     def written(self) -> tuple[object, ...]:
-        """Another value whenever a list that was given is assigned or written to.
+        """Another value whenever a list that is launched from is written to.
 
         A tensor of inference mode does not know what is written to it.
         """
-        if self.form == "runs":
-            return ()
-        parts = (self._lists[name] for name in LISTS)
-        return tuple([None if part is None else (id(part), _known_version(part)) for part in parts])
+        return () if self._runs is not None else tuple([state(part) for part in self._tensors])
 
-    def assign(self, name: str, part: Tensor | None) -> None:
-        """The mask holds lists from now on, this one among them."""
-        self.settle()
-        self._lists[name] = part
+    def assigned(self, name: str, part: Tensor | None) -> Held:
+        """The same tiles as lists, but for this one; integers of another size become int32.
 
-    def settle(self) -> None:
-        """Hold lists, not runs."""
-        for name in LISTS:
-            self.list(name)
-        self._runs = None
+        Raises BlockMaskPartsError, VmapError. Whether it fits the others is checked when the mask is used.
+        """
+        optional = name not in LISTS[:2]
+        if not (isinstance(part, Tensor) or part is None and optional):
+            raise BlockMaskPartsError(
+                problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
+                advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
+            )
+        if part is not None:
+            part = transforms.plain(part, name)
+            part = part if part.is_floating_point() else part.to(torch.int32)
+        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: part})
+
+    def as_lists(self) -> Held:
+        """The same tiles as lists."""
+        return Held.of_lists({name: self.list(name) for name in LISTS})
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Held:
+        """The same form, with others in place of `tensors()`."""
+        rest = iter(tensors)
+        if self._runs is None:
+            return Held.of_lists({n: None if x is None else next(rest) for n, x in self._lists.items()})
+        runs = {
+            axis: None if own is None else Runs(*(next(rest) for _ in own.tensors()))
+            for axis, own in self._runs.items()
+        }
+        return Held(self.batch, self.grid, runs, {}, self.separate)
 
     def table(self, columns: int) -> Tensor:
         """int8 [..., Qb, columns]: EMPTY, PARTIAL or FULL for each tile, by row.
@@ -228,14 +256,19 @@ class ListPart:
         self._name = name
 
     def __get__(self, mask: Any, owner: type) -> Any:
-        return mask.held.list(self._name)
+        return mask._held.list(self._name)
 
     def __set__(self, mask: Any, part: Tensor | None) -> None:
-        mask.held.assign(self._name, part)
+        mask._held = mask._held.assigned(self._name, part)
 
 
-def _known_version(part: Tensor) -> int:
-    return -1 if part.is_inference() else part._version
+def state(tensor: Tensor) -> tuple[object, ...]:
+    """Another value after a write to the tensor, or after its memory was replaced.
+
+    A write in inference mode to a tensor made there leaves it as it is, and so does one through `.data`.
+    """
+    known = -1 if tensor.is_inference() else tensor._version
+    return known, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def version(part: Tensor) -> float:

@@ -1,36 +1,97 @@
-"""What a launch reads of a block mask, and a key of all else that the launch depends on."""
+"""What a call reads of a block mask, fixed when it is called: its backward reads the same."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.held import Held, state
+from flexmod.block_mask.tiles import tile_count
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.passes import fitted
+from flexmod.ir.trace import Traced
 
 
-def captured_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
-    """What the mask_mod captures."""
-    return () if mask is None else mask._traced.tensors
+@dataclass(frozen=True, eq=False)
+class MaskSnapshot:
+    """A block mask as a call launches from it; see `BlockMask.snapshot`.
 
-
-def launched_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
-    """All of a mask that kernels read: its tiles, and what its mask_mod captures."""
-    if mask is None:
-        return ()
-    return (*mask.held.tensors(), *mask._traced.tensors)
-
-
-def launch_key(mask: BlockMask) -> tuple[object, ...] | None:
-    """Equal where a launch differs at most in what tensors hold; None where that cannot be told.
-
-    It does not keep the mask itself alive. Whatever of it is assigned anew makes another key.
+    Assigning a part of the mask does not change it. What its tensors hold may change: `lists` is the state of
+    the lists when they were checked. `derived` is for what backends make of the tiles, by their own keys.
     """
-    held, traced = mask.held, mask._traced
-    # a list may be assigned anew, runs are not
-    lists = held.tensors() if held.form == "lists" else ()
-    keys = [tensor_key(tensor) for tensor in (*lists, *traced.tensors)]
-    if None in keys:
-        return None
-    parts = (len(lists), held.separate, held.by_column, held.written())
-    rows, columns = mask.BLOCK_SIZE
-    return held, *parts, traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys
+
+    held: Held
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    full_tiles_padded: bool
+    mod: Traced
+    lists: tuple[object, ...] = ()
+    derived: dict[object, Any] = field(default_factory=dict)
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
+        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
+        return Traced(fitted(self.mod.graph, (batch, heads, *self.seq_lengths)), self.mod.tensors)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that kernels read: the tiles, and what mask_mod captures."""
+        return (*self.held.tensors(), *self.mod.tensors)
+
+    @cached_property
+    def kinds(self) -> tuple[object, ...]:
+        """The kind of each of `tensors`, as the first call found it."""
+        return tuple(map(tensor_key, self.tensors))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a user calls each of `tensors`."""
+        captures = [f"{capture.name}, captured by mask_mod," for capture in self.mod.graph.captures]
+        return (*self.held.names(), *captures)
+
+    @property
+    def device(self) -> torch.device:
+        return self.held.device
+
+    def table(self) -> Tensor:
+        """See `BlockMask.table`."""
+        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
+
+    def capture_kinds(self) -> tuple[object, ...] | None:
+        """The kinds of captured tensors as they are now; None where one has no kind."""
+        kinds = tuple([tensor_key(tensor) for tensor in self.mod.tensors])
+        return None if None in kinds else kinds
+
+    def states(self) -> tuple[object, ...]:
+        """Another value after a write to a tensor that is launched from."""
+        captures = [state(tensor) for tensor in self.mod.tensors]
+        return (*(self.held.written() or self._versions()), *captures)
+
+    def _versions(self) -> list[object]:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in self.held.tensors()]
+
+    @cached_property
+    def facts(self) -> int:
+        """A hash of all but the tensors."""
+        held = (self.held.form, self.held.batch, self.held.separate, self.held.names())
+        return hash((held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> MaskSnapshot:
+        """The snapshot with others in place of `tensors`, of the same shapes."""
+        count = len(self.held.tensors())
+        tiles, captured = tuple(tensors[:count]), tuple(tensors[count:])
+        mod = Traced(self.mod.graph, captured)
+        if all(new is old for new, old in zip(tiles, self.held.tensors(), strict=True)):
+            return replace(self, mod=mod)
+        return replace(self, held=self.held.with_tensors(tiles), mod=mod, lists=(), derived={})
+
+
+def columns_of(held: Held, lengths: tuple[int, int], block: tuple[int, int]) -> int:
+    """The number of columns of a mask's table."""
+    return max(held.grid[1], tile_count(lengths[1], block[1]))

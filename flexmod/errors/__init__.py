@@ -22,8 +22,8 @@ __all__ = [
     "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
     "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
-    "ReturnArgumentsError", "DoubleBackwardError", "ForwardModeError", "VmapError",
-    "TransformersArgumentError",
+    "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
+    "DoubleBackwardError", "ForwardModeError", "VmapError", "TransformersArgumentError",
     # masks.py
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
     "BlockMaskPartsError", "LengthError", "MaskExtentError", "BlockMaskIndexError", "BlockMaskCropError",

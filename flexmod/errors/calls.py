@@ -115,6 +115,23 @@ class ReturnArgumentsError(FlexmodError, ValueError):
     instead = "use return_aux=AuxRequest(lse=True) alone."
 
 
+class ModifiedBeforeBackwardError(FlexmodError, RuntimeError):
+    what = "{name} has been modified by an inplace operation between forward and backward, which needs it as it was."
+    instead = (
+        "modify it after the backward (optimizer.step() too), or modify a new one: {bare} = {bare}.clone()."
+    )
+
+
+class RecomputedError(FlexmodError, RuntimeError):
+    what = "a checkpoint computes attention again, and its {what} is not that of the first forward."
+    instead = "assign it after the backward, or inside of the checkpointed function."
+
+
+class SavedTensorError(FlexmodError, RuntimeError):
+    what = "{name} was saved for the backward as {before} and comes back as {now}."
+    instead = "return what was saved from the unpack hook (tensors of integers too), and assign to .data after the backward."
+
+
 class DoubleBackwardError(FlexmodError, NotImplementedError):
     what = "a second derivative of flex_attention is asked for; the {backend} backend has the first alone."
     instead = (

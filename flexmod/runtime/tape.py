@@ -28,6 +28,7 @@ from flexmod.runtime.counters import filled
 from flexmod.runtime.direct import Direct, hooked
 
 Tensors = tuple[Tensor | None, ...]
+Kinds = tuple[object, ...]
 Room = list[Any]
 """The tensors of a run by the numbers of their slots: those that it was given, those that it makes."""
 
@@ -42,25 +43,42 @@ class Repeated:
 
     def __init__(self) -> None:
         self._runs = 0
+        self._kinds: Kinds = ()
         self._tape: Tape | None = None
 
-    def played(self, given: Sequence[Tensor | None], beside: Sequence[Tensor] = ()) -> Tensors | None:
+    def played(
+        self, given: Sequence[Tensor | None], beside: Sequence[Tensor] = (), kinds: Kinds = ()
+    ) -> Tensors | None:
         """As `__call__`, where there is a tape and nobody watches; else None, and nothing has run."""
-        if self._tape is None or torch._C._len_torch_dispatch_stack() or hooked():
+        tape = self._tape
+        if tape is None or torch._C._len_torch_dispatch_stack() or hooked():
             return None
-        return self._tape.play((*given, *beside))
+        if kinds is not self._kinds and kinds != self._kinds or len(given) + len(beside) != tape.given:
+            return None
+        return tape.play((*given, *beside))
 
-    def __call__(self, run: Callable[..., Tensors], given: Tensors, beside: Sequence[Tensor] = ()) -> Tensors:
-        """run(*given). `beside` are further tensors that it reads."""
-        found = self.played(given, beside)
+    def __call__(
+        self,
+        run: Callable[..., Tensors],
+        given: Tensors,
+        beside: Sequence[Tensor] = (),
+        kinds: Kinds = (),
+    ) -> Tensors:
+        """run(*given). `beside` are further tensors that it reads, of these `kinds`.
+
+        Those given are of one kind in all calls. Without the kind of each tensor beside, nothing is recorded.
+        """
+        found = self.played(given, beside, kinds)
         if found is not None:
             return found
-        if self._tape is not None or torch._C._len_torch_dispatch_stack() or hooked():
+        known = len(kinds) == len(beside) and None not in kinds
+        if self._tape is not None or not known or torch._C._len_torch_dispatch_stack() or hooked():
             return run(*given)
         self._runs += 1
         if self._runs != RECORDED:
             return run(*given)
-        result, self._tape = record(run, given, beside)
+        result, tape = record(run, given, beside)
+        self._kinds, self._tape = kinds, tape  # in this order: another thread may play it at once
         return result
 
 
@@ -92,8 +110,9 @@ class Tape:
     """A recorded run."""
 
     def __init__(
-        self, steps: Sequence[Callable[[Room], object]], made: int, results: list[int | None]
+        self, steps: Sequence[Callable[[Room], object]], given: int, made: int, results: list[int | None]
     ) -> None:
+        self.given = given
         self._steps = steps
         self._blank = [None] * made
         self._results = results
@@ -206,7 +225,7 @@ class _Recorder(TorchDispatchMode):
             if step.allocates is None or step.allocates in needed:
                 needed |= step.reads
                 kept.append(step.act)
-        return Tape(kept[::-1], len(self._kept) - self._given, results)
+        return Tape(kept[::-1], self._given, len(self._kept) - self._given, results)
 
     def _keep(self, make: Callable[[], _Step | None]) -> None:
         try:

@@ -76,7 +76,7 @@ def on_python(
         mock.patch.object(hopper, "settle", settle),
         mock.patch.object(generated, "why_portable", why),
         # tapes know nothing of these launches
-        mock.patch.object(Repeated, "__call__", lambda self, run, given, beside=(): run(*given)),
+        mock.patch.object(Repeated, "__call__", lambda self, run, given, *beside: run(*given)),
         mock.patch.object(hopper, "processors", lambda device: PROCESSORS),
         mock.patch.object(hopper, "TensorDescriptor", described),
         mock.patch.object(hopper, "_layout", lambda block, dtype: None),
