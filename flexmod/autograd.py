@@ -21,11 +21,12 @@ from flexmod import transforms
 from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import captured_tensors, launched_tensors
+from flexmod.block_mask.launched import captured_tensors, launched_tensors, with_numbers_on
 from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.graph import used_captures
+from flexmod.ir.host_numbers import all_on_device
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.runtime.tape import Repeated, Tensors
@@ -45,13 +46,14 @@ class Call:
     """A checked call apart from its tensors and its mask, which `whole` gives back to the problem.
 
     It serves all calls that differ from it in the values of their tensors alone. `track`: autograd shall know
-    where the results come from.
+    where the results come from. `host_numbers`: a mod captures such a number, see `ir/host_numbers.py`.
     """
 
     problem: Problem
     backend: str
     want_max: bool
     track: bool
+    host_numbers: bool = False
     _forward: Repeated = field(default_factory=Repeated)
     _backward: dict[object, Repeated] = field(default_factory=dict)
 
@@ -164,6 +166,9 @@ def run(
 
     `beside`: as `Call.forward` takes it.
     """
+    if call.host_numbers:  # once for both directions: a backward has the values of its forward
+        captured = all_on_device(captured, query.device)
+        mask, beside = None if mask is None else with_numbers_on(mask, query.device), None
     if call.backend == "reference" and not nothing(query, key) or not call.track:
         out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured), beside)
         return Forward(out, lse, largest)  # type: ignore[arg-type]

@@ -23,11 +23,12 @@ from flexmod import autograd, checks, config, errors, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import launch_key
+from flexmod.block_mask.launched import captured_tensors, launch_key
 from flexmod.compiler import lower
 from flexmod.ir.evaluate import replay
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
+from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
@@ -201,7 +202,9 @@ def checked(
         checks.check_extents(query, key)
     problem, own = _problem(query, key, source, mask, scale, track)
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
-    return autograd.Call(problem, backend, asked.want_max, track), own
+    captured = (*(source.tensors if source else ()), *captured_tensors(mask), *captured_tensors(own))
+    numbers = any(is_host_number(tensor, query.device) for tensor in captured)
+    return autograd.Call(problem, backend, asked.want_max, track, numbers), own
 
 
 def float32_precision() -> Literal["ieee", "tf32"]:

@@ -22,6 +22,7 @@ from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.host_numbers import on_device
 from flexmod.ir.kept import graph_of
 from flexmod.ir.record import Recorded, constant, record, record_of
 from flexmod.ir.trace import Traced
@@ -121,7 +122,7 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
             raise errors.MaskCaptureGradientError(name="a tensor")
         names, tiles, numbers = mask.held.taken_apart()
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        mod = Recorded(-1, list(traced.tensors), [], [])
+        mod = Recorded(-1, [on_device(tensor, device) for tensor in traced.tensors], [], [])
         flags = (mask.held._separate, mask.full_tiles_padded)
         return Parts("held", names, flags, mod, tiles, [*known, *numbers])
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):

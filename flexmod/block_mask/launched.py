@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.host_numbers import captures_on_device
 
 
 def captured_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
@@ -18,6 +20,16 @@ def launched_tensors(mask: BlockMask | None) -> tuple[Tensor, ...]:
     if mask is None:
         return ()
     return (*mask.held.tensors(), *mask._traced.tensors)
+
+
+def with_numbers_on(mask: BlockMask, device: torch.device) -> BlockMask:
+    """The mask for one launch: host numbers that its mask_mod captures, as they are now, on the device."""
+    traced = captures_on_device(mask._traced, device)
+    if traced is mask._traced:
+        return mask
+    made = BlockMask.__new__(BlockMask)
+    made.__dict__.update(mask.__dict__, _traced=traced)
+    return made
 
 
 def launch_key(mask: BlockMask) -> tuple[object, ...] | None:

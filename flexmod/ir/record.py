@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.graph import Graph
+from flexmod.ir.host_numbers import on_device
 from flexmod.ir.names import draws, writes
 from flexmod.ir.trace import Traced, trace
 
@@ -233,7 +234,6 @@ def _graph(
     record: Record, kinds: tuple[Any, ...], integers: tuple[int, ...], reals: tuple[float, ...], device: Any
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph, and the place of each of its captures among those of the record."""
-    # a number on the CPU would be a constant
     stand_ins = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
     ]
@@ -284,4 +284,5 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
     number = _numbered(kind, tuple(recorder.steps), noted)
-    return Recorded(number, recorder.captured, recorder.integers, recorder.reals)
+    captured = [on_device(tensor, device) for tensor in recorder.captured]
+    return Recorded(number, captured, recorder.integers, recorder.reals)
