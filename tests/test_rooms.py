@@ -24,7 +24,7 @@ ROOMS = (
     ("ir.bounds",),
     ("ir.ops", "ir.formulas"),
     ("ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.eager", "ir.trace"),
-    ("ir.fingerprint", "ir.traces"),
+    ("ir.fingerprint", "ir.traces", "ir.watched"),
     ("ir.host_numbers",),
     ("ir.positions",),
     ("ir.passes",),
