@@ -283,7 +283,7 @@ class _Bound(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
 
     `captured`: what the score mod captures. `beside`: what is launched of the mask, None where that is new at
-    each call. `kinds`: as in `_Traces`. `watched`: what the mask captures.
+    each call. `kinds`: as in `_Traces`, but for `watched`, what the mask captures.
     """
 
     call: autograd.Call
@@ -309,6 +309,7 @@ def _bound(
     mask = block_mask if ready.mask is None else ready.mask
     captured = tuple(of_score[place] for place in ready.places)
     beside = None if ready.call.host_numbers else launched_tensors(mask)
-    return _Bound(
-        ready.call, mask, captured, beside, traces.kinds, masks.watched if masks else None, latest
-    )
+    watched = masks.watched if masks else None
+    twice = {id(tensor) for tensor in watched.tensors} if watched else set()
+    kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
+    return _Bound(ready.call, mask, captured, beside, kinds, watched, latest)
