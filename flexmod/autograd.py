@@ -25,6 +25,7 @@ from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.graph import used_captures
+from flexmod.ir.host_numbers import all_on_device
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.runtime.tape import Repeated, Tensors
@@ -44,13 +45,14 @@ class Call:
     """A checked call apart from its tensors and its mask, which `whole` gives back to the problem.
 
     It serves all calls that differ from it in the values of their tensors alone. `track`: autograd shall know
-    where the results come from.
+    where the results come from. `host_numbers`: a mod captures such a number, see `ir/host_numbers.py`.
     """
 
     problem: Problem
     backend: str
     want_max: bool
     track: bool
+    host_numbers: bool = False
     _forward: Repeated = field(default_factory=Repeated)
     _backward: dict[object, Repeated] = field(default_factory=dict)
     _places: list[object] = field(default_factory=list)  # of the tensors that the first forward saved
@@ -183,6 +185,9 @@ def run(
     plain: bool,
 ) -> Forward:
     """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
+    if call.host_numbers:  # once for both directions: a backward has the values of its forward
+        captured = all_on_device(captured, query.device)
+        mask = None if mask is None else mask.with_numbers_on(query.device)
     if call.backend == "reference" and not nothing(query, key) or not call.track:
         out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured))
         return Forward(out, lse, largest)  # type: ignore[arg-type]

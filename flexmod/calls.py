@@ -27,6 +27,7 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import lower
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
+from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
@@ -202,7 +203,9 @@ def checked(
         checks.check_extents(query, key)
     problem, own = _problem(query, key, source, mask, scale, track)
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
-    return autograd.Call(problem, backend, asked.want_max, track), own
+    captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
+    numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
+    return autograd.Call(problem, backend, asked.want_max, track, numbers), own
 
 
 def float32_precision() -> Literal["ieee", "tf32"]:

@@ -11,6 +11,7 @@ from flexmod import errors
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
+from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.trace import Traced
 from flexmod.layouts import USUAL, Layout
 
@@ -134,10 +135,11 @@ def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
 
 
 def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
-    """Captured tensors lie where query does; those of a mask want no gradient."""
+    """Captured tensors lie where query does, numbers on the host too; those of a mask want no gradient."""
     for number in used_captures(traced.graph.nodes):
         tensor, name = traced.tensors[number], traced.graph.captures[number].name
-        _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
+        if not is_host_number(tensor, query.device):
+            _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
         if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
             raise errors.MaskCaptureGradientError(name=name)
 

@@ -14,9 +14,8 @@ from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import version
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied
 from flexmod.ir.fingerprint import Seen, tensor_key
@@ -24,6 +23,7 @@ from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
+from flexmod.ir.watched import Watched
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
 from flexmod.shown import CALL, Latest, Shown
@@ -47,10 +47,14 @@ def compile(
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
-    The mods are traced here, and not again on the same device: a number that one captures stays what it is
-    now, a captured tensor stays this very tensor, of whatever values it holds when it is called. From
-    `mask_mod` a block mask is built for each pair of lengths, and again after a captured tensor was written
-    to. Making a handle renders and compiles nothing.
+    The mods are traced here, once for each device: a number that one captures stays what it is now, a
+    captured tensor stays this very tensor, of whatever values it holds when the handle is called. A tensor
+    that is assigned in its place (`module.window = other`) is not seen. A mod whose graph depends on values
+    (`t.item()`, `t[0]`, `if t > 3`) is traced at each call; any other one again after a captured tensor
+    became another in shape, strides, dtype or device. From `mask_mod` a block mask is built for each pair of
+    lengths, and again after a captured tensor was written to or got other memory (`t.data = other`,
+    `torch.utils.swap_tensors`). Writes that torch does not count are not seen: through `t.data` or
+    `t.numpy()`, or by a kernel of one's own. Making a handle renders and compiles nothing.
 
     dtype, head_dim, value_dim: of query, key and value; of query and key; of value, head_dim if None. They
     are for what a handle shows and saves, not for its calls: until the first call it shows what one with
@@ -124,21 +128,26 @@ class CompiledAttention(Shown):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
         facts = None if block_mask is not None else calls.kinds(query, key, value, self._options)
         bound = self._bound.get((facts, want_max))
-        if bound is not None and bound.holds():
-            self._latest = bound.latest
-            return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
-        score = calls.NO_SCORE
+        if bound is not None:
+            if bound.holds():
+                self._latest = bound.latest
+                return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
+            self._bound = {}  # lets go of masks that are stale
+        score, masks = calls.NO_SCORE, None
         if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
             variant = self._variant(query.device)
-            score = variant.score()
-            if block_mask is None and variant.mask is not None and query.dim() == key.dim() == 4:
-                block_mask = variant.block_mask(query, key)
+            traces = variant.current()
+            score = traces.known_score()
+            if block_mask is None and traces.mask is not None and query.dim() == key.dim() == 4:
+                masks = variant.masks(traces.mask)
+                block_mask = masks.block_mask(query, key)
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
         result = calls.attend(query, key, value, block_mask, asked)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
-        if ready is not None and not ready.autocast:
-            remember(self._bound, (facts, want_max), _bound(ready, block_mask, variant, self._latest), MASKS)
+        if ready is not None and not ready.autocast and not traces.eager:
+            bound = _bound(ready, block_mask, traces, masks, self._latest)
+            remember(self._bound, (facts, want_max), bound, MASKS)
         return result
 
     def _latest_of(self, query: Tensor, key: Tensor, value: Tensor) -> Latest:
@@ -164,15 +173,12 @@ class CompiledAttention(Shown):
         return Latest(self._first, spec, EXTENTS)
 
     def _traced(self) -> dict[str, Traced]:
-        return self._variant(self._latest.device if self._latest else self._first).traces()
+        return self._variant(self._latest.device if self._latest else self._first).traces.by_kind()
 
     def _variant(self, device: torch.device) -> _Variant:
         found = self._on.get(device)
         if found is None:
-            score_mod, mask_mod = self._mods.get("score"), self._mods.get("mask")
-            score = None if score_mod is None else trace(score_mod, "score", device)
-            mask = None if mask_mod is None else trace_mask(mask_mod, device)
-            found = self._on[device] = _Variant(score, mask, device)
+            found = self._on[device] = _Variant(self._mods, device)
         return found
 
     def __copy__(self) -> CompiledAttention:
@@ -187,12 +193,12 @@ class CompiledAttention(Shown):
         on: dict[torch.device, dict[str, Traced]] = {device: {} for device in state["_on"]}
         for kind, mod in self._mods.items():
             traces = {device: traces[kind] for device, traces in state["_on"].items()}
-            tensors = [tensor for traced in traces.values() for tensor in traced.tensors]
+            tensors = [t for traced in traces.values() for t in (*traced.tensors, *traced.described)]
             mods[kind], copied = deep_copied(mod, tensors, memo)
             rest = iter(copied)
             for device, traced in traces.items():
-                own = tuple(islice(rest, len(traced.tensors)))
-                on[device][kind] = Traced(traced.graph, own, traced.eager)
+                own = (tuple(islice(rest, len(part))) for part in (traced.tensors, traced.described))
+                on[device][kind] = Traced(traced.graph, next(own), traced.eager, next(own))
         new.__setstate__({**state, "_mods": mods, "_on": on})
         return new
 
@@ -208,14 +214,11 @@ class CompiledAttention(Shown):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._on = {
-            device: _Variant(traces.get("score"), traces.get("mask"), device)
-            for device, traces in state["_on"].items()
-        }
+        self._on = {device: _Variant(self._mods, device, traces) for device, traces in state["_on"].items()}
 
     def _state(self) -> dict[str, Any]:
         """Its attributes. Nothing of its calls: of its variants the traces alone."""
-        on = {device: variant.traces() for device, variant in [*self._on.items()]}
+        on = {device: variant.traces.by_kind() for device, variant in [*self._on.items()]}
         return {**self.__dict__, "_on": on, "_bound": {}}
 
 
@@ -240,75 +243,131 @@ def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
             )
 
 
+class _Traces(NamedTuple):
+    """The mods of a handle as they were traced on a device.
+
+    `kinds`: the tensors that the graphs depend on, and what they were. `name` stands for the score_mod where
+    calls are known by what they see.
+    """
+
+    score: Traced | None
+    mask: Traced | None
+    kinds: tuple[tuple[Tensor, object], ...]
+    name: object
+
+    def by_kind(self) -> dict[str, Traced]:
+        """The traces that there are, "score" and "mask"."""
+        given = {"score": self.score, "mask": self.mask}
+        return {kind: traced for kind, traced in given.items() if traced is not None}
+
+    @property
+    def eager(self) -> bool:
+        """May the graphs depend on values?"""
+        return any(traced is not None and traced.eager for traced in (self.score, self.mask))
+
+    def known_score(self) -> calls.Score:
+        traced = self.score
+        if traced is None:
+            return calls.NO_SCORE
+        keys = [tensor_key(tensor) for tensor in traced.tensors]
+        seen = None if traced.eager or None in keys else Seen((self.name, *keys), traced.tensors)
+        known = Known(traced.graph, tuple(range(len(traced.tensors))))
+        return calls.Score(lambda device: (traced, known), seen)
+
+
+class _Masks:
+    """The block masks of a traced mask_mod, by lengths, while what it captures stays as it is."""
+
+    def __init__(self, traced: Traced, device: torch.device) -> None:
+        self.watched = Watched(traced.tensors)
+        self._graph = traced.graph
+        self._mask_mod, self._device = replay(traced), device
+        self._by_sizes: dict[object, BlockMask] = {}
+
+    def serve(self, traced: Traced) -> bool:
+        """Are they the masks of this trace?"""
+        same = self._graph == traced.graph and [*map(id, self.watched.tensors)] == [*map(id, traced.tensors)]
+        return same and self.watched.unchanged()
+
+    def block_mask(self, query: Tensor, key: Tensor) -> BlockMask:
+        """That of a call's lengths."""
+        batch, heads, length, _ = query.shape
+        reads = self._graph.reads
+        sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
+        mask = self._by_sizes.get(sizes)
+        if mask is None:
+            mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
+            remember(self._by_sizes, sizes, mask, MASKS)
+        return mask
+
+
+class _Variant:
+    """The mods of a handle on a device: their traces and the block masks, as long as these hold."""
+
+    def __init__(
+        self, mods: Mapping[str, ScoreMod], device: torch.device, traced: Mapping[str, Traced] | None = None
+    ) -> None:
+        """`traced`: the traces of the mods, where they are there already."""
+        self._mods, self._device = mods, device
+        self._masks: _Masks | None = None
+        self.traces = self._traces_of(self._trace() if traced is None else traced)
+
+    def current(self) -> _Traces:
+        """The traces, made again where a mod may have another graph by now."""
+        traces = self.traces
+        if traces.eager or any(tensor_key(tensor) != kind for tensor, kind in traces.kinds):
+            traces = self.traces = self._traces_of(self._trace())
+        return traces
+
+    def masks(self, traced: Traced) -> _Masks:
+        """The block masks of the traced mask_mod, of what it captures as it is now."""
+        masks = self._masks
+        if masks is None or not masks.serve(traced):
+            masks = self._masks = _Masks(traced, self._device)
+        return masks
+
+    def _trace(self) -> dict[str, Traced]:
+        found = {kind: trace(mod, kind, self._device) for kind, mod in self._mods.items()}
+        return {kind: unwrapped(traced) if kind == "mask" else traced for kind, traced in found.items()}
+
+    @staticmethod
+    def _traces_of(traced: Mapping[str, Traced]) -> _Traces:
+        read = {id(t): t for x in traced.values() for t in (*x.tensors, *x.described)}
+        kinds = tuple([(tensor, tensor_key(tensor)) for tensor in read.values()])
+        return _Traces(traced.get("score"), traced.get("mask"), kinds, object())
+
+
 class _Bound(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
 
-    `captured`: what the score mod captures. `watched`: what the mods capture, each as it was then; of a
-    mask's, the version too.
+    `captured`: what the score mod captures. `kinds`: as in `_Traces`, without `watched`, the captures of the
+    mask.
     """
 
     call: autograd.Call
     mask: MaskSnapshot | None
     captured: tuple[Tensor, ...]
-    watched: tuple[tuple[Tensor, object, float | None], ...]
+    kinds: tuple[tuple[Tensor, object], ...]
+    watched: Watched | None
     latest: Latest
 
     def holds(self) -> bool:
         """Is what the mods capture as it was?"""
-        for tensor, kind, then in self.watched:
-            if tensor_key(tensor) != kind or (then is not None and version(tensor) != then):
+        for tensor, kind in self.kinds:
+            if tensor_key(tensor) != kind:
                 return False
-        return True
+        return self.watched is None or self.watched.unchanged()
 
 
-def _bound(ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, latest: Latest) -> _Bound:
-    of_score = variant.traced.tensors if variant.traced else ()
-    of_mask = variant.mask.tensors if variant.mask else ()
-    watched: list[tuple[Tensor, object, float | None]] = [(t, tensor_key(t), None) for t in of_score]
-    watched += [(t, tensor_key(t), version(t)) for t in of_mask]
+def _bound(
+    ready: calls.Ready, block_mask: BlockMask | None, traces: _Traces, masks: _Masks | None, latest: Latest
+) -> _Bound:
+    of_score = traces.score.tensors if traces.score else ()
     mask = ready.mask
     if mask is None and block_mask is not None:
         mask = block_mask.snapshot()
     captured = tuple(of_score[place] for place in ready.places)
-    return _Bound(ready.call, mask, captured, tuple(watched), latest)
-
-
-class _Variant:
-    """The mods of a handle, traced for a device."""
-
-    def __init__(self, traced: Traced | None, mask: Traced | None, device: torch.device) -> None:
-        self._device = device
-        self.traced = traced
-        self.mask = mask
-        self._name = object()  # stands for the score_mod where calls are known by what they see
-        self._masks: dict[object, tuple[BlockMask, list[float]]] = {}
-
-    def traces(self) -> dict[str, Traced]:
-        given = {"score": self.traced, "mask": self.mask}
-        return {kind: traced for kind, traced in given.items() if traced is not None}
-
-    def score(self) -> calls.Score:
-        if self.traced is None:
-            return calls.NO_SCORE
-        tensors = self.traced.tensors
-        keys = [tensor_key(tensor) for tensor in tensors]
-        return calls.Score(self._known, None if None in keys else Seen((self._name, *keys), tensors))
-
-    def _known(self, device: torch.device) -> tuple[Traced, Known]:
-        assert self.traced is not None
-        return self.traced, Known(self.traced.graph, tuple(range(len(self.traced.tensors))))
-
-    def block_mask(self, query: Tensor, key: Tensor) -> BlockMask:
-        """Of the mask_mod, for the lengths of a call; as captured tensors are at the moment."""
-        traced = self.mask
-        assert traced is not None
-        batch, heads, length, _ = query.shape
-        reads = traced.graph.reads
-        sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
-        versions = [version(tensor) for tensor in traced.tensors]
-        mask, built = self._masks.get(sizes, (None, ()))
-        # the version of a tensor of inference mode is not equal to itself
-        if mask is None or any(now != then for now, then in zip(versions, built, strict=True)):
-            mask = create_block_mask(replay(traced), *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-            remember(self._masks, sizes, (mask, versions), MASKS)
-        return mask
+    watched = masks.watched if masks else None
+    twice = {id(tensor) for tensor in watched.tensors} if watched else set()
+    kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
+    return _Bound(ready.call, mask, captured, kinds, watched, latest)

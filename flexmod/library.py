@@ -25,6 +25,7 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.host_numbers import on_device
 from flexmod.ir.kept import graph_of
 from flexmod.ir.record import Recorded, constant, record, record_of
 from flexmod.ir.trace import Traced
@@ -124,7 +125,7 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         held = mask._held
         names, tiles, numbers = held.taken_apart()
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        mod = Recorded("", list(traced.tensors), [], [])
+        mod = Recorded("", [on_device(tensor, device) for tensor in traced.tensors], [], [])
         flags = (held._separate, mask.full_tiles_padded)
         return Parts("held", names, flags, mod, tiles, [*known, *numbers])
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):

@@ -24,6 +24,7 @@ from flexmod.errors import DeviceMismatch, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
+from flexmod.ir.host_numbers import captures_on_device, is_host_number
 from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
@@ -81,8 +82,8 @@ def built(
     device: torch.device,
     separate: bool,
 ) -> BlockMask:
-    """The mask of a graph whose captures lie on the device."""
-    as_wide = Traced(fitted(traced.graph, sizes), traced.tensors)
+    """The mask of a graph whose captures lie on the device, or are numbers of the host."""
+    as_wide = captures_on_device(Traced(fitted(traced.graph, sizes), traced.tensors), device)
     if device.type == "cuda":
         by_axis = generated.build(as_wide, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
@@ -153,7 +154,7 @@ def _device(device: Device) -> torch.device:
 
 def _check_captures(traced: Traced, device: torch.device) -> None:
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if tensor.device != device:
+        if tensor.device != device and not is_host_number(tensor, device):
             raise DeviceMismatch(
                 first="the mask",
                 first_device=str(device),

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexmod.block_mask.held import Held, state
 from flexmod.block_mask.tiles import tile_count
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.host_numbers import captures_on_device
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 
@@ -81,6 +82,11 @@ class MaskSnapshot:
         """A hash of all but the tensors."""
         held = (self.held.form, self.held.batch, self.held.separate, self.held.names())
         return hash((held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph))
+
+    def with_numbers_on(self, device: torch.device) -> MaskSnapshot:
+        """The snapshot for one launch: the host numbers of mask_mod, as they are now, on the device."""
+        mod = captures_on_device(self.mod, device)
+        return self if mod is self.mod else replace(self, mod=mod)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> MaskSnapshot:
         """The snapshot with others in place of `tensors`, of the same shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
 
     Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
     """
-    traced = remembered(mask_mod, "mask", device)
+    return unwrapped(remembered(mask_mod, "mask", device))
+
+
+def unwrapped(traced: Traced) -> Traced:
+    """A traced mask whose captures are out of torch.func's wrappers. Raises as `trace_mask`."""
     captured = []
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if transforms.is_wrapped(tensor) and tensor.requires_grad:
             raise MaskCaptureGradientError(name=capture.name)
         captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
-    return Traced(traced.graph, tuple(captured))
+    return replace(traced, tensors=tuple(captured))

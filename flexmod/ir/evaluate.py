@@ -9,6 +9,7 @@ import torch
 
 from flexmod.errors import CaptureBoundsError
 from flexmod.ir.graph import DType, Graph, Node
+from flexmod.ir.host_numbers import all_on_device
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 
 
@@ -30,15 +31,17 @@ def evaluate(
     """The graph's results for given positions.
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
-    `tensors` are the captured tensors in order. Results have the shape of what they read: one that reads no
-    position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is what float32 means:
-    float64 gives the truth that kernels are judged against. `numbers` are the values of parameters, by place.
+    `tensors` are the captured tensors in order, host numbers too. Results have the shape of what they read:
+    one that reads no position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is
+    what float32 means: float64 gives the truth that kernels are judged against. `numbers` are the values of
+    parameters, by place.
     `guarded`: a load outside of a tensor gives 0, as in a kernel. Everything is differentiable torch.
 
     Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
     inputs.update(others or {})
+    tensors = all_on_device(tensors, b.device)
     values: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op == "param":

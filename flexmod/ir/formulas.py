@@ -38,8 +38,13 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
-def _rsub(x: Any, other: Any, *, alpha: float = 1) -> Any:
-    return other - (x if alpha == 1 else x * alpha)
+def is_one(number: Any) -> bool:
+    """Is an argument the number 1? A tensor's value is not known."""
+    return isinstance(number, (int, float)) and number == 1
+
+
+def _rsub(x: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return other - (x if is_one(alpha) else x * alpha)
 
 
 def _isfinite(x: Any) -> Any:

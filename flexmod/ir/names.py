@@ -29,7 +29,10 @@ RANDOM = {
 METADATA = {
     torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.is_floating_point,
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")
+    ),
 }  # fmt: skip
 
 

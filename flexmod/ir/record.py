@@ -23,6 +23,7 @@ from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.graph import Graph
+from flexmod.ir.host_numbers import on_device
 from flexmod.ir.names import CASTS, FILLS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
@@ -254,7 +255,6 @@ def _graph(
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph, and the place of each of its captures among those of the record."""
     record = record_of(text)
-    # a number on the CPU would be a constant
     stand_ins = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
     ]
@@ -300,4 +300,5 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
     text = _text_of(kind, tuple(recorder.steps), noted)
-    return Recorded(text, recorder.captured, recorder.integers, recorder.reals)
+    captured = [on_device(tensor, device) for tensor in recorder.captured]
+    return Recorded(text, captured, recorder.integers, recorder.reals)

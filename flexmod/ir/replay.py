@@ -120,7 +120,7 @@ def replay(traced: Traced, name: str | None = None) -> Replay:
 def leaves(traced: Traced) -> Traced:
     """As torch.save has it: what autograd has computed is a tensor of its own in another process."""
     tensors = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for t in traced.tensors]
-    return Traced(traced.graph, tuple(tensors), traced.eager)
+    return Traced(traced.graph, tuple(tensors))
 
 
 def for_pickle(mod: Callable[..., Any], kind: str) -> Callable[..., Any]:

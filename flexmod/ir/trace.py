@@ -1,8 +1,8 @@
 """Runs a user's mod once, on proxies, and keeps the graph of what it did.
 
 A Proxy stands for a scalar: its operators and every torch function called on it make Nodes through the op
-table. A TorchFunctionMode watches the rest: captured tensors indexed by a Proxy, random numbers, in-place
-writes. What touches no Proxy runs eagerly, as Python would.
+table. A TorchFunctionMode watches the rest (`eager.py`): captured tensors indexed by a Proxy, random numbers,
+in-place writes. What touches no Proxy runs eagerly, as Python would.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.eager import Watch
+from flexmod.ir.formulas import COMPOSED, is_one
 from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
-from flexmod.ir.names import CASTS, FILLS, METADATA, REDUCTIONS, draws, writes
+from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, promote
-from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
+from flexmod.ir.proxy import BINARY, CaptureView, Proxy
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
     SCORE_ARGUMENTS,
@@ -45,12 +45,13 @@ class Traced:
     """A mod's graph and the tensors that its captures stand for, in their order.
 
     `eager`: the mod had torch work on something else than traced values, so that the graph may depend on what
-    a tensor holds.
+    a tensor holds. `described`: tensors whose shape, dtype or device the mod read.
     """
 
     graph: Graph
     tensors: tuple[torch.Tensor, ...] = ()
     eager: bool = False
+    described: tuple[torch.Tensor, ...] = ()
 
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
@@ -63,10 +64,10 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    with _Watch(tracer):
-        result = mod(*arguments)
-    node = tracer.result(result, kind)
-    return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors), tracer.eager)
+    with Watch(tracer):
+        node = tracer.result(mod(*arguments), kind)
+    graph = Graph(kind, (node,), tracer.capture_specs())
+    return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
 
 
 class Tracer:
@@ -79,6 +80,7 @@ class Tracer:
         self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
         self.tensors: list[torch.Tensor] = []
         self.eager = False
+        self.described: dict[int, torch.Tensor] = {}  # by id
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
 
@@ -155,6 +157,8 @@ class Tracer:
                 operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
                 advice="give it traced scalars, numbers or elements of captured tensors.",
             )  # fmt: skip
+        # another class's conversion may have read a tensor
+        self.eager |= not isinstance(value, (bool, int, float)) and type(value).__module__ != "numpy"
         if type(number) is int and not -(2**63) <= number < 2**63:
             raise errors.OperationArgumentError(
                 operation=operation, problem=f"{number}, which needs more than 64 bits", where=user_line(),
@@ -173,9 +177,7 @@ class Tracer:
                 example=f"{name}[{indices}]",
             )  # fmt: skip
         assert isinstance(tensor, torch.Tensor)
-        if tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype in VALUE_DTYPES:
-            return Builder.fresh_const(tensor.item(), tensor.dtype, self.where())
-        return self.load(self.capture(tensor), ())
+        return self.load(self.capture(tensor), ())  # its value is read by each call, never here
 
     def apply(self, name: str, args: Sequence[Any]) -> Proxy:
         """An operation of the table on operands."""
@@ -294,7 +296,7 @@ class Tracer:
         elif rounding is not None:
             options["rounding_mode"] = rounding
         alpha = options.pop("alpha", 1)
-        if alpha != 1:
+        if not is_one(alpha):
             operands = (operands[0], self.apply("mul", (operands[1], alpha)))
         if name == "float_power":
             operands = tuple(self.cast(a, torch.float64) for a in operands)
@@ -377,21 +379,3 @@ _SPECIAL: dict[str, Callable[..., Proxy]] = {
     "as_tensor": Tracer.copy,
     "scalar_tensor": Tracer.copy,
 }
-
-
-class _Watch(TorchFunctionMode):
-    """Sees every torch function that a mod calls, those without a traced value too."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
-            return self.tracer.call(func, args, kwargs)
-        self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
-        self.tracer.eager |= func not in METADATA
-        return func(*args, **kwargs)

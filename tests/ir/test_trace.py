@@ -209,16 +209,18 @@ def test_small_integers_index_as_integers() -> None:
 
 
 def test_one_tensor_is_one_capture() -> None:
-    traced = trace(lambda b, h, q, k: (docs[q] == docs[k]) & (docs[0] == 0), "mask")
+    traced = trace(lambda b, h, q, k: (docs[q] == docs[k]) & (docs[b] == 0), "mask")
     assert len(traced.tensors) == 1
     assert traced.tensors[0] is docs
 
 
-def test_a_0d_tensor_that_wants_a_gradient_is_captured() -> None:
-    slope = torch.tensor(0.5, requires_grad=True)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_0d_tensor_is_captured(grad: bool) -> None:
+    slope = torch.tensor(0.5, requires_grad=grad)
     traced = trace(lambda s, b, h, q, k: s * slope, "score")
     assert traced.tensors == (slope,)
     assert traced.graph.captures[0].rank == 0
+    assert not traced.eager
 
 
 # what can be a mod

@@ -1,0 +1,71 @@
+"""Notices what torch computes while a mod is traced, apart from the graph.
+
+Such work may read what a captured tensor holds: `t.item()`, `if t > 3`, `t * 2`. Its result is part of the
+graph, so the graph is right for these values alone, and the mod must be traced again at the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flexmod.ir.names import METADATA
+from flexmod.ir.proxy import mentions_traced
+
+if TYPE_CHECKING:
+    from flexmod.ir.trace import Tracer
+
+
+class Watch(TorchFunctionMode):
+    """Sees every torch function that a mod calls; those with a traced value go to the tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self._operations = _Operations(tracer)
+
+    def __enter__(self) -> Watch:
+        self._operations.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._operations.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
+            return self.tracer.call(func, args, kwargs)
+        self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
+        if func not in METADATA:
+            self.tracer.eager = True
+        elif args and isinstance(args[0], torch.Tensor):
+            self.tracer.described[id(args[0])] = args[0]
+        return func(*args, **kwargs)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees operations on tensors that no torch function announces.
+
+    These are operations of scripted functions and of extensions, of code under DisableTorchFunction, and of
+    the tracer itself.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
+            self.tracer.eager = True
+        return func(*args, **(kwargs or {}))
