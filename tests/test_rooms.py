@@ -25,6 +25,7 @@ ROOMS = (
     ("ir.ops", "ir.formulas"),
     ("ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.trace"),
     ("ir.fingerprint", "ir.traces"),
+    ("ir.integers",),
     ("ir.positions",),
     ("ir.passes",),
     ("ir.exponents",),

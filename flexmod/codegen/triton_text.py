@@ -33,8 +33,8 @@ from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir.evaluate import mod_name
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
+from flexmod.ir.integers import integer_bounds
 from flexmod.ir.ops import CAST, HALF, OPS, strong
-from flexmod.ir.passes import integer_bounds
 
 HOMES = {
     "program": (UNIFORM, ("b", "h"), "bh"),
