@@ -22,7 +22,7 @@ ROOMS = (
     ("transforms",),
     ("ir.graph",),
     ("ir.bounds",),
-    ("ir.ops", "ir.formulas"),
+    ("ir.divisions", "ir.ops", "ir.formulas"),
     ("ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.trace"),
     ("ir.fingerprint", "ir.traces"),
     ("ir.integers",),

@@ -404,6 +404,18 @@ def are_positive(a: Bounds, b: Bounds, bits: int) -> bool:
     return a[0] >= 0 and b[0] > 0
 
 
+def divides_safely(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of numbers: is nothing divided by 0, nor the smallest number by -1?"""
+    return b[0] > 0 or b[1] < -1 or (b[1] < 0 and a[0] > -(2 ** (bits - 1)))
+
+
+def few_turns(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of floating-point numbers: has their quotient no more than 54 bits?"""
+    if b[0] <= 0 <= b[1] or not all(map(math.isfinite, (*a, *b))):
+        return False
+    return max(abs(a[0]), abs(a[1])) <= 2.0**54 * min(abs(b[0]), abs(b[1]))
+
+
 def shift_within(a: Bounds, b: Bounds, bits: int) -> bool:
     """Of numbers: is a shift by less than the width of what is shifted?"""
     return b[0] >= 0 and b[1] < bits
