@@ -1,7 +1,11 @@
-"""Random mask graphs from the op table, for tests that hold a proof about masks against brute force."""
+"""Random mask graphs from the op table, for tests that hold a proof about masks against brute force.
+
+Numbers and tables are full of infinities, zeros of both signs, denormals and nan.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +21,9 @@ CPU = torch.device("cpu")
 DIVISIONS = ("floor_divide", "trunc_divide", "remainder", "fmod")
 CAST_TO = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
            torch.bfloat16, torch.float32, torch.float64)  # fmt: skip
-NUMBERS = (0, 1, 2, 3, 5, 7, -1, -4, 16, 100, 40000, 2**31 - 1, -(2**31), 0.5, 1.5, -2.25, 3e9, True, False)
+NUMBERS = (0, 1, 2, 3, 5, 7, -1, -4, 16, 100, 40000, 2**31 - 1, -(2**31), 0.5, 1.5, -2.25, 3e9, True, False,
+           0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 3e38, 1e300)  # fmt: skip
+EDGES = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 3.4e38, -3.4e38, 65504.0, 1.0, -1.0)
 # what a mask is likely to be made of is drawn more often
 LIKELY = ("add", "sub", "mul", "floor_divide", "remainder", "abs", "minimum", "maximum", "where", "eq", "lt",
           "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not")  # fmt: skip
@@ -34,11 +40,13 @@ def tables() -> list[torch.Tensor]:
 
     special = torch.randn(SIZE, generator=random) * 5
     special[3], special[5], special[8] = torch.nan, torch.inf, -torch.inf
+    padded = torch.tensor([0.0] * 5 + [math.inf] * (SIZE - 5))
     return [
         drawn(-4, 5, SIZE).int(), drawn(0, 4, SIZE).sort().values, drawn(0, 2, SIZE).bool(),
         drawn(-(2**31), 2**31, SIZE).int(), drawn(-(2**62), 2**62, SIZE) * 2,
         drawn(-128, 128, SIZE).to(torch.int8),
         torch.randn(SIZE, generator=random), special, torch.randn(SIZE, generator=random).half(),
+        padded, padded.half(), -padded.bfloat16(), torch.tensor(EDGES), torch.tensor(EDGES).half(),
         drawn(-3, 9, 3, SIZE).int(), drawn(0, 12, SIZE, 2), drawn(0, 2, SIZE, SIZE).bool(),
         drawn(0, 9, 2, 3, SIZE).short(), torch.tensor(5, dtype=torch.int32),
     ]  # fmt: skip

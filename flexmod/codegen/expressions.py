@@ -96,7 +96,7 @@ def asks_for_dtype(template: str, at: torch.dtype) -> bool:
     called = re.match(r"(\w+)\(\{0\}", template)
     if called is None or called[1] not in prelude.FUNCTIONS:
         return False
-    return at.is_floating_point or called[1].startswith("shift")
+    return at.is_floating_point or called[1].startswith(("shift", "safe"))
 
 
 def literal(value: object, dtype: torch.dtype) -> str:

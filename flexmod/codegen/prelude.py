@@ -28,36 +28,97 @@ def remainder(a, b):
     rest = a % b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 ''',
+    "safe_divisor": '''
+@triton.jit
+def safe_divisor(b):
+    """1 in place of 0 and -1: compilers assume that nobody divides by 0, nor the smallest number by -1."""
+    if b.dtype.is_int_signed():
+        return tl.where((b == 0) | (b == -1), 1, b).to(b.dtype)
+    return tl.where(b == 0, 1, b).to(b.dtype)
+''',
+    "safe_floor_divide": '''
+@triton.jit
+def safe_floor_divide(a, b):
+    """Python's a // b on integers; 0 counts as 1."""
+    quotient = floor_divide(a, safe_divisor(b))
+    if b.dtype.is_int_signed():
+        quotient = tl.where(b == -1, -quotient, quotient)
+    return quotient
+''',
+    "safe_trunc_divide": '''
+@triton.jit
+def safe_trunc_divide(a, b):
+    """a / b on integers, towards 0; 0 counts as 1."""
+    quotient = a // safe_divisor(b)
+    if b.dtype.is_int_signed():
+        quotient = tl.where(b == -1, -quotient, quotient)
+    return quotient
+''',
+    "safe_remainder": '''
+@triton.jit
+def safe_remainder(a, b):
+    """Python's a % b on integers, with the sign of b; 0 counts as 1."""
+    return remainder(a, safe_divisor(b))
+''',
+    "safe_fmod": '''
+@triton.jit
+def safe_fmod(a, b):
+    """The rest of a / b on integers, with the sign of a; 0 counts as 1."""
+    return a % safe_divisor(b)
+''',
     "fmod": '''
 @triton.jit
-def fmod(a, b):
-    """The rest of a / b, with the sign of a, by way of float64: `%` of Triton takes a rounded quotient."""
-    x = a.to(tl.float64)
-    y = b.to(tl.float64)
-    quotient = x / y
-    turns = tl.where(quotient < 0, tl.ceil(quotient), tl.floor(quotient))
-    if a.dtype == tl.float64:  # a product of 53 bits would be rounded: one by the upper half of y is not
-        upper = (y.to(tl.int64, bitcast=True) & -134217728).to(tl.float64, bitcast=True)
-        rest = (x - turns * upper) - turns * (y - upper)
-        once = tl.where((x < 0) == (y < 0), y, -y)
-        rest = tl.where((rest != 0) & ((rest < 0) != (x < 0)), rest + once, rest)
-    else:
-        rest = x - turns * y
-    return tl.where((tl.abs(y) == float("inf")) & (tl.abs(x) != float("inf")), x, rest).to(a.dtype)
+def fmod(a, b, STEPS: tl.constexpr = 10):
+    """The rest of a / b, with the sign of a, exactly: a step takes 28 bits of the quotient, ten steps all."""
+    if a.dtype == tl.float64:
+        rest = fmod_of_doubles(tl.abs(a), tl.abs(b))
+    else:  # a product of 28 bits and float32's 24 is a float64
+        rest = tl.abs(a).to(tl.float64)
+        size = tl.abs(b).to(tl.float64)
+        inverse = 1.0 / size
+        for step in tl.static_range(STEPS):
+            turns = tl.floor(rest * (inverse * 2.0 ** (28 * (step + 1 - STEPS))))
+            rest -= turns * (size * 2.0 ** (28 * (STEPS - 1 - step)))
+        rest = tl.where(rest < 0, rest + size, rest)
+        rest = tl.where(rest >= size, rest - size, rest)
+    rest = tl.where(a < 0, -rest, rest).to(a.dtype)
+    return tl.where((tl.abs(b) == float("inf")) & (tl.abs(a) != float("inf")), a, rest)
+''',
+    "fmod_of_doubles": '''
+@triton.jit
+def fmod_of_doubles(a, b):
+    """a % b of numbers that are not negative: 23 bits of the quotient a step, rounded to the nearest.
+
+    A product with 53 bits would be rounded: those with the upper and the lower half are not.
+    """
+    rest = a
+    for step in tl.static_range(92):
+        scaled = b * 2.0 ** (23 * ((93 - step) // 3)) * 2.0 ** (23 * ((92 - step) // 3))
+        scaled *= 2.0 ** (23 * ((91 - step) // 3))  # a float64 does not hold 2^2093
+        divisor = tl.where(scaled == float("inf"), 1.0, scaled)
+        turns = tl.floor(rest / divisor + 0.5)
+        turns = tl.where(turns * divisor == float("inf"), turns - 1, turns)
+        turns = tl.where((tl.abs(rest) < scaled) & (tl.abs(rest) != float("inf")), 0.0, turns)
+        upper = (divisor.to(tl.int64, bitcast=True) & -134217728).to(tl.float64, bitcast=True)
+        rest = (rest - turns * upper) - turns * (divisor - upper)
+    return tl.where(b == 0, float("nan"), tl.where(rest < 0, rest + b, rest))
 ''',
     "remainder_float": '''
 @triton.jit
-def remainder_float(a, b):
+def remainder_float(a, b, STEPS: tl.constexpr = 10):
     """Python's a % b, with the sign of b."""
-    rest = fmod(a, b)
+    rest = fmod(a, b, STEPS)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 ''',
     "floor_divide_float": '''
 @triton.jit
-def floor_divide_float(a, b):
+def floor_divide_float(a, b, STEPS: tl.constexpr = 10):
     """floor(a / b) from the exact remainder, so that 1.0 // 0.1 is 9."""
-    rest = fmod(a, b)
-    quotient = (a - rest) / b
+    rest = fmod(a, b, STEPS)
+    if a.dtype == tl.float32:
+        quotient = tl.div_rn(a - rest, b)
+    else:
+        quotient = (a - rest) / b
     quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
     nearest = tl.floor(quotient)
     nearest = tl.where(quotient - nearest > 0.5, nearest + 1, nearest)
@@ -144,13 +205,15 @@ def power_int(a, b):
 @triton.jit
 def shift_left(a, b):
     """a << b; 0 where b is negative, or as much as the number is wide."""
-    return tl.where((b < 0) | (b >= a.dtype.primitive_bitwidth), 0, a << b)
+    count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
+    return tl.where(count == b, a << count, 0)
 ''',
     "shift_right": '''
 @triton.jit
 def shift_right(a, b):
     """a >> b; the sign alone where b is negative, or as much as the number is wide."""
-    return tl.where((b < 0) | (b >= a.dtype.primitive_bitwidth), -(a < 0).to(a.dtype), a >> b)
+    count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
+    return tl.where(count == b, a >> count, -(a < 0).to(a.dtype))
 ''',
     "unsigned_lt": '''
 @triton.jit

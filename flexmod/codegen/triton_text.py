@@ -11,6 +11,7 @@ Names inside the functions are the user's. In a kernel, which may hold two mods,
 from __future__ import annotations
 
 import keyword
+import math
 import re
 from collections.abc import Sequence
 
@@ -31,10 +32,12 @@ from flexmod.codegen.expressions import (
 )
 from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
+from flexmod.ir import bounds
+from flexmod.ir.ends import dtype_limits
 from flexmod.ir.evaluate import mod_name
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
-from flexmod.ir.ops import CAST, HALF, OPS, strong
-from flexmod.ir.passes import integer_bounds
+from flexmod.ir.integers import integer_bounds
+from flexmod.ir.ops import CAST, HALF, OPS, kind, strong
 
 HOMES = {
     "program": (UNIFORM, ("b", "h"), "bh"),
@@ -246,16 +249,28 @@ class Writer:
         return rounded(text, strong(node.dtype))
 
     def _template(self, node: Node, at: torch.dtype) -> str:
-        """The table's text, or Triton's own operator where the bounds of the arguments allow it."""
+        """The table's text, or a cheaper one where the bounds of the arguments allow it."""
         row = OPS[node.op]
         if row.exact and held(at) == torch.float32 and not {"score", "grad"} & node.home:
             return row.exact
-        if row.plain and not at.is_floating_point:
-            text, suffices = row.plain
-            first, second = (self.known[a] for a in node.args)
-            if suffices(first, second, torch.iinfo(at).bits):
+        for text, suffices in row.plain.get(kind(at), ()):
+            first, second = (self._span(a, at) for a in node.args)
+            if suffices(first, second, at.itemsize * 8):
                 return text
         return row.text(at)
+
+    def _span(self, node: Node, at: torch.dtype) -> bounds.Bounds:
+        """What an argument lies between; of a floating-point one, where it is a number or was an integer."""
+        if not at.is_floating_point:
+            return self.known[node]
+        if node.is_const:
+            return float(node.value), float(node.value)  # type: ignore[arg-type]
+        whole = node.args[0] if node.op == CAST else node
+        dtype = strong(whole.dtype)
+        if dtype.is_floating_point:
+            return bounds.UNKNOWN
+        low, high = self.known[whole]
+        return (low, high) if dtype == torch.int64 or math.isfinite(high - low) else dtype_limits(dtype)
 
     def _load(self, function: Function, node: Node) -> str:
         number: int = node.value  # type: ignore[assignment]

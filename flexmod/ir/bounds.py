@@ -11,6 +11,7 @@ named in `ROUNDED` bound floating-point results too, where their ends are rounde
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,7 @@ def _hull(*values: Any) -> Bounds:
 
 
 def _times(x: Any, y: Any) -> Any:
+    """Of integers, whose infinite ends stand for large ones: 0 times any of these is 0."""
     if (is_number(x) and x == 0) or (is_number(y) and y == 0):
         return 0
     return x * y
@@ -113,11 +115,20 @@ def neg(a: Bounds) -> Bounds:
 def mul(a: Bounds, b: Bounds) -> Bounds:
     if _truths(a, b):
         return both(a, b)
+    return _product(a, b, _times)
+
+
+def mul_floats(a: Bounds, b: Bounds) -> Bounds:
+    """An infinite end of floating-point numbers may be one of them: 0 times infinity is nan."""
+    return _product(a, b, operator.mul)
+
+
+def _product(a: Bounds, b: Bounds, times: Callable[[Any, Any], Any]) -> Bounds:
     for one, other in ((a, b), (b, a)):
         if is_point(one):
-            ends = _times(other[0], one[0]), _times(other[1], one[0])
+            ends = times(other[0], one[0]), times(other[1], one[0])
             return choose_bounds(one[0] >= 0, ends, ends[::-1])
-    return _hull(*(_times(x, y) for x in a for y in b))
+    return _hull(*(times(x, y) for x in a for y in b))
 
 
 def absolute(a: Bounds) -> Bounds:
@@ -380,6 +391,8 @@ ROUNDED = frozenset({
     add, sub, mul, div, neg, absolute, minimum, maximum, where, floor, ceil, trunc, nearest, sign,
     square_root, lt, le, gt, ge, eq, ne,
 })  # fmt: skip
+# Rules that differ for floating-point numbers.
+OF_FLOATS: dict[Callable[..., Bounds], Callable[..., Bounds]] = {mul: mul_floats}
 # Of an argument without ends, which may be nan, they would make one that has an end.
 KEEP_NAN = frozenset({minimum, maximum, absolute, sign})
 # Of large integers they may leave int64.
@@ -389,6 +402,18 @@ ARITHMETIC = frozenset({add, sub, mul, neg, absolute})
 def are_positive(a: Bounds, b: Bounds, bits: int) -> bool:
     """Of numbers, for a quotient or a remainder: is rounding down the same as towards 0?"""
     return a[0] >= 0 and b[0] > 0
+
+
+def divides_safely(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of numbers: is nothing divided by 0, nor the smallest number by -1?"""
+    return b[0] > 0 or b[1] < -1 or (b[1] < 0 and a[0] > -(2 ** (bits - 1)))
+
+
+def few_turns(a: Bounds, b: Bounds, bits: int) -> bool:
+    """Of floating-point numbers: has their quotient no more than 54 bits?"""
+    if b[0] <= 0 <= b[1] or not all(map(math.isfinite, (*a, *b))):
+        return False
+    return max(abs(a[0]), abs(a[1])) <= 2.0**54 * min(abs(b[0]), abs(b[1]))
 
 
 def shift_within(a: Bounds, b: Bounds, bits: int) -> bool:

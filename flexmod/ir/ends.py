@@ -176,6 +176,7 @@ def _span_of(name: str, values: tuple[Any, ...], floats: bool) -> bounds.Bounds:
     rule = OPS[name].interval
     if rule is None or (floats and rule not in bounds.ROUNDED):
         return bounds.UNKNOWN
+    rule = bounds.OF_FLOATS.get(rule, rule) if floats else rule
     found = rule(*map(bounds.span, values))
     return _with_slack(found) if floats and name not in COMPARISONS else found
 

@@ -30,9 +30,10 @@ from flexmod.ir.bounds import Bounds
 from flexmod.ir.casts import brought_to, held, without_nan
 from flexmod.ir.ends import End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
+from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, regroup
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
-from flexmod.ir.passes import Extents, integer_bounds, needs_int64, optimize, simplify
+from flexmod.ir.passes import Extents, optimize, simplify
 from flexmod.ir.sources import Sources
 
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
@@ -261,19 +262,21 @@ class _Analyzer:
             brought_to(self.builder, self._of(a), a, row.number_dtype(d) if a.is_const else d)
             for a, d in zip(node.args, at, strict=True)
         ]
-        if node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool:
-            arguments = [bounds.absolute(a) for a in arguments]
-        if row.interval in bounds.ARITHMETIC and not floats:
-            return self._arithmetic(row.interval, arguments, dtype)
-        found = held(self.builder, row.interval(*arguments), dtype)
-        if floats and row.interval in bounds.KEEP_NAN:
+        rule, sizes = row.interval, arguments
+        squares = node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool
+        if squares:
+            sizes = [bounds.absolute(a) for a in arguments]
+        if rule in bounds.ARITHMETIC and not floats:
+            return self._arithmetic(rule, sizes, dtype)
+        found = held(self.builder, (bounds.OF_FLOATS.get(rule, rule) if floats else rule)(*sizes), dtype)
+        if floats and (squares or rule in bounds.KEEP_NAN):
             for low, high in arguments:
                 may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
                 found = bounds.choose_bounds(may_be_nan, bounds.UNKNOWN, found)
         difference = self._difference(node)
         if difference is None:
             return found
-        closer = row.interval(held(self.builder, self._linear(difference), torch.int64), (0, 0))
+        closer = rule(held(self.builder, self._linear(difference), torch.int64), (0, 0))
         return found[0] | closer[0], found[1] & closer[1]
 
     def _difference(self, node: Node) -> Linear | None:

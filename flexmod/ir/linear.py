@@ -18,7 +18,7 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
-from flexmod.ir.ops import CAST, COMPARISONS, strong
+from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
 AND, OR = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")
@@ -80,16 +80,23 @@ class Forms:
         if strong(node.dtype) not in INTEGERS:
             return None
         if math.isfinite(self.known[node][0]) and math.isfinite(self.known[node][1]):
-            forms = [self.of(a) for a in node.args]
+            forms = [self._argument(a, strong(node.dtype)) for a in node.args]
             if node.op in ("add", "sub", "mul", "neg", CAST) and all(f is not None for f in forms):
                 taken = _taken_apart(node.op, forms)  # type: ignore[arg-type]
                 if taken is not None:
                     return taken
         return Linear({node: 1})
 
+    def _argument(self, node: Node, dtype: torch.dtype) -> Linear | None:
+        """The form of an argument at a dtype; a number that an integer dtype does not hold wraps."""
+        if node.is_const and type(node.value) is int and dtype in INTEGERS:
+            return Linear({}, int(number(node.value, dtype).item()))
+        return self.of(node)
+
     def difference(self, comparison: Node) -> Linear | None:
         """Left less right side of a comparison of integers."""
-        left, right = map(self.of, comparison.args)
+        at = promote(*(a.dtype for a in comparison.args))
+        left, right = (self._argument(a, at) for a in comparison.args)
         return None if left is None or right is None else left.plus(right, -1)
 
     def kind(self, node: Node) -> str:

@@ -16,8 +16,8 @@ A row holds everything that flexmod knows of an operation:
                 known.
     exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
                 floor(q_idx / 49) is what torch has. A score is spared the cost.
-    plain       Triton's own operator on whole numbers, and what says, of the bounds of the arguments and the
-                number of bits, whether it does the same
+    plain       by kind of argument, cheaper texts, the cheapest first, each with what says of the bounds of
+                the arguments, and of the number of bits, whether it does the same
     unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
     python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
     cost        what a value takes: "low", a few instructions; "high", more; "division", more, but where a
@@ -30,14 +30,14 @@ What torch offers and flexmod needs no row for is in `formulas.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
 
-from flexmod.ir import bounds
+from flexmod.ir import bounds, divisions
 from flexmod.ir.graph import DType
 
 HALF = (torch.float16, torch.bfloat16)
@@ -97,6 +97,7 @@ def _first(first: DType, *rest: DType) -> torch.dtype:
 
 
 Derivative = Callable[..., tuple[Any, ...]]
+Cheaper = tuple[str, Callable[[bounds.Bounds, bounds.Bounds, int], bool]]
 Strong = torch.dtype  # `torch` is a field of Op
 
 
@@ -111,7 +112,7 @@ class Op:
     derivative: Derivative | None = None
     interval: Callable[..., bounds.Bounds] | None = None
     exact: str | None = None
-    plain: tuple[str, Callable[[bounds.Bounds, bounds.Bounds, int], bool]] | None = None
+    plain: Mapping[str, Sequence[Cheaper]] = field(default_factory=dict)
     unmixed: bool = False
     python: str | None = None
     cost: Literal["low", "high", "division"] = "low"
@@ -163,12 +164,12 @@ def kind(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
 
 
-def _trunc_divide(a: Any, b: Any) -> Any:
-    """torch's own kills the process where the smallest int32 or int64 is divided by -1; others wrap."""
-    if {getattr(x, "dtype", None) for x in (a, b)} not in ({torch.int32}, {torch.int64}):
-        return torch.div(a, b, rounding_mode="trunc")
-    quotient = torch.div(a, torch.where(b == -1, 1, b), rounding_mode="trunc")
-    return torch.where(b == -1, -a, quotient)
+def _divided(operator: str, function: str, of_floats: str) -> dict[str, list[Cheaper]]:
+    """Cheaper texts of a division that rounds down."""
+    return {
+        "int": [(operator, bounds.are_positive), (function, bounds.divides_safely)],
+        "float": [(of_floats, bounds.few_turns)],
+    }
 
 
 def _zero(grad: Any, result: Any, *args: Any) -> tuple[Any, ...]:
@@ -216,20 +217,23 @@ _ROWS = [
        torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})",
        python="{0} / {1}", cost="high"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
-       {"int": "floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
-       torch.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division",
-       plain=("{0} // {1}", bounds.are_positive)),
+       {"int": "safe_floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
+       divisions.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division",
+       plain=_divided("{0} // {1}", "floor_divide({0}, {1})", "floor_divide_float({0}, {1}, 2)")),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
-       {"int": "{0} // {1}", "float": "trunc({0} / {1})"},
-       _trunc_divide, _zero, bounds.trunc_divide,
+       {"int": "safe_trunc_divide({0}, {1})", "float": "trunc({0} / {1})"},
+       divisions.trunc_divide, _zero, bounds.trunc_divide,
        exact="trunc(tl.div_rn({0}, {1}))", python='torch.div({0}, {1}, rounding_mode="trunc")',
-       cost="division"),
+       cost="division", plain={"int": [("{0} // {1}", bounds.divides_safely)]}),
     Op("remainder", ("remainder", "mod"), "result", promote,
-       {"int": "remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
-       torch.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
-       python="{0} % {1}", cost="division", plain=("{0} % {1}", bounds.are_positive)),
-    Op("fmod", ("fmod",), "result", promote, {"int": "{0} % {1}", "float": "fmod({0}, {1})"},
-       torch.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division"),
+       {"int": "safe_remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
+       divisions.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
+       python="{0} % {1}", cost="division",
+       plain=_divided("{0} % {1}", "remainder({0}, {1})", "remainder_float({0}, {1}, 2)")),
+    Op("fmod", ("fmod",), "result", promote, {"int": "safe_fmod({0}, {1})", "float": "fmod({0}, {1})"},
+       divisions.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division",
+       plain={"int": [("{0} % {1}", bounds.divides_safely)],
+              "float": [("fmod({0}, {1}, 2)", bounds.few_turns)]}),
     Op("pow", ("pow", "float_power"), "result", promote,
        {"int": "power_int({0}, {1})", "float": "power({0}, {1})"},
        torch.pow, _pow_derivative, bounds.power, python="{0} ** {1}", cost="high"),
@@ -283,10 +287,10 @@ _ROWS = [
        torch.bitwise_not, _zero, bounds.bitwise_not, python="~{0}"),
     Op("shift_left", ("bitwise_left_shift", "lshift"), "result", promote, {"int": "shift_left({0}, {1})"},
        torch.bitwise_left_shift, _zero, bounds.shift_left, python="{0} << {1}",
-       plain=("{0} << {1}", bounds.shift_within)),
+       plain={"int": [("{0} << {1}", bounds.shift_within)]}),
     Op("shift_right", ("bitwise_right_shift", "rshift"), "result", promote,
        {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right,
-       python="{0} >> {1}", plain=("{0} >> {1}", bounds.shift_within)),
+       python="{0} >> {1}", plain={"int": [("{0} >> {1}", bounds.shift_within)]}),
     # exponentials and their like
     Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,),
        cost="high"),

@@ -9,22 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from flexmod.ir import bounds
-from flexmod.ir.graph import POSITIONS, Builder, DType, Graph, Node, rebuild
+from flexmod.ir.graph import POSITIONS, Builder, Graph, Node, rebuild
+from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
 from flexmod.ir.positions import convert_terms
 
 Extents = tuple[int, int, int, int]
 """B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
-
-TRUTH: bounds.Bounds = (False, True)
-# Far beyond any integer dtype; numbers stay small enough to be compared with inf.
-LARGEST = 2**200
 
 
 def fold(graph: Graph) -> Graph:
@@ -138,7 +133,12 @@ def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | Non
 
 
 def _same_cast(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    return args[0] if args[0].dtype == node.dtype else None
+    return args[0] if args[0].dtype == node.dtype and not _is_wrap(node) else None
+
+
+def _is_wrap(node: Node) -> bool:
+    """Is it a cast of int32 to int32? `fitted` drops those that change nothing."""
+    return node.op == CAST and node.dtype == node.args[0].dtype == torch.int32
 
 
 def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
@@ -266,104 +266,13 @@ def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
     return rebuild(graph, change)
 
 
-def integer_bounds(
-    graph: Graph,
-    extents: Mapping[str, int],
-    numbers: Mapping[int, int | float] | None = None,
-    *,
-    may_wrap: bool = False,
-) -> dict[Node, bounds.Bounds]:
-    """What each node's value lies between when positions run below `extents`; UNKNOWN after a load.
-
-    int32 arithmetic is taken to be exact, which is what `widen` sees to; with `may_wrap` a value that int32
-    might not hold is UNKNOWN, as one of any other dtype always is.
-    """
-    known: dict[Node, bounds.Bounds] = {}
-    for node in graph.nodes:
-        found = _bounds_of(node, known, extents, numbers or {})
-        known[node] = _held(found, strong(node.dtype), may_wrap)
-    return known
-
-
-def _held(found: bounds.Bounds, dtype: torch.dtype, may_wrap: bool) -> bounds.Bounds:
-    """The bounds, as far as a dtype keeps to them."""
-    if dtype.is_floating_point:
-        return bounds.UNKNOWN
-    if dtype == torch.bool:
-        return (bool(found[0]), bool(found[1])) if found[0] >= 0 and found[1] <= 1 else TRUTH
-    if dtype == torch.int32 and not may_wrap:
-        low, high = (x if math.isinf(x) else max(-LARGEST, min(LARGEST, x)) for x in found)
-        return low, high
-    if _fits(found, dtype):
-        return found
-    return (0, 255) if dtype == torch.uint8 else bounds.UNKNOWN
-
-
-def _fits(found: bounds.Bounds, dtype: torch.dtype) -> bool:
-    limits = torch.iinfo(dtype)
-    return limits.min <= found[0] and found[1] <= limits.max
-
-
-def _bounds_of(
-    node: Node,
-    known: Mapping[Node, bounds.Bounds],
-    extents: Mapping[str, int],
-    numbers: Mapping[int, int | float],
-) -> bounds.Bounds:
-    if node.op == "input" and node.value in extents:
-        return 0, extents[node.value] - 1  # type: ignore[index]
-    if node.op in ("const", "param"):
-        value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
-        return (value, value) if isinstance(value, (bool, int)) else bounds.UNKNOWN
-    dtypes = [a.dtype for a in node.args]
-    if node.op == CAST:
-        return _cast_bounds(known[node.args[0]], strong(dtypes[0]), strong(node.dtype))
-    row = OPS.get(node.op)
-    if row is None or row.interval is None or strong(node.dtype).is_floating_point:
-        return bounds.UNKNOWN
-    at = row.argument_dtypes(dtypes, node.dtype)
-    return row.interval(*(_cast_bounds(known[a], a.dtype, d) for a, d in zip(node.args, at, strict=True)))
-
-
-def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bounds.Bounds:
-    """The bounds of a value that is brought to another dtype."""
-    if target == torch.bool and strong(source) != torch.bool:
-        return bounds.ne(found, (0, 0))
-    if strong(source) == torch.bool and target != torch.bool:
-        return int(found[0]), int(found[1])
-    if target.is_floating_point or target == torch.bool or _fits(found, target):
-        return found
-    # a Python number that int32 does not hold is for `needs_int64` to see
-    return found if target == torch.int32 and isinstance(source, type) else bounds.UNKNOWN
-
-
-def needs_int64(
-    graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None
-) -> bool:
-    """Can index arithmetic leave int32 when positions run below `extents`?
-
-    Only what positions and constants make is judged: a captured int32 value wraps as it does in torch.
-    """
-    known = integer_bounds(graph, extents, numbers)
-    for node in graph.nodes:
-        row = OPS.get(node.op)
-        values = [node] if strong(node.dtype) == torch.int32 and node.op != CAST else []
-        if row is not None and torch.int32 in row.argument_dtypes([a.dtype for a in node.args], node.dtype):
-            values += [a for a in node.args if a.op in ("const", "param")]
-        for value in values:
-            low, high = known[value]
-            if math.isfinite(low) and math.isfinite(high) and not _fits((low, high), torch.int32):
-                return True
-    return False
-
-
 def widen(graph: Graph) -> Graph:
-    """Positions as int64, and every dtype that follows from theirs."""
+    """Positions as int64, and every integer dtype that follows from theirs. Casts stay as they are."""
 
     def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "input" and node.dtype == torch.int32:
             return builder.input(node.value, torch.int64)  # type: ignore[arg-type]
-        if node.op in OPS:
+        if node.op in OPS and not strong(node.dtype).is_floating_point:
             dtype = OPS[node.op].dtype(*(a.dtype for a in args))
             return builder.node(node.op, args, dtype, node.value, node.where)
         return None
@@ -371,10 +280,21 @@ def widen(graph: Graph) -> Graph:
     return rebuild(graph, change)
 
 
+def _without_wraps(graph: Graph) -> Graph:
+    if not any(map(_is_wrap, graph.nodes)):
+        return graph
+    return rebuild(graph, lambda b, n, args: args[0] if _is_wrap(n) else None)
+
+
 @lru_cache(4096)
 def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
     """The graph for positions below `extents` and parameters of these values: widened if they ask for it, and
-    its differences of positions in float32 where they allow it."""
+    its differences of positions in float32 where they allow it.
+
+    Casts to int32 are dropped where nothing would leave int32 without them either.
+    """
     places = dict(zip(POSITIONS, extents, strict=True))
-    wide = widen(graph) if needs_int64(graph, places, dict(numbers)) else graph
+    wide = _without_wraps(graph)
+    if needs_int64(wide, places, dict(numbers)):
+        wide = widen(graph) if needs_int64(graph, places, dict(numbers)) else graph
     return convert_terms(wide, integer_bounds(wide, places, dict(numbers)))

@@ -76,7 +76,7 @@ def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
     low, high = known[node]
     if strong(node.dtype) not in (torch.int32, torch.int64) or low < -EXACT or high > EXACT:
         return False
-    return not _mixed(node) or (node.op in AS_FLOATS and all(_exact(a, known) for a in node.args))
+    return not _mixed(node) or (node.op in (*AS_FLOATS, CAST) and all(_exact(a, known) for a in node.args))
 
 
 def _as_floats(builder: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
@@ -85,6 +85,8 @@ def _as_floats(builder: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
     if not _mixed(node):
         return builder.node(CAST, (new[node],), torch.float32, torch.float32, node.where)
     args = tuple(_as_floats(builder, a, new) for a in node.args)
+    if node.op == CAST:  # to an integer dtype that holds it
+        return args[0]
     if node.op == "neg":  # -(0.0) would be -0.0
         zero = builder.const(0.0, torch.float32, node.where)
         return builder.node("sub", (zero, *args), torch.float32, None, node.where)

@@ -24,9 +24,9 @@ from itertools import permutations
 import torch
 
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, Builder, Graph, Node, keep
+from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, strong
-from flexmod.ir.passes import integer_bounds
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 # by comparison: the number of its larger side, and what the difference of the sides is at least

@@ -105,7 +105,9 @@ class _Differences:
         if node.op in ("const", "param"):
             return _Affine(0, 0, True)
         if node.op == CAST:
-            return self._brought(node.args[0], dtype)
+            found = self._brought(node.args[0], dtype)
+            # a cast to int32 that `passes.fitted` left says that values wrap from there on
+            return found._replace(exact=found.exact and dtype != torch.int32) if found else None
         if node.op in ("add", "sub", "mul", "neg"):
             found = _combined(node.op, node.args, self._arguments(node))
             if found is not None:

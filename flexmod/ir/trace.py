@@ -204,7 +204,9 @@ class Tracer:
                 name="the target of a cast", dtype=str(dtype),
                 accepted="bool, integer and floating-point dtypes", where=user_line(),
             )  # fmt: skip
-        if node.dtype == dtype:
+        # arithmetic on positions may be widened to int64: where the user wrote int32, it wraps all the same
+        wraps = dtype == torch.int32 and node.op not in ("load", CAST)
+        if node.dtype == dtype and not wraps:
             return Proxy(self, node)
         return Proxy(self, self.builder.node(CAST, (node,), dtype, dtype, self.where()))
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
+from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.passes import (
     fold,
-    integer_bounds,
-    needs_int64,
     optimize,
     promote_constants,
     simplify,

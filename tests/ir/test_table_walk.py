@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,11 +60,7 @@ def test_most_of_it_is_held_to_torch(on_chip: bool) -> None:
 def test_the_evaluator_does_what_torch_does(row: Op, dtype: torch.dtype) -> None:
     """Bit for bit, signs of zeros too."""
     x = y = special_values(dtype)
-    expected, kept = truth(row, dtype)
-    if not kept.all():  # torch refuses to divide by 0
-        assert row.name in ("floor_divide", "trunc_divide", "remainder", "fmod")
-        y = y[y != 0]
-        expected = expected[:, kept[0]]
+    expected = truth(row, dtype)
     places = dict.fromkeys(("b", "h"), torch.zeros(1, 1, dtype=torch.int64))
     places |= {"q_idx": torch.arange(len(x))[:, None], "kv_idx": torch.arange(len(y))[None]}
     (found,) = evaluate(graph_of(row, dtype, "captured"), (x, y), **places)
@@ -72,6 +69,27 @@ def test_the_evaluator_does_what_torch_does(row: Op, dtype: torch.dtype) -> None
     if expected.is_floating_point():
         number = ~expected.isnan()
         assert torch.equal(found.signbit()[number], expected.signbit()[number])
+
+
+DIVISIONS = ("floor_divide", "trunc_divide", "remainder", "fmod")
+TORCHS = {
+    "floor_divide": torch.floor_divide, "remainder": torch.remainder, "fmod": torch.fmod,
+    "trunc_divide": partial(torch.div, rounding_mode="trunc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:6], ids=str)
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divisions_of_whole_numbers_are_torchs(name: str, dtype: torch.dtype) -> None:
+    """By 0 it is that by 1; the smallest number divided by -1 wraps, where torch's may end the process."""
+    a, b = pairs(dtype)
+    found = OPS[name].torch(a, b)
+    undefined = (b == 0) | ((a < 0) & (a == -a) & (b == -1 if dtype.is_signed else b < 0))
+    one = torch.ones_like(b)
+    assert torch.equal(found[~undefined], TORCHS[name](a, torch.where(undefined, one, b))[~undefined])
+    assert torch.equal(found[b == 0], TORCHS[name](a, one)[b == 0])
+    smallest = undefined & (b != 0)
+    assert torch.equal(found[smallest], (-a if "divide" in name else a * 0)[smallest])
 
 
 # derivatives
@@ -148,7 +166,6 @@ def test_derivative_at_special_values_is_autograds(row: Op) -> None:
 
 WHOLE = [-(2**31), -(2**31) + 1, -65536, -46341, -33, -8, -1, 0, 1, 2, 7, 31, 63, 46341, 2**31 - 2, 2**31 - 1]
 FLOATS = [0.0, 1e-45, 1.2e-38, 1e-3, 0.3, 1.0, 2.5, 49.0, 1e10, 3.4e38, math.inf]
-DIVISIONS = ("div", "floor_divide", "trunc_divide", "remainder", "fmod")
 
 
 def whole_result(row: Op, *values: int) -> int | float | bool:
@@ -196,7 +213,7 @@ def test_interval_of_whole_numbers_holds_every_value(row: Op) -> None:
     for ends in itertools.product(*(allowed(row, place) for place in range(row.arity))):
         low, high = row.interval(*ends)
         for values in itertools.product(*map(values_within, ends)):
-            if (row.name in DIVISIONS and values[1] == 0) or (
+            if (row.name in ("div", *DIVISIONS) and values[1] == 0) or (
                 row.name == "pow" and values[0] == 0 > values[1]
             ):
                 continue
