@@ -23,7 +23,7 @@ ROOMS = (
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.ops", "ir.formulas"),
-    ("ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.trace"),
+    ("ir.sizes", "ir.approximate", "ir.source", "ir.composed", "ir.proxy", "ir.names", "ir.trace"),
     ("ir.fingerprint", "ir.traces"),
     ("ir.positions",),
     ("ir.passes",),

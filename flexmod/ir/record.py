@@ -22,6 +22,7 @@ from flexmod import errors
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.graph import Graph
 from flexmod.ir.names import draws, writes
+from flexmod.ir.sizes import CARRIER, expect_size
 from flexmod.ir.trace import Traced, trace
 
 METHOD_WHERE = "where of a tensor"
@@ -61,6 +62,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, random, in_place = _name(func)
+        if func is CARRIER and len(args) > 1:
+            self.steps.append((expect_size.__name__, self.noted(args), ()))
+            self.values.append(args[0].clone())
+            return self.values[-1]
         if random:
             raise errors.RandomNumberError(operation=f"torch.{name}")
         if in_place:

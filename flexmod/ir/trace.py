@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
+from flexmod.ir.graph import POSITIONS, Builder, Capture, DType, ExpectedSize, Graph, Node, dtype_name
 from flexmod.ir.names import CASTS, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy, mentions_traced
@@ -66,7 +66,8 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     with _Watch(tracer):
         result = mod(*arguments)
     node = tracer.result(result, kind)
-    return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors), tracer.eager)
+    graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
+    return Traced(graph, tuple(tracer.tensors), tracer.eager)
 
 
 class Tracer:
@@ -79,6 +80,7 @@ class Tracer:
         self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
         self.tensors: list[torch.Tensor] = []
         self.eager = False
+        self.expected: dict[ExpectedSize, None] = {}
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
 
@@ -134,7 +136,16 @@ class Tracer:
                 new[n] = n  # one of its own still, see `Builder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
+        for expected in traced.graph.expected:
+            self.expect_size(inputs[expected.axis], *expected[1:])
         return Proxy(self, new[traced.graph.result])
+
+    def expect_size(self, index: Any, size: Any, owner: str, argument: str) -> Proxy:
+        """See `sizes.py`: of an index that is a position as it is, the size of that axis is noted."""
+        node = self.node(index, "expect_size")
+        if node.op == "input" and node.value in POSITIONS:
+            self.expected[ExpectedSize(str(node.value), int(size), owner, argument)] = None
+        return Proxy(self, node)
 
     def index(self, target: Any, index: Any) -> Any:
         if isinstance(target, torch.Tensor):
@@ -376,6 +387,7 @@ _SPECIAL: dict[str, Callable[..., Proxy]] = {
     "tensor": Tracer.copy,
     "as_tensor": Tracer.copy,
     "scalar_tensor": Tracer.copy,
+    "expect_size": Tracer.expect_size,
 }
 
 
