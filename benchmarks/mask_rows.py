@@ -85,7 +85,7 @@ MASKS: dict[str, tuple[Callable[[int, torch.device], MaskMod], int | None]] = {
     "documents": (lambda n, device: masks.document(document_ids(n, device)), None),
     "documents, causal": (lambda n, device: masks.document(document_ids(n, device), causal=True), None),
     "jagged, causal": (jagged, None),
-    "image window 8": (lambda n, device: masks.standalone_window(*image_sides(n), 8), None),
+    "image window 8": (lambda n, device: masks.standalone_window(*image_sides(n), 9), None),
     "NATTEN 7x7": (lambda n, device: masks.natten(image_sides(n), 7), None),
     "vision cross": (vision_cross, None),
     "dilated window": (lambda n, device: masks.dilated_window(1024, dilation=4), None),

@@ -98,8 +98,8 @@ def natten(row: Row, device: torch.device) -> Mods:
 
 
 def image(row: Row, device: torch.device) -> Mods:
-    """Stand-alone self-attention over an image 128 wide."""
-    return Mods(mask_mod=masks.standalone_window(row.length // 128, 128, 8))
+    """Stand-alone self-attention over an image 128 wide, 8 pixels to each side."""
+    return Mods(mask_mod=masks.standalone_window(row.length // 128, 128, 9))
 
 
 def relative(row: Row, device: torch.device) -> Mods:

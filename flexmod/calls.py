@@ -29,6 +29,7 @@ from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.replay import replay
+from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
@@ -262,6 +263,7 @@ def _problem(
     if source is None:
         return Problem(None, None, None, scale), None
     checks.check_captures(source, "score", query)
+    check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
     batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None

@@ -12,6 +12,7 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
 from flexmod.ir.host_numbers import is_host_number
+from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
 from flexmod.layouts import USUAL, Layout
 
@@ -122,6 +123,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
             raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
         if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
             raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
+    check_sizes(mask.traced.graph, (*query.shape[:2], *lengths), "the call")
     check_captures(mask.traced, "mask", query)
 
 

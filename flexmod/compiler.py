@@ -104,7 +104,11 @@ def lower(
 
 
 def _own(graph: Graph) -> Graph:
-    """The graph apart from those of equal mods, where an index outside shall name the line of this one."""
+    """The graph that kernels are made of: for calls of any size.
+
+    Apart from those of equal mods, where an index outside shall name the line of this one.
+    """
+    graph = graph.of_any_size()
     return replace(graph, lines=True) if config.check_bounds() else graph
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 import flexmod
-from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, or_masks
+from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, masks, mods, or_masks
 from flexmod.block_mask.format import from_torch
 from flexmod.kernel_options import OPTIONS
 
@@ -524,6 +524,19 @@ BLOCK_MASKS: list[Row] = [
 ]
 
 MODS: list[Row] = [
+    (
+        errors.CallSizeError,
+        lambda: call(score_mod=mods.alibi(16)),
+        "mods.alibi is made for 16 heads (its slopes), but the call has 4.\n"
+        "  Instead: give it 4 heads, or say which they are, "
+        "lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx).",
+    ),
+    (
+        errors.CallSizeError,
+        lambda: mask(3, mod=masks.padding(torch.tensor([4, 5]))),
+        "masks.padding is made for 2 batch entries (its lengths), but the block mask has 3.\n"
+        "  Instead: give it 3 batch entries, or build the block mask with B=2.",
+    ),
     (
         errors.NotCallable,
         lambda: or_masks(causal, None),  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def natten_reference(q, k):
 
 
 def standalone_reference(q, k):
-    return all(abs(a - b) <= 2 for a, b in zip(pixel(q), pixel(k), strict=True))
+    return all(abs(a - b) < 2 for a, b in zip(pixel(q), pixel(k), strict=True))
 
 
 TREE = [-1, 0, 0, 1, 3, 2, -1, 6]
@@ -119,9 +119,9 @@ def chosen_reference(h, q, k):
 # name -> (mask_mod, Q_LEN, KV_LEN, the same of (b, q, k))
 CASES = {
     "causal": (masks.causal(), 9, 12, lambda b, q, k: q >= k),
-    "window": (masks.sliding_window(3), 12, 12, lambda b, q, k: 0 <= q - k <= 3),
-    "window of one": (masks.sliding_window(0), 5, 5, lambda b, q, k: q == k),
-    "window both": (masks.sliding_window(3, causal=False), 12, 9, lambda b, q, k: abs(q - k) <= 3),
+    "window": (masks.sliding_window(3), 12, 12, lambda b, q, k: 0 <= q - k < 3),
+    "window of one": (masks.sliding_window(1), 5, 5, lambda b, q, k: q == k),
+    "window both": (masks.sliding_window(3, causal=False), 12, 9, lambda b, q, k: abs(q - k) < 3),
     "prefix": (masks.prefix_lm(4), 9, 9, lambda b, q, k: k < 4 or q >= k),
     "prefixes": (masks.prefix_lm(torch.tensor([2, 6])), 9, 9, lambda b, q, k: k < (2, 6)[b] or q >= k),
     "document": (masks.document(torch.tensor(IDS)), 10, 10, lambda b, q, k: IDS[q] == IDS[k]),
@@ -138,11 +138,11 @@ CASES = {
     "standalone": (masks.standalone_window(5, 4, 2), 20, 20, lambda b, q, k: standalone_reference(q, k)),
     "natten": (masks.natten((5, 4), 3), 20, 20, lambda b, q, k: natten_reference(q, k)),
     "window by head": (
-        masks.sliding_window(torch.tensor([2])), 12, 12, lambda b, q, k: 0 <= q - k <= 2
+        masks.sliding_window(torch.tensor([2])), 12, 12, lambda b, q, k: 0 <= q - k < 2
     ),
-    "dilated": (masks.dilated_window(2, 3), 12, 12, lambda b, q, k: q - k in (0, 3, 6)),
+    "dilated": (masks.dilated_window(3, 3), 12, 12, lambda b, q, k: q - k in (0, 3, 6)),
     "dilated both": (
-        masks.dilated_window(1, 4, causal=False), 12, 12, lambda b, q, k: q - k in (-4, 0, 4)
+        masks.dilated_window(2, 4, causal=False), 12, 12, lambda b, q, k: q - k in (-4, 0, 4)
     ),
     "lengths": (
         masks.document(lengths=LENGTHS, total=10), 10, 10, lambda b, q, k: BY_LENGTH[b][q] == BY_LENGTH[b][k]
@@ -173,11 +173,11 @@ CASES = {
         masks.sliding_tiles((4, 2, 6), (1, 2, 2), (3, 1, 1)), 48, 48, lambda b, q, k: tiles_reference(q, k)
     ),
     "global": (
-        masks.global_window(2, 3), 12, 12, lambda b, q, k: q >= k and (q - k <= 2 or k < 3)
+        masks.global_window(2, 3), 12, 12, lambda b, q, k: q >= k and (q - k < 2 or k < 3)
     ),
     "global, both sides": (
         masks.global_window(2, 3, causal=False), 12, 12,
-        lambda b, q, k: abs(q - k) <= 2 or k < 3 or q < 3,
+        lambda b, q, k: abs(q - k) < 2 or k < 3 or q < 3,
     ),
     "natten in a line": (
         masks.natten((11,), 5, dilation=2), 11, 11, lambda b, q, k: on_an_axis(q, k, 11, 5, 2)
@@ -220,7 +220,7 @@ CASES = {
     ),
     "and, or": (
         masks.causal() & masks.sliding_window(3) | masks.prefix_lm(2), 12, 12,
-        lambda b, q, k: (q >= k and 0 <= q - k <= 3) or (k < 2 or q >= k),
+        lambda b, q, k: (q >= k and 0 <= q - k < 3) or (k < 2 or q >= k),
     ),
     "not": (
         ~masks.causal() & masks.padding(torch.tensor([3, 7])), 9, 9, lambda b, q, k: q < k < (3, 7)[b]
@@ -282,7 +282,7 @@ def attention_and_gradients(block_mask, query, key, options, dtype=torch.float64
 
 def test_by_head():
     """The last head's choice is none of the masks."""
-    kinds = masks.causal(), masks.sliding_window(1, causal=False), lambda b, h, q, k: k < 3
+    kinds = masks.causal(), masks.sliding_window(2, causal=False), lambda b, h, q, k: k < 3
     mask_mod = masks.by_head(torch.tensor(CHOICE), *kinds)
     got = create_mask(mask_mod, 1, 4, 9, 8, "cpu")
     for h, q, k in itertools.product(range(4), range(9), range(8)):
@@ -354,8 +354,8 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
 @pytest.mark.parametrize(
     ("call", "facts", "rule"),
     [
-        (lambda: masks.sliding_window(-1), "sliding_window: window is -1", "an integer of 0 or more"),
-        (lambda: masks.sliding_window(1.5), "sliding_window: window is 1.5", "an integer of 0 or more"),
+        (lambda: masks.sliding_window(0), "sliding_window: window is 0", "an integer of 1 or more"),
+        (lambda: masks.sliding_window(1.5), "sliding_window: window is 1.5", "an integer of 1 or more"),
         (lambda: masks.prefix_lm("3"), "prefix_lm: prefix is '3'", "an integer of 0 or more"),
         (
             lambda: masks.prefix_lm(RATES),
@@ -395,7 +395,7 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
             "by_head: choice is torch.float32 [2]",
             "an integer tensor of shape [H]",
         ),
-        (lambda: masks.global_window(-1, 3), "global_window: window is -1", "an integer of 0 or more"),
+        (lambda: masks.global_window(0, 3), "global_window: window is 0", "an integer of 1 or more"),
         (lambda: masks.global_window(1, 2.0), "global_window: tokens is 2.0", "an integer of 0 or more"),
         (
             lambda: masks.jagged(RATES),

@@ -53,7 +53,7 @@ def t5_both(distance, buckets, max_distance):
     return (half if distance < 0 else 0) + t5_bucket(abs(distance), half, max_distance)
 
 
-def sandwich(h, distance, dim=6, heads=4):
+def sandwich(h, distance, dim=6, heads=3):
     products = sum(math.cos(distance / 10000 ** (2 * i / dim)) for i in range(dim // 2))
     return products / ((h + 1) * 8 / heads)
 
@@ -65,7 +65,7 @@ def edge_bias(b, h, q, k):
 
 # name -> (what makes the mod of what it captures, what it captures, the same of (s, b, h, q, k))
 CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
-    "alibi": (lambda: mods.alibi(4), (), lambda s, b, h, q, k: s + 2.0 ** (-2.0 * (h + 1)) * (k - q)),
+    "alibi": (lambda: mods.alibi(3), (), lambda s, b, h, q, k: s + 2.0 ** (-8 / 3 * (h + 1)) * (k - q)),
     "alibi table": (mods.alibi, (SLOPES,), lambda s, b, h, q, k: s + SLOPES[h] * (k - q)),
     "softcap": (lambda: mods.softcap(2.5), (), lambda s, b, h, q, k: 2.5 * math.tanh(s / 2.5)),
     "relative position": (mods.relative_position, (), lambda s, b, h, q, k: s + q - k),
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
         lambda s, b, h, q, k: s + BUCKETS[t5_both(q - k, 6, 4), h],
     ),
     "sandwich": (
-        lambda: mods.sandwich(4, LONG, dim=6), (), lambda s, b, h, q, k: s + sandwich(h, q - k)
+        lambda: mods.sandwich(3, LONG, dim=6), (), lambda s, b, h, q, k: s + sandwich(h, q - k)
     ),
     "graphormer, spatial": (
         lambda t: mods.graphormer_spatial(t, DISTANCES), (LENGTHS,),

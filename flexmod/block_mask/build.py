@@ -26,6 +26,7 @@ from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
 from flexmod.ir.host_numbers import captures_on_device, is_host_number
 from flexmod.ir.passes import fitted
+from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
 
@@ -83,7 +84,8 @@ def built(
     separate: bool,
 ) -> BlockMask:
     """The mask of a graph whose captures lie on the device, or are numbers of the host."""
-    as_wide = captures_on_device(Traced(fitted(traced.graph, sizes), traced.tensors), device)
+    check_sizes(traced.graph, sizes, "the block mask")
+    as_wide = captures_on_device(Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors), device)
     if device.type == "cuda":
         by_axis = generated.build(as_wide, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
@@ -115,6 +117,7 @@ def create_mask(
     kind = mod_kind(mod_fn)
     traced = trace(mod_fn, kind, here)
     _check_captures(traced, here)
+    check_sizes(traced.graph, sizes, "the mask")
     places = _places(sizes, here)
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None

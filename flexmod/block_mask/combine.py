@@ -18,6 +18,7 @@ from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskResizeError
 from flexmod.ir.passes import fitted
+from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _finished(
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
         sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
-        fits = Traced(fitted(traced.graph, sizes), traced.tensors)
+        check_sizes(traced.graph, sizes, "the block mask")
+        fits = Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
     alike = [m for m in (mask, other) if m is not None]
     separate = all(m.held.separate for m in alike)

@@ -72,18 +72,23 @@ KEPT = Affine(0)
 MODS = ("mask_mod", "first", "second")  # the fields of a Derived that are mask_mods
 
 
-def positions(chosen: Sequence[int], device: torch.device) -> Positions:
-    """The map from 0, 1, ... to the chosen numbers; KEPT where it changes nothing."""
+def positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
+    """The map from 0, 1, ... to the numbers chosen of `size`; KEPT where all are.
+
+    The first of them are the same numbers, but fewer: a mod that was made for all of them (`ir/sizes.py`)
+    must not see KEPT, the position as it is.
+    """
     if isinstance(chosen, range):
-        return KEPT if (chosen.start, chosen.step) == (0, 1) else Affine(chosen.start, chosen.step)
+        whole = chosen == range(size)
+        return KEPT if whole else Affine(chosen.start, chosen.step)
     return Table(torch.tensor(chosen, dtype=torch.int32, device=device))
 
 
 def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
     """The same for positions whose blocks of `size` are chosen."""
-    blocks = positions(chosen, device)
+    blocks = positions(chosen, len(chosen), device)
     if isinstance(blocks, Affine) and blocks.step == 1:
-        return KEPT if blocks == KEPT else Affine(blocks.start * size)
+        return KEPT if blocks is KEPT else Affine(blocks.start * size)
     return InBlocks(blocks, size)
 
 

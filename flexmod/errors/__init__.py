@@ -34,7 +34,7 @@ __all__ = [
     "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
     "MutationError", "UnknownOperationError", "OperationArgumentError", "IndexDtypeError",
     "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",
-    "NoDerivativeError", "LibraryArgumentError", "NotPicklableError",
+    "NoDerivativeError", "LibraryArgumentError", "NotPicklableError", "CallSizeError",
     # kernels.py
     "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
     "HopperTemplateError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",

@@ -125,3 +125,27 @@ class LibraryArgumentError(FlexmodError, ValueError):
 class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
     what = "{mod} cannot be pickled, since it cannot be traced: {error}, {reason}"
     instead = "mend the mod: flexmod.explain({kind}_mod={kind}_mod) says the same, with the line that is at fault."
+
+
+class CallSizeError(FlexmodError, ValueError):
+    what = "{owner} is made for {size} {unit} (its {argument}), but {place} has {given}."
+    instead = "{advice}."
+
+    @classmethod
+    def of(
+        cls, kind: str, axis: str, size: int, given: int, owner: str, argument: str, place: str
+    ) -> CallSizeError:
+        """For a mod of this kind that has `size` entries along an axis, and a call or a mask that has `given`."""
+        units = {"b": "batch entries", "h": "heads", "q_idx": "queries", "kv_idx": "keys"}
+        extents = {"b": "B", "h": "H", "q_idx": "Q_LEN", "kv_idx": "KV_LEN"}
+        names = ["score"] * (kind == "score") + [*units]
+        part = ", ".join(f"{name} + first" if name == axis else name for name in names)
+        advice = [f"give it {given} {units[axis]}"]
+        if place != "the call":
+            advice.append(f"build {place} with {extents[axis]}={size}")
+        if given < size:
+            advice.append(f"say which they are, lambda {', '.join(names)}: {kind}_mod({part})")
+        return cls(
+            owner=owner, argument=argument, size=size, unit=units[axis], given=given, place=place,
+            advice=", or ".join(advice),
+        )  # fmt: skip

@@ -231,8 +231,7 @@ def _mask_of_dense(dense: Tensor) -> BlockMask:
 
 
 def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask:
-    # the library counts the keys of a window, flexmod its distance
-    mask_mod = masks.causal() if sliding_window is None else masks.sliding_window(sliding_window - 1)
+    mask_mod = masks.causal() if sliding_window is None else masks.sliding_window(sliding_window)
     return create_block_mask(mask_mod, None, None, query.shape[2], key.shape[2], query.device)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flexmod.ir.sizes import expect_size
+
 
 def tanh_approximate(x: Any) -> Any:
     """tanh(x) that may have a relative error of 2^-11, about 5e-4, for use in a mod.
@@ -23,4 +25,6 @@ def tanh_approximate(x: Any) -> Any:
     return torch.tanh(x)
 
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {tanh_approximate.__name__: tanh_approximate}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function for function in (tanh_approximate, expect_size)
+}

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -71,6 +72,15 @@ class Capture:
     dtype: torch.dtype
     rank: int
     wide: bool = False  # does it reach beyond 2**31 elements, so that offsets need 64 bits?
+
+
+class ExpectedSize(NamedTuple):
+    """How many batch entries, heads or positions a mod was made for; see `sizes.py`."""
+
+    axis: str  # one of POSITIONS
+    size: int
+    owner: str
+    argument: str
 
 
 class Builder:
@@ -128,20 +138,26 @@ class Graph:
     """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots.
 
     `lines`: the user's lines count when graphs are compared. They do for what people read; kernels are shared
-    by mods that are equal but for where they stand.
+    by mods that are equal but for where they stand. `expected`: the sizes that a call must have. They count
+    too, until they are checked; kernels are made of the graph without them.
     """
 
     kind: str
     results: tuple[Node, ...]
     captures: tuple[Capture, ...] = ()
     lines: bool = False
+    expected: tuple[ExpectedSize, ...] = ()
 
     def of(self, results: Iterable[Node], kind: str | None = None) -> Graph:
         """The graph with other results."""
         return replace(self, kind=kind or self.kind, results=tuple(results))
 
+    def of_any_size(self) -> Graph:
+        """The graph for calls of any size."""
+        return replace(self, expected=()) if self.expected else self
+
     def __eq__(self, other: object) -> bool:
-        """Equal structure, constants and captures."""
+        """Equal structure, constants, captures and expected sizes."""
         return self is other or isinstance(other, Graph) and self.key == other.key
 
     def __hash__(self) -> int:
@@ -161,7 +177,8 @@ class Graph:
         """Pickles as a flat list of nodes: pickling node within node ends at Python's recursion limit."""
         places = {n: i for i, n in enumerate(self.nodes)}
         nodes = [(n.op, [places[a] for a in n.args], n.dtype, n.value, n.where) for n in self.nodes]
-        return _unpickled, (self.kind, nodes, [places[r] for r in self.results], self.captures, self.lines)
+        results = [places[r] for r in self.results]
+        return _unpickled, (self.kind, nodes, results, self.captures, self.lines, self.expected)
 
     @property
     def result(self) -> Node:
@@ -188,7 +205,7 @@ class Graph:
     def _structure(self, value: Callable[[Node], object]) -> Structure:
         places = {n: i for i, n in enumerate(self.nodes)}
         nodes = [(n.op, n.dtype, value(n), *[places[a] for a in n.args]) for n in self.nodes]
-        return self.kind, self.captures, *nodes, *[places[r] for r in self.results]
+        return self.kind, self.captures, self.expected, *nodes, *[places[r] for r in self.results]
 
     @cached_property
     def key(self) -> Structure:
@@ -235,6 +252,7 @@ def _unpickled(
     results: Sequence[int],
     captures: tuple[Capture, ...],
     lines: bool,
+    expected: tuple[ExpectedSize, ...],
 ) -> Graph:
     """The graph that was pickled as these nodes; one that stood in two places is one again."""
     made: list[Node] = []
@@ -245,7 +263,7 @@ def _unpickled(
             args = tuple(made[place] for place in places)
             home: Home = frozenset().union(*[a.home for a in args])
             made.append(Node(op, args, dtype, value, where, home))
-    return Graph(kind, tuple(made[place] for place in results), captures, lines)
+    return Graph(kind, tuple(made[place] for place in results), captures, lines, expected)
 
 
 def _result(graph: Graph) -> Node:

@@ -27,6 +27,7 @@ from flexmod.ir.host_numbers import on_device
 from flexmod.ir.names import CASTS, FILLS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
+from flexmod.ir.sizes import CARRIER, expect_size
 from flexmod.ir.trace import Traced, trace
 
 METHOD_WHERE = "where of a tensor"
@@ -68,6 +69,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, random, in_place = _name(func)
+        if func is CARRIER and len(args) > 1:
+            self.steps.append((expect_size.__name__, self.noted(args), ()))
+            self.values.append(args[0].clone())
+            return self.values[-1]
         if random:
             raise errors.RandomNumberError(operation=f"torch.{name}")
         if in_place:

@@ -18,7 +18,7 @@ from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir.eager import Watch
 from flexmod.ir.formulas import COMPOSED, is_one
-from flexmod.ir.graph import Builder, Capture, DType, Graph, Node, dtype_name
+from flexmod.ir.graph import POSITIONS, Builder, Capture, DType, ExpectedSize, Graph, Node, dtype_name
 from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy
@@ -66,7 +66,7 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     arguments = [tracer.position(name) for name in names]
     with Watch(tracer):
         node = tracer.result(mod(*arguments), kind)
-    graph = Graph(kind, (node,), tracer.capture_specs())
+    graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
 
 
@@ -81,6 +81,7 @@ class Tracer:
         self.tensors: list[torch.Tensor] = []
         self.eager = False
         self.described: dict[int, torch.Tensor] = {}  # by id
+        self.expected: dict[ExpectedSize, None] = {}
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
 
@@ -136,7 +137,16 @@ class Tracer:
                 new[n] = n  # one of its own still, see `Builder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
+        for expected in traced.graph.expected:
+            self.expect_size(inputs[expected.axis], *expected[1:])
         return Proxy(self, new[traced.graph.result])
+
+    def expect_size(self, index: Any, size: Any, owner: str, argument: str) -> Proxy:
+        """See `sizes.py`: of an index that is a position as it is, the size of that axis is noted."""
+        node = self.node(index, "expect_size")
+        if node.op == "input" and node.value in POSITIONS:
+            self.expected[ExpectedSize(str(node.value), int(size), owner, argument)] = None
+        return Proxy(self, node)
 
     def index(self, target: Any, index: Any) -> Any:
         if isinstance(target, torch.Tensor):
@@ -380,4 +390,5 @@ _SPECIAL: dict[str, Callable[..., Proxy]] = {
     "tensor": Tracer.copy,
     "as_tensor": Tracer.copy,
     "scalar_tensor": Tracer.copy,
+    "expect_size": Tracer.expect_size,
 }

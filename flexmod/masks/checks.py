@@ -50,12 +50,12 @@ def check_kind(
     raise LibraryArgumentError(function=function, name=name, value=given, rule=rule, advice=advice)
 
 
-def check_counts(function: str, name: str, value: Any, shape: str) -> None:
-    """One number of positions, or a tensor of them."""
+def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> None:
+    """One number of positions, or a tensor of them, whose values nobody reads."""
     if isinstance(value, Tensor):
         check_tensor(function, name, value, ranks=(1,), shapes=shape)
     else:
-        check_number(function, name, value, least=0)
+        check_number(function, name, value, least)
 
 
 def check_extents(function: str, name: str, value: Any, axes: int) -> None:

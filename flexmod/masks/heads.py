@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import MaskMod, check_tensor
 
 
@@ -28,7 +29,7 @@ def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
         mask_mod = masks.by_head(choice, masks.causal(), masks.sliding_window(128))
         block_mask = create_block_mask(mask_mod, None, 8, 1024, 1024)
 
-    `masks.by_head(torch.tensor([1]), masks.causal(), masks.sliding_window(2))`, 8 x 8:
+    `masks.by_head(torch.tensor([1]), masks.causal(), masks.sliding_window(3))`, 8 x 8:
 
         #.......
         ##......
@@ -49,7 +50,7 @@ def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
     def chosen(number: int) -> Mask:
         @Mask
         def choice_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return choice[h] == number
+            return choice[expect_size(h, choice.shape[0], "masks.by_head", "choice")] == number
 
         return choice_mask
 

@@ -10,24 +10,29 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
 
 
 def standalone_window(height: int, width: int, window: int) -> Mask:
-    """Pixels of an image attend to a square around them: |row - row'| <= window and |column - column'| <=
-    window.
+    """Pixels attend to a square around them, window - 1 to each side: 2 * window - 1 rows and columns,
 
-    Positions are pixels row by row, height * width of them: row = q_idx // width, column = q_idx % width.
+        |row - row'| < window  and  |column - column'| < window
+
+    of which fewer are left at a border. `natten` keeps their number there.
+
+    Queries and keys are the height * width pixels, row by row: row = q_idx // width, column = q_idx % width.
+    For a part of the queries, from the pixel `first` on: lambda b, h, q, k: window_mod(b, h, q + first, k).
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
 
     Example:
 
-        mask_mod = masks.standalone_window(height=32, width=32, window=5)
+        mask_mod = masks.standalone_window(height=32, width=32, window=6)
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
 
-    `masks.standalone_window(height=3, width=5, window=1)`, 15 x 15:
+    `masks.standalone_window(height=3, width=5, window=2)`, 15 x 15:
 
         ##...##........
         ###..###.......
@@ -46,12 +51,14 @@ def standalone_window(height: int, width: int, window: int) -> Mask:
         ........##...##
     """
     check_image("standalone_window", height, width)
-    check_number("standalone_window", "window", window, least=0)
+    check_number("standalone_window", "window", window, least=1)
 
     @Mask
     def standalone_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        near_row = torch.abs(q_idx // width - kv_idx // width) <= window
-        near_column = torch.abs(q_idx % width - kv_idx % width) <= window
+        q_idx = expect_size(q_idx, height * width, "masks.standalone_window", "height * width")
+        kv_idx = expect_size(kv_idx, height * width, "masks.standalone_window", "height * width")
+        near_row = torch.abs(q_idx // width - kv_idx // width) < window
+        near_column = torch.abs(q_idx % width - kv_idx % width) < window
         return near_row & near_column
 
     return standalone_mask
@@ -63,8 +70,8 @@ def natten(
     dilation: int | tuple[int, ...] = 1,
     causal: bool | tuple[bool, ...] = False,
 ) -> Mask:
-    """Pixels attend to a kernel around them, which is moved inwards where it would cross the border: on each
-    axis
+    """Pixels attend to `kernel` pixels around them on each axis, also at the border, where these move
+    inwards:
 
         |clamp(x, kernel // 2, length - 1 - kernel // 2) - x'| <= kernel // 2
 
@@ -137,9 +144,13 @@ def natten(
                 advice="write kernel=7 or kernel=(5, 7)",
             )  # fmt: skip
 
+    positions = math.prod(extent)
+
     @Mask
     def natten_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         near = None
+        q_idx = expect_size(q_idx, positions, "masks.natten", "extent")
+        kv_idx = expect_size(kv_idx, positions, "masks.natten", "extent")
         for axis in range(axes)[::-1]:
             length = extent[axis]
             query, key = (q_idx % length, kv_idx % length) if axis else (q_idx, kv_idx)
@@ -225,10 +236,12 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
             rule=f"odd and at most the number of tiles, {counts}",
             advice="write e.g. kernel=(3, 3, 3)",
         )  # fmt: skip
-    volume = math.prod(tile)
+    volume, positions = math.prod(tile), math.prod(extent)
 
     @Mask
     def sliding_tiles_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q_idx = expect_size(q_idx, positions, "masks.sliding_tiles", "extent")
+        kv_idx = expect_size(kv_idx, positions, "masks.sliding_tiles", "extent")
         query, key, near = q_idx // volume, kv_idx // volume, None
         for size, count in zip(kernel[::-1], counts[::-1], strict=True):
             reach = size // 2
@@ -273,7 +286,8 @@ def vision_cross(intervals: Tensor, image_idx: Tensor) -> Mask:
 
     @Mask
     def vision_cross_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        interval = intervals[image_idx[kv_idx]]
+        key = expect_size(kv_idx, image_idx.shape[0], "masks.vision_cross", "image_idx")
+        interval = intervals[image_idx[key]]
         return (q_idx >= interval[0]) & (q_idx < interval[1])
 
     return vision_cross_mask

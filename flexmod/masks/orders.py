@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_tensor
 
 
@@ -75,7 +76,9 @@ def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
 
     @Mask
     def reordered_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mask_mod(b, h, order[q_idx], order[kv_idx])
+        query = expect_size(q_idx, order.shape[0], "masks.reordered", "order")
+        key = expect_size(kv_idx, order.shape[0], "masks.reordered", "order")
+        return mask_mod(b, h, order[query], order[key])
 
     return reordered_mask
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
 
@@ -28,7 +29,10 @@ def document(
         lengths     [n] or [B, n], how long each document is
         cu_seqlens  [n + 1] or [B, n + 1], where each begins; from 0 to the end of the last one
 
-    as integer tensors. `total` is the number of positions, for `lengths` and `cu_seqlens`; those after the
+    as integer tensors. Queries and keys are the same positions, counted from 0; for the last M of N of them,
+    beside a cache, shift the queries, as `causal` shows: lambda b, h, q, k: document_mod(b, h, q + N - M, k).
+
+    `total` is the number of positions, for `lengths` and `cu_seqlens`; those after the
     last document are one of their own. Without it the largest end is read from the device, which waits.
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
@@ -62,14 +66,19 @@ def document(
         .....##.
         .....###
     """
-    return _document_mask(_document_ids(ids, lengths, cu_seqlens, total), causal)
+    argument = "ids" if ids is not None else "total" if total is not None else "the sum of its lengths"
+    return _document_mask(_document_ids(ids, lengths, cu_seqlens, total), causal, argument)
 
 
-def _document_mask(ids: Tensor, causal: bool) -> Mask:
+def _document_mask(ids: Tensor, causal: bool, argument: str) -> Mask:
     @Mask
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = ids if ids.dim() == 1 else ids[b]
-        same = of_batch[q_idx] == of_batch[kv_idx]
+        of_batch = ids
+        if ids.dim() == 2:
+            of_batch = ids[expect_size(b, ids.shape[0], "masks.document", argument)]
+        query = expect_size(q_idx, ids.shape[-1], "masks.document", argument)
+        key = expect_size(kv_idx, ids.shape[-1], "masks.document", argument)
+        same = of_batch[query] == of_batch[key]
         return same & (q_idx >= kv_idx) if causal else same
 
     return document_mask
@@ -125,14 +134,19 @@ def segments(q_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
         ........
     """
     check_tensor("segments", "q_ids", q_ids, ranks=(1, 2), shapes="[M] or [B, M]")
-    of_keys = q_ids if kv_ids is None else kv_ids
+    of_keys, name = (q_ids, "q_ids") if kv_ids is None else (kv_ids, "kv_ids")
     check_tensor("segments", "kv_ids", of_keys, ranks=(1, 2), shapes="[N] or [B, N]")
 
     @Mask
     def segments_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_query = q_ids[q_idx] if q_ids.dim() == 1 else q_ids[b, q_idx]
-        of_key = of_keys[kv_idx] if of_keys.dim() == 1 else of_keys[b, kv_idx]
-        return of_query == of_key
+        query = expect_size(q_idx, q_ids.shape[-1], "masks.segments", "q_ids")
+        key = expect_size(kv_idx, of_keys.shape[-1], "masks.segments", name)
+        of_query, of_key = q_ids, of_keys
+        if q_ids.dim() == 2:
+            of_query = q_ids[expect_size(b, q_ids.shape[0], "masks.segments", "q_ids")]
+        if of_keys.dim() == 2:
+            of_key = of_keys[expect_size(b, of_keys.shape[0], "masks.segments", name)]
+        return of_query[query] == of_key[key]
 
     return segments_mask
 
@@ -143,7 +157,9 @@ def shared_prefix(prefix: int, ids: Tensor) -> Mask:
         q_idx >= kv_idx  and  (kv_idx < prefix  or  ids[q_idx] == ids[kv_idx])
 
     `prefix` is a number of positions; `ids` an integer tensor [S], the continuation of each position. What it
-    says of the prefix itself does not matter.
+    says of the prefix itself does not matter. Queries and keys are the same positions, counted from 0; for
+    the last M of N of them, beside a cache, shift the queries, as `causal` shows: lambda b, h, q, k:
+    shared_mod(b, h, q + N - M, k).
 
     Source: Juravsky et al., Hydragen, 2024.
 
@@ -169,7 +185,9 @@ def shared_prefix(prefix: int, ids: Tensor) -> Mask:
 
     @Mask
     def shared_prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & ((kv_idx < prefix) | (ids[q_idx] == ids[kv_idx]))
+        query = expect_size(q_idx, ids.shape[0], "masks.shared_prefix", "ids")
+        key = expect_size(kv_idx, ids.shape[0], "masks.shared_prefix", "ids")
+        return (q_idx >= kv_idx) & ((kv_idx < prefix) | (ids[query] == ids[key]))
 
     return shared_prefix_mask
 
@@ -189,9 +207,10 @@ def jagged(
     with s the number of the sequence, and start where it begins. `mask_mod` None keeps every pair within a
     sequence. `offsets` is an integer tensor [n + 1] that ascends from 0 to the total length: sequence i holds
     the positions from offsets[i] to offsets[i + 1], as in a nested tensor of jagged layout. Where keys have
-    lengths of their own, `kv_offsets` [n + 1] is theirs. `total` and `kv_total` are the numbers of
-    positions; those after the last sequence are one of their own. Without them the last offset is read from
-    the device, which waits.
+    lengths of their own, `kv_offsets` [n + 1] is theirs. `total` and `kv_total` are the numbers of positions;
+    those after the last sequence are one of their own. Without them the last offset is read from the device,
+    which waits. Positions within a sequence count from 0 for its queries and for its keys: where a sequence
+    has fewer queries than keys, beside a cache, the `mask_mod` shifts its queries by their difference.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mask.
 
@@ -219,14 +238,19 @@ def jagged(
     kv_sequence, kv_start = sequence, start
     if kv_offsets is not None:
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
-        kv_sequence, kv_start = places(kv_offsets, kv_total)
+    if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
+        kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total)
+
+    kv_name = "offsets" if kv_offsets is None else "kv_offsets"
 
     @Mask
     def jagged_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        same = sequence[q_idx] == kv_sequence[kv_idx]
+        query = expect_size(q_idx, sequence.shape[0], "masks.jagged", "offsets")
+        key = expect_size(kv_idx, kv_sequence.shape[0], "masks.jagged", kv_name)
+        same = sequence[query] == kv_sequence[key]
         if mask_mod is None:
             return same
-        return same & mask_mod(sequence[q_idx], h, q_idx - start[q_idx], kv_idx - kv_start[kv_idx])
+        return same & mask_mod(sequence[query], h, query - start[query], key - kv_start[key])
 
     return jagged_mask
 

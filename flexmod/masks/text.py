@@ -7,11 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_counts, check_number, check_tensor
 
 
 def causal() -> Mask:
-    """A query attends to itself and to what comes before it: q_idx >= kv_idx.
+    """A query attends to the key of its own position and to those before it: q_idx >= kv_idx.
+
+    Both positions count from 0, also where M != N: one query beside 64 keys keeps the first key alone. Where
+    the queries are the last M of N positions, as beside a cache, shift them by N - M, which the example does;
+    a number that changes from call to call compiles nothing.
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (the decoder).
 
@@ -19,7 +24,9 @@ def causal() -> Mask:
 
         block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
-        print(block_mask)
+        causal, offset = masks.causal(), 1024 - 3  # the last 3 of 1024 positions
+        block_mask = create_block_mask(lambda b, h, q, k: causal(b, h, q + offset, k), None, None, 3, 1024)
+        last = flex_attention(query[:, :, -3:], key, value, block_mask=block_mask)
 
     `masks.causal()`, 8 x 8:
 
@@ -41,9 +48,13 @@ def causal() -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Every query sees the whole prefix, and is causal after it: (kv_idx < prefix) | (q_idx >= kv_idx).
+    """A query attends to the first `prefix` keys, to its own and to those before it:
 
-    `prefix` is a number of positions, or an integer tensor [B] with one for each batch.
+        kv_idx < prefix  or  q_idx >= kv_idx
+
+    `prefix` is a number of positions, or an integer tensor [B] with one for each batch. Both positions count
+    from 0. For the last M of N positions, beside a cache, shift the queries, as `causal` shows:
+    lambda b, h, q, k: prefix_mod(b, h, q + N - M, k).
 
     Source: Raffel et al., T5, 2019.
 
@@ -68,14 +79,18 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
     @Mask
     def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        length = prefix[b] if isinstance(prefix, Tensor) else prefix
+        length = prefix
+        if isinstance(prefix, Tensor):
+            length = prefix[expect_size(b, prefix.shape[0], "masks.prefix_lm", "prefix")]
         return (kv_idx < length) | (q_idx >= kv_idx)
 
     return prefix_mask
 
 
 def padding(lengths: Tensor) -> Mask:
-    """Batches padded to one length: kv_idx < lengths[b]. Padded queries still attend to what is there.
+    """A query attends to the first lengths[b] keys of its batch entry: kv_idx < lengths[b].
+
+    Padded queries do too. It reads no query's position: M and N may differ.
 
     `lengths` is an integer tensor [B].
 
@@ -102,7 +117,7 @@ def padding(lengths: Tensor) -> Mask:
 
     @Mask
     def padding_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx < lengths[b]
+        return kv_idx < lengths[expect_size(b, lengths.shape[0], "masks.padding", "lengths")]
 
     return padding_mask
 
@@ -117,6 +132,8 @@ def block_diffusion(length: int, block: int) -> Mask:
         noisy query, clean key    n(q_idx) >  n(kv_idx)
         clean query, clean key    n(q_idx) >= n(kv_idx)
         clean query, noisy key    never
+
+    Queries and keys are the same 2 * length positions; a part of the queries says which, as `causal` shows.
 
     Source: Arriola et al., Block Diffusion, 2025.
 
@@ -146,6 +163,8 @@ def block_diffusion(length: int, block: int) -> Mask:
 
     @Mask
     def block_diffusion_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q_idx = expect_size(q_idx, 2 * length, "masks.block_diffusion", "2 * length")
+        kv_idx = expect_size(kv_idx, 2 * length, "masks.block_diffusion", "2 * length")
         query_block, key_block = q_idx % length // block, kv_idx % length // block
         clean_query, clean_key = q_idx >= length, kv_idx >= length
         among_noisy = ~clean_query & ~clean_key & (query_block == key_block)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_number, check_tensor
 
 
@@ -44,6 +45,9 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
 
     @Mask
     def tree_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        count = enter.shape[0]
+        q_idx = expect_size(q_idx, count, "masks.tree", "parents")
+        kv_idx = expect_size(kv_idx, count + context, "masks.tree", "parents with their context")
         node = torch.clamp(kv_idx - context, min=0)
         below = (enter[node] <= enter[q_idx]) & (enter[q_idx] < leave[node])
         return (kv_idx < context) | below

@@ -7,14 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.ir.composed import Mask
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_counts, check_number
 
 
 def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
-    """A query attends to keys at most `window` positions away: 0 <= q_idx - kv_idx <= window.
+    """A query attends to `window` keys, its own and the window - 1 before it: 0 <= q_idx - kv_idx < window.
 
-    That is window + 1 keys, its own position among them. With causal=False the window reaches to both sides,
-    |q_idx - kv_idx| <= window. `window` is a number, or an integer tensor [H] with one for each head.
+    With causal=False also to the window - 1 after it, |q_idx - kv_idx| < window: 2 * window - 1 keys.
+    `window` is a number from 1 on, or an integer tensor [H] with one for each head.
+
+    It is the window of Mistral and of Hugging Face's `sliding_window`. FlashAttention's window_size=(left, 0)
+    counts the keys beside the query's own: sliding_window(left + 1).
+
+    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
+    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Beltagy et al., Longformer, 2020; Jiang et al., Mistral 7B, 2023.
 
@@ -24,7 +31,7 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
 
-    `masks.sliding_window(2)`, 8 x 8:
+    `masks.sliding_window(3)`, 8 x 8:
 
         #.......
         ##......
@@ -34,26 +41,42 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
         ...###..
         ....###.
         .....###
+
+    `masks.sliding_window(2, causal=False)`, 6 x 6:
+
+        ##....
+        ###...
+        .###..
+        ..###.
+        ...###
+        ....##
     """
-    check_counts("sliding_window", "window", window, shape="[H]")
+    check_counts("sliding_window", "window", window, shape="[H]", least=1)
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        reach = window[h] if isinstance(window, Tensor) else window
-        return (q_idx >= kv_idx) & (q_idx - kv_idx <= reach)
+        size = window
+        if isinstance(window, Tensor):
+            size = window[expect_size(h, window.shape[0], "masks.sliding_window", "window")]
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
 
     def sliding_window_both_sides(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        reach = window[h] if isinstance(window, Tensor) else window
-        return (q_idx - kv_idx <= reach) & (kv_idx - q_idx <= reach)
+        size = window
+        if isinstance(window, Tensor):
+            size = window[expect_size(h, window.shape[0], "masks.sliding_window", "window")]
+        return (q_idx - kv_idx < size) & (kv_idx - q_idx < size)
 
     return Mask(sliding_window_causal if causal else sliding_window_both_sides)
 
 
 def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
-    """Every `dilation`-th key of a window:
+    """A query attends to `window` keys, its own and window - 1 before it, each `dilation` positions apart:
 
-        0 <= q_idx - kv_idx <= window * dilation  and  (q_idx - kv_idx) % dilation == 0
+        0 <= q_idx - kv_idx < window * dilation  and  (q_idx - kv_idx) % dilation == 0
 
-    That is window + 1 keys. With causal=False the window reaches to both sides.
+    With causal=False also to window - 1 after it, |q_idx - kv_idx| < window * dilation: 2 * window - 1 keys.
+
+    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
+    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Beltagy et al., Longformer, 2020.
 
@@ -63,7 +86,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
 
-    `masks.dilated_window(2, dilation=2)`, 8 x 8:
+    `masks.dilated_window(3, dilation=2)`, 8 x 8:
 
         #.......
         .#......
@@ -74,7 +97,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
         ..#.#.#.
         ...#.#.#
     """
-    check_number("dilated_window", "window", window, least=0)
+    check_number("dilated_window", "window", window, least=1)
     check_number("dilated_window", "dilation", dilation, least=1)
     inside = sliding_window(window * dilation, causal)
 
@@ -86,11 +109,17 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
 
 
 def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
-    """A window, beside a few first tokens that all see and that see all: the sinks of a long stream.
+    """A query attends to `window` keys, its own and the window - 1 before it, and to the first `tokens` keys:
 
-        (|q_idx - kv_idx| <= window  or  kv_idx < tokens  or  q_idx < tokens)  and  q_idx >= kv_idx
+        (q_idx - kv_idx < window  or  kv_idx < tokens)  and  q_idx >= kv_idx
 
-    `window` and `tokens` are numbers of positions. With causal=False the last condition falls away.
+    The first tokens are the sinks of a long stream. With causal=False the window also has the window - 1 keys
+    after the query, and the first `tokens` queries attend to all keys:
+
+        |q_idx - kv_idx| < window  or  kv_idx < tokens  or  q_idx < tokens
+
+    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
+    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023; with causal=False
     the global attention of Beltagy et al., Longformer, 2020.
@@ -101,7 +130,7 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
         out = flex_attention(query, key, value, block_mask=block_mask)
 
-    `masks.global_window(1, tokens=2)`, 8 x 8:
+    `masks.global_window(2, tokens=2)`, 8 x 8:
 
         #.......
         ##......
@@ -112,7 +141,7 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         ##...##.
         ##....##
 
-    `masks.global_window(1, tokens=2, causal=False)`, 8 x 8:
+    `masks.global_window(2, tokens=2, causal=False)`, 8 x 8:
 
         ########
         ########
@@ -123,16 +152,16 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         ##...###
         ##....##
     """
-    check_number("global_window", "window", window, least=0)
+    check_number("global_window", "window", window, least=1)
     check_number("global_window", "tokens", tokens, least=0)
 
     @Mask
     def global_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx >= kv_idx) & ((kv_idx < tokens) | (q_idx - kv_idx <= window))
+        return (q_idx >= kv_idx) & ((kv_idx < tokens) | (q_idx - kv_idx < window))
 
     @Mask
     def global_window_both_sides(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        near = (q_idx - kv_idx <= window) & (kv_idx - q_idx <= window)
+        near = (q_idx - kv_idx < window) & (kv_idx - q_idx < window)
         return near | (kv_idx < tokens) | (q_idx < tokens)
 
     return global_window_causal if causal else global_window_both_sides

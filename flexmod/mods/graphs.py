@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_tensor
 from flexmod.mods.checks import check_float
 
@@ -36,10 +37,16 @@ def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
     check_float("graphormer_spatial", "table", table, ranks=(2,), shapes="[lengths, H]")
     check_tensor("graphormer_spatial", "distances", distances, ranks=(2, 3), shapes="[N, N] or [B, N, N]")
 
+    owner = "mods.graphormer_spatial"
+
     @ScoreMod
     def spatial_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = distances if distances.dim() == 2 else distances[b]
-        return score + table[of_batch[q_idx, kv_idx], h]
+        of_batch = distances
+        if distances.dim() == 3:
+            of_batch = distances[expect_size(b, distances.shape[0], owner, "distances")]
+        query = expect_size(q_idx, distances.shape[-2], owner, "distances")
+        key = expect_size(kv_idx, distances.shape[-1], owner, "distances")
+        return score + table[of_batch[query, key], expect_size(h, table.shape[1], owner, "table")]
 
     return spatial_score
 
@@ -79,11 +86,19 @@ def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
     biases = torch.nn.functional.pad(table, (0, 0, 0, 1))
     lengths = (edges >= 0).sum(-1, dtype=torch.int32).clamp(min=1)
 
+    owner = "mods.graphormer_edge"
+
     @ScoreMod
     def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        paths, counts = (edges, lengths) if edges.dim() == 3 else (edges[b], lengths[b])
-        path = paths[q_idx, kv_idx]
-        total = sum(biases[n, path[n], h] for n in range(edges.shape[-1]))
-        return score + total / counts[q_idx, kv_idx]
+        paths, counts = edges, lengths
+        if edges.dim() == 4:
+            batch = expect_size(b, edges.shape[0], owner, "edges")
+            paths, counts = edges[batch], lengths[batch]
+        query = expect_size(q_idx, edges.shape[-3], owner, "edges")
+        key = expect_size(kv_idx, edges.shape[-2], owner, "edges")
+        head = expect_size(h, table.shape[2], owner, "table")
+        path = paths[query, key]
+        total = sum(biases[n, path[n], head] for n in range(edges.shape[-1]))
+        return score + total / counts[query, key]
 
     return edge_score

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
+from flexmod.ir.sizes import expect_size
 from flexmod.mods.checks import check_float
 
 
@@ -49,9 +50,16 @@ def mla_rope(query_rope: Tensor, key_rope: Tensor, scale: float) -> ScoreMod:
             rule=f"of query_rope's, {query_rope.shape[-1]}", advice="give both the same last dimension",
         )  # fmt: skip
 
+    owner = "mods.mla_rope"
+
     @ScoreMod
     def rope_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_query, of_key = query_rope[b, h, q_idx], key_rope[b, kv_idx]
+        batch = expect_size(b, query_rope.shape[0], owner, "query_rope")
+        head = expect_size(h, query_rope.shape[1], owner, "query_rope")
+        query = expect_size(q_idx, query_rope.shape[2], owner, "query_rope")
+        key = expect_size(kv_idx, key_rope.shape[1], owner, "key_rope")
+        of_query = query_rope[batch, head, query]
+        of_key = key_rope[expect_size(b, key_rope.shape[0], owner, "key_rope"), key]
         products = (of_query[i] * of_key[i] for i in range(query_rope.shape[-1]))
         return score + scale * sum(products)
 

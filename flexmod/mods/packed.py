@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_tensor
 from flexmod.masks.packed import places
 
@@ -26,6 +27,7 @@ def jagged(
 
     with s the number of the sequence, and start where it begins. For use with `masks.jagged`, whose arguments
     these are: offsets an integer tensor [n + 1], `kv_offsets` [n + 1] if keys have lengths of their own.
+    Positions within a sequence count from 0 for its queries and for its keys.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mod.
 
@@ -47,13 +49,16 @@ def jagged(
     """
     check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
     sequence, start = places(offsets, total)
-    kv_start = start
+    kv_start, kv_name = start, "offsets" if kv_offsets is None else "kv_offsets"
     if kv_offsets is not None:
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
-        _, kv_start = places(kv_offsets, kv_total)
+    if kv_offsets is not None or kv_total not in (None, start.shape[0]):
+        _, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total)
 
     @ScoreMod
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score_mod(score, sequence[q_idx], h, q_idx - start[q_idx], kv_idx - kv_start[kv_idx])
+        query = expect_size(q_idx, start.shape[0], "mods.jagged", "offsets")
+        key = expect_size(kv_idx, kv_start.shape[0], "mods.jagged", kv_name)
+        return score_mod(score, sequence[query], h, query - start[query], key - kv_start[key])
 
     return jagged_score

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_number, is_int
 from flexmod.mods.checks import check_float
 
@@ -18,8 +19,12 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
     """A penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
 
     `slopes` is the number of heads H, for slope[h] = 2 ** (-8 * (h + 1) / H), or a floating-point tensor [H]
-    of your own, which may be learned; `alibi_slopes` makes the one of the paper for any H. Meant for use with
-    a causal mask, where the distance has one sign.
+    of your own, which may be learned; `alibi_slopes` makes the one of the paper for any H. A call of another
+    number of heads raises CallSizeError. Meant for use with a causal mask, where the distance has one sign.
+
+    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries:
+    lambda s, b, h, q, k: alibi_mod(s, b, h, q + N - M, k). A shift adds one number to a whole row, which no
+    softmax sees; the lse does.
 
     Source: Press et al., Train Short, Test Long, 2021.
 
@@ -44,17 +49,19 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
         @ScoreMod
         def alibi_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return score + table[h] * (kv_idx - q_idx)
+            slope = table[expect_size(h, table.shape[0], "mods.alibi", "slopes")]
+            return score + slope * (kv_idx - q_idx)
 
         return alibi_table
 
     if not is_int(slopes) or slopes < 1:
         _refuse_slopes(repr(slopes))
-    rate = -8.0 / slopes
+    heads, rate = slopes, -8.0 / slopes
 
     @ScoreMod
     def alibi_formula(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + torch.exp2((h + 1) * rate) * (kv_idx - q_idx)
+        head = expect_size(h, heads, "mods.alibi", "slopes")
+        return score + torch.exp2((head + 1) * rate) * (kv_idx - q_idx)
 
     return alibi_formula
 
@@ -82,7 +89,8 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 def relative_position() -> ScoreMod:
     """Adds the distance: score + (q_idx - kv_idx).
 
-    The small example of what a score mod can do with positions.
+    The small example of what a score mod can do with positions. Both count from 0; for the last M of N
+    positions shift the queries: lambda s, b, h, q, k: distance_mod(s, b, h, q + N - M, k).
 
     Source: He et al., FlexAttention, 2024 (its introductory example).
 
@@ -109,7 +117,9 @@ def relative_position() -> ScoreMod:
 def causal_score() -> ScoreMod:
     """The causal mask written as a score mod: score where q_idx >= kv_idx, else -inf.
 
-    The same attention as with `masks.causal()`: its tiles are found, and skipped.
+    The same attention as with `masks.causal()`: its tiles are found, and skipped. Both positions count from
+    0; for the last M of N positions, beside a cache, shift the queries: lambda s, b, h, q, k: causal_mod(s,
+    b, h, q + N - M, k).
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (the decoder).
 
@@ -137,7 +147,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     """A bias for each distance, looked up: score + table[h, clamp(kv_idx - q_idx, -reach, reach) + reach].
 
     `table` is a floating-point tensor [H, 2 * reach + 1], or [2 * reach + 1] for all heads; it may be
-    learned. Distances beyond the reach share its ends.
+    learned. Distances beyond the reach share its ends. Both positions count from 0; for the last M of N
+    positions, beside a cache, shift the queries: lambda s, b, h, q, k: bias_mod(s, b, h, q + N - M, k).
 
     Source: Shaw et al., Self-Attention with Relative Position Representations, 2018 (clipped distances); Liu
     et al., Swin Transformer, 2021 (a bias for each head).
@@ -166,7 +177,9 @@ def relative_bias(table: Tensor) -> ScoreMod:
     @ScoreMod
     def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         place = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
-        return score + (table[place] if table.dim() == 1 else table[h, place])
+        if table.dim() == 1:
+            return score + table[place]
+        return score + table[expect_size(h, table.shape[0], "mods.relative_bias", "table"), place]
 
     return relative_bias_score
 
@@ -182,7 +195,8 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
         min(n - 1, n / 2 + floor(log(d / (n / 2)) / log(max_distance / (n / 2)) * n / 2))  elsewhere
 
     Bidirectional, as in an encoder, half of the buckets are for keys before the query, and the others for
-    those after it. T5 does not scale its scores: pass scale=1.0.
+    those after it. T5 does not scale its scores: pass scale=1.0. Both positions count from 0; for the last M
+    of N positions, beside a cache, shift the queries: lambda s, b, h, q, k: t5_mod(s, b, h, q + N - M, k).
 
     Source: Raffel et al., T5, 2019.
 
@@ -221,7 +235,8 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
     @ScoreMod
     def t5_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = torch.clamp(kv_idx - q_idx, -max_distance, max_distance)
-        return score + table[buckets[distance + max_distance], h]
+        head = expect_size(h, table.shape[1], "mods.t5_bias", "table")
+        return score + table[buckets[distance + max_distance], head]
 
     return t5_score
 
@@ -243,7 +258,9 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
         score + sum over i < dim / 2 of cos((q_idx - kv_idx) / 10000 ** (2 * i / dim)) * heads / (8 * (h + 1))
 
     `heads` is H, `length` the number of positions, beyond which there is no distance, and `dim` the width of
-    the embeddings. The sums are a table [length] on `device`. Meant for use with a causal mask.
+    the embeddings. The sums are a table [length] on `device`. Meant for use with a causal mask. Both
+    positions count from 0; for the last M of N positions, beside a cache, shift the queries: lambda s, b, h,
+    q, k: sandwich_mod(s, b, h, q + N - M, k).
 
     Source: Chi et al., Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis,
     2022.
@@ -270,7 +287,10 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
 
     @ScoreMod
     def sandwich_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + products[torch.abs(q_idx - kv_idx)] * (heads / 8) / (h + 1)
+        head = expect_size(h, heads, "mods.sandwich", "heads")
+        query = expect_size(q_idx, length, "mods.sandwich", "length")
+        key = expect_size(kv_idx, length, "mods.sandwich", "length")
+        return score + products[torch.abs(query - key)] * (heads / 8) / (head + 1)
 
     return sandwich_score
 

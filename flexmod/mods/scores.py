@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.approximate import tanh_approximate
 from flexmod.ir.composed import ScoreMod
+from flexmod.ir.sizes import expect_size
 from flexmod.masks.checks import check_number
 from flexmod.mods.checks import check_float, check_positive
 
@@ -109,11 +110,12 @@ def temperature(value: float | Tensor) -> ScoreMod:
         check_positive("temperature", "value", value)
     else:
         check_float("temperature", "value", value, ranks=(0, 1), shapes="[] or [H]")
-    of_head = isinstance(value, Tensor) and value.dim() == 1
 
     @ScoreMod
     def temperature_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score / (value[h] if of_head else value)  # type: ignore[index]
+        if isinstance(value, Tensor) and value.dim() == 1:
+            return score / value[expect_size(h, value.shape[0], "mods.temperature", "value")]
+        return score / value
 
     return temperature_score
 
@@ -149,6 +151,7 @@ def sink(logits: Tensor, position: int = 0) -> ScoreMod:
 
     @ScoreMod
     def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.where(kv_idx == position, logits[h], score)
+        logit = logits[expect_size(h, logits.shape[0], "mods.sink", "logits")]
+        return torch.where(kv_idx == position, logit, score)
 
     return sink_score

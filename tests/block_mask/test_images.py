@@ -78,7 +78,7 @@ def test_shades():
 
 
 def test_a_shade_for_each_head():
-    mask = create_block_mask(masks.sliding_window(torch.tensor([0, 300])), None, 2, 256, 256, "cpu")
+    mask = create_block_mask(masks.sliding_window(torch.tensor([1, 300])), None, 2, 256, 256, "cpu")
     assert mask.to_string(density=True) == "(0, 0)\n░░  \n  ░░\n\n(0, 1)\n▒▒  \n██▒▒\n"
     assert mask.to_string(density=True, limit=1).startswith(
         "(0, 0)\n░░  \n  ░░\n\n...\nThe first 1 are shown"

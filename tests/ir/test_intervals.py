@@ -152,11 +152,11 @@ WINDOW = """\
 bounds():
   %0: bool = le(kv_high, q_low)
   %1: int32 = sub(q_high, kv_low)
-  %2: bool = le(%1, 200)
+  %2: bool = lt(%1, 200)
   %3: bool = bitwise_and(%0, %2)
   %4: bool = le(kv_low, q_high)
   %5: int32 = sub(q_low, kv_high)
-  %6: bool = le(%5, 200)
+  %6: bool = lt(%5, 200)
   %7: bool = bitwise_and(%4, %6)
   return %3, %7"""
 

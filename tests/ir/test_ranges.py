@@ -23,7 +23,7 @@ wide = marks.long()
 
 # name: (mask_mod, comparisons and absolute values of an element before, afterwards)
 MASKS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    "window": (masks.sliding_window(9), 2, 1),
+    "window": (masks.sliding_window(10), 2, 1),
     "window, the other way": (lambda b, h, q, k: (q - 9 <= k) & (k <= q), 2, 1),
     "open window": (lambda b, h, q, k: (q > k) & (q - k < 9), 2, 1),
     "may wrap": (lambda b, h, q, k: (q > k) & (q < k + 9), 2, 2),
@@ -31,7 +31,7 @@ MASKS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "limit first": (lambda b, h, q, k: (k - q).abs() <= 9, 2, 1),
     "row after column": (lambda b, h, q, k: (k - q >= -9) & (k <= q), 2, 1),
     "outside": (lambda b, h, q, k: abs(q - k) > 9, 2, 2),
-    "image": (masks.standalone_window(8, 8, 2), 4, 1),
+    "image": (masks.standalone_window(8, 8, 3), 4, 1),
     "oblong": (masks.natten((8, 8), (3, 5)), 4, 2),
     "causal image": (masks.natten((8, 8), 3, causal=(True, False)), 4, 1),
     "two in turn": (lambda b, h, q, k: (q >= k) & (q % 9 >= k % 9) & (q - k < 8) & (q % 9 - k % 9 < 8), 4, 1),
@@ -102,7 +102,7 @@ def test_lengths_that_a_launch_gives(name: str, reach: int) -> None:
 
 
 def test_what_is_added_goes_to_the_row() -> None:
-    graph, _ = lowered(masks.standalone_window(8, 8, 2))
+    graph, _ = lowered(masks.standalone_window(8, 8, 3))
     assert "\n".join(line[:52].rstrip() for line in str(as_ranges(graph)).splitlines()) == (
         "mask():\n"
         "  %0: int32 = floor_divide(q_idx, 8)\n"
@@ -121,10 +121,10 @@ def test_what_is_added_goes_to_the_row() -> None:
 
 def test_a_score_asks_as_the_mask_does() -> None:
     """So that a compiler finds the two equal."""
-    window = masks.sliding_window(9)
+    window = masks.sliding_window(10)
 
     def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.where((q - k <= 9) & (q >= k), s + (q - k), s * 2)
+        return torch.where((q - k < 10) & (q >= k), s + (q - k), s * 2)
 
     graph = lower(trace(near_ones, "score").graph, (1, 1, 128, 128), split=False).score
     assert graph is not None

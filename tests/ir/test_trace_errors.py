@@ -809,6 +809,7 @@ def test_every_refusal_of_a_mod_is_here() -> None:
         "CaptureBoundsError",
         "MaskCaptureGradientError",
         "LibraryArgumentError",
+        "CallSizeError",
         "NoDerivativeError",
     }
     assert classes - elsewhere == {r.error.__name__ for r in itertools.chain(ROWS.values())}
