@@ -121,8 +121,11 @@ def _facts(query: Any, key: Any, value: Any, block_mask: Any, asked: Asked) -> t
         of_mask = launch_key(block_mask) if type(block_mask) is BlockMask else None
         if of_mask is None:
             return None
+    # 0.0 is equal to -0.0, and nan to nothing
+    of_scale = scale.hex() if type(scale) is float else scale
     return (
-        of_tensors, of_mask, score.seen.key, scale, bool(enable_gqa), options.backend, options.tiles, want_max
+        of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
+        want_max,
     )  # fmt: skip
 
 

@@ -64,12 +64,13 @@ def _const(node: Node, *values: object) -> bool:
 
 
 def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
-    """x op value -> x, for the constant on one of these sides."""
+    """x op value -> x, for the constant on one of these sides; -0.0 is no 0, since -0.0 - -0.0 is 0.0."""
 
     def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for side in sides:
             other = args[1 - side]
-            if _const(args[side], value) and strong(other.dtype) == node.dtype:
+            found = _const(args[side], value) and repr(args[side].value) != "-0.0"
+            if found and strong(other.dtype) == node.dtype:
                 return other
         return None
 
