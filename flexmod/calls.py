@@ -125,8 +125,11 @@ def _facts(
     of_mask = () if mask is None else mask.capture_kinds()
     if of_mask is None:
         return None
+    # 0.0 is equal to -0.0, and nan to nothing
+    of_scale = scale.hex() if type(scale) is float else scale
     return (
-        of_tensors, of_mask, score.seen.key, scale, bool(enable_gqa), options.backend, options.tiles, want_max
+        of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
+        want_max,
     )  # fmt: skip
 
 

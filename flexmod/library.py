@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, checks, errors
+from flexmod import autograd, calls, checks, config, errors
 from flexmod.backends.arguments import allocate
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
@@ -31,6 +31,7 @@ from flexmod.ir.record import Recorded, constant, record, record_of
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.kernel_options import KernelOptions
+from flexmod.runtime import tuned
 
 
 class Asked(NamedTuple):
@@ -185,10 +186,11 @@ def _put_together(
     mask = None if block_mask is None else block_mask.snapshot()
     tensors = (query, key, value, *given.captured, *given.tiles, *given.mask_captured)
     keys = [tensor_key(tensor) for tensor in tensors]
-    numbers = (*given.integers, None, *given.reals, None, *given.numbers, None, *given.mask_integers)
-    facts = (
-        given.variant, track, given.scale, numbers, given.mask_reals, calls.float32_precision(), *keys
-    )  # fmt: skip
+    numbers = (*given.integers, None, *given.numbers, None, *given.mask_integers)
+    # 0.0 is equal to -0.0, and nan to nothing
+    reals = [None if x is None else x.hex() for x in (given.scale, *given.reals, None, *given.mask_reals)]
+    state = torch.get_default_dtype(), config.check_bounds(), tuned.state() if variant.tiles else None
+    facts = given.variant, track, numbers, *reals, calls.float32_precision(), *state, *keys
     ready = None if None in keys else _known.get(facts)
     if ready is None:
         ready = _made_ready(query, key, value, given, variant, mask, track)

@@ -107,6 +107,19 @@ def literal(value: object, dtype: torch.dtype) -> str:
     return repr(held) if not isinstance(held, float) or math.isfinite(held) else f'float("{held}")'
 
 
+def typed(text: str, dtype: torch.dtype) -> str:
+    """A literal with its dtype."""
+    return f"tl.cast({text}, {TRITON_DTYPES[held(dtype)]})"
+
+
+def triton_literal(value: object, dtype: torch.dtype) -> str:
+    """A Python number in Triton, which takes a denormal one for a float64."""
+    text = literal(value, dtype)
+    smallest = torch.finfo(torch.float32).smallest_normal
+    denormal = held(dtype) == torch.float32 and 0 < abs(number(value, dtype).item()) < smallest  # type: ignore[arg-type]
+    return typed(text, dtype) if denormal else text
+
+
 ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")
 
 

@@ -84,6 +84,12 @@ def fmod(a, b, STEPS: tl.constexpr = 10):
     rest = tl.where(a < 0, -rest, rest).to(a.dtype)
     return tl.where((tl.abs(b) == float("inf")) & (tl.abs(a) != float("inf")), a, rest)
 ''',
+    "power_of_two": '''
+@triton.jit
+def power_of_two(n):
+    """2^(23 * (n // 3)), a float64."""
+    return ((tl.cast(n, tl.int64) // 3 * 23 + 1023) << 52).to(tl.float64, bitcast=True)
+''',
     "fmod_of_doubles": '''
 @triton.jit
 def fmod_of_doubles(a, b):
@@ -91,10 +97,9 @@ def fmod_of_doubles(a, b):
 
     A product with 53 bits would be rounded: those with the upper and the lower half are not.
     """
-    rest = a
-    for step in tl.static_range(92):
-        scaled = b * 2.0 ** (23 * ((93 - step) // 3)) * 2.0 ** (23 * ((92 - step) // 3))
-        scaled *= 2.0 ** (23 * ((91 - step) // 3))  # a float64 does not hold 2^2093
+    rest = tl.where(b == b, a, a)  # of the shape of both
+    for step in range(92):  # a float64 does not hold 2^(23 * 91)
+        scaled = b * power_of_two(93 - step) * power_of_two(92 - step) * power_of_two(91 - step)
         divisor = tl.where(scaled == float("inf"), 1.0, scaled)
         turns = tl.floor(rest / divisor + 0.5)
         turns = tl.where(turns * divisor == float("inf"), turns - 1, turns)

@@ -29,6 +29,8 @@ from flexmod.codegen.expressions import (
     held,
     literal,
     rounded,
+    triton_literal,
+    typed,
 )
 from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
@@ -209,7 +211,7 @@ class Writer:
         if node in function.names:
             return function.names[node]
         if node.op == "const":
-            return literal(node.value, strong(node.dtype))
+            return triton_literal(node.value, strong(node.dtype))
         if node.op == "input":
             if node.value in self.given:
                 function.uses.setdefault(str(node.value))
@@ -235,12 +237,12 @@ class Writer:
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         template = self._template(node, at[-1])
-        typed = asks_for_dtype(template, at[-1])
+        has_dtype = asks_for_dtype(template, at[-1])
         values = []
         for argument, dtype in zip(node.args, at, strict=True):
             if argument.is_const:
-                value = literal(argument.value, row.number_dtype(dtype))
-                values.append(f"tl.cast({value}, {TRITON_DTYPES[held(dtype)]})" if typed else value)
+                given = argument.value, row.number_dtype(dtype)
+                values.append(typed(literal(*given), dtype) if has_dtype else triton_literal(*given))
             else:
                 values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)
@@ -251,8 +253,11 @@ class Writer:
     def _template(self, node: Node, at: torch.dtype) -> str:
         """The table's text, or a cheaper one where the bounds of the arguments allow it."""
         row = OPS[node.op]
-        if row.exact and held(at) == torch.float32 and not {"score", "grad"} & node.home:
-            return row.exact
+        if row.exact and held(at) == torch.float32:
+            # a chip's quick division loses divisors near the ends of float32
+            extreme = len(node.args) == 2 and node.args[1].is_const and not _is_ordinary(node.args[1].value)
+            if extreme or not {"score", "grad"} & node.home:
+                return row.exact
         for text, suffices in row.plain.get(kind(at), ()):
             first, second = (self._span(a, at) for a in node.args)
             if suffices(first, second, at.itemsize * 8):
@@ -363,6 +368,10 @@ class Writer:
         name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)
         return name
+
+
+def _is_ordinary(value: object) -> bool:
+    return 2.0**-126 <= abs(float(value)) <= 2.0**126  # type: ignore[arg-type]
 
 
 def together(guards: list[str]) -> str:

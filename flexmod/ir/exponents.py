@@ -105,9 +105,9 @@ class _Rewriter:
             yield factor, node
         elif node.op == "neg":
             yield from self._terms(sides[0], factor.times(-1.0))
-        elif node.op in ("mul", "div") and sides[1].home <= UNIFORM:
+        elif node.op in ("mul", "div") and _is_factor(factor, sides[1], node.op):
             yield from self._terms(sides[0], self._by(factor, sides[1], node.op))
-        elif node.op == "mul" and sides[0].home <= UNIFORM:
+        elif node.op == "mul" and _is_factor(factor, sides[0]):
             yield from self._terms(sides[1], self._by(factor, sides[0]))
         elif node.op in ("add", "sub") and "score" in node.home:
             yield from self._terms(sides[0], factor)
@@ -116,7 +116,7 @@ class _Rewriter:
             yield factor, node
 
     def _by(self, factor: _Factor, node: Node, op: str = "mul") -> _Factor:
-        if node.is_const and (op == "mul" or node.value):
+        if node.is_const:
             number = float(node.value)  # type: ignore[arg-type]
             return factor.times(number if op == "mul" else 1.0 / number)
         one = self._float(node)
@@ -207,6 +207,18 @@ class _Rewriter:
         if "kv_idx" not in node.home:
             return self._copied(node)
         return keep(self.builder, node, tuple(map(self._at_start, node.args)))
+
+
+def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
+    """Do b and h decide it, and does the product of factors that are numbers stay well within float32?"""
+    if not node.is_const:
+        return node.home <= UNIFORM
+    number = abs(float(node.value))  # type: ignore[arg-type]
+    if number == 0 or number != number:
+        return op == "mul"
+    size = abs(factor.number) * number if op == "mul" else abs(factor.number) / number
+    fits = 2.0**-100 < number < 2.0**100
+    return fits and (factor.number == 0 or 2.0**-100 < size < 2.0**100)
 
 
 def _is_score(node: Node) -> bool:

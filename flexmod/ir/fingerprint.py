@@ -107,7 +107,8 @@ class _Sight:
         if kind in PLAIN:
             self.key += (kind, value)
         elif kind is float:
-            self.key += (kind, value or repr(value))  # -0.0 is equal to 0.0
+            # -0.0 is equal to 0.0, and nan to nothing
+            self.key += (kind, value if value and value == value else repr(value))
         elif kind in CALLABLES and value in PURE:
             self.key.append(value)
         elif kind is FunctionType:

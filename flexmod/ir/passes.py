@@ -64,12 +64,13 @@ def _const(node: Node, *values: object) -> bool:
 
 
 def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
-    """x op value -> x, for the constant on one of these sides."""
+    """x op value -> x, for the constant on one of these sides; -0.0 is no 0, since -0.0 - -0.0 is 0.0."""
 
     def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for side in sides:
             other = args[1 - side]
-            if _const(args[side], value) and strong(other.dtype) == node.dtype:
+            found = _const(args[side], value) and repr(args[side].value) != "-0.0"
+            if found and strong(other.dtype) == node.dtype:
                 return other
         return None
 
@@ -163,13 +164,14 @@ def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
 def _divide_score(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """score / c -> score * (1/c): one rounding more, on a value that the dot product has rounded many times.
 
-    Only there: floor(q_idx / 49) must see the exact quotient.
+    Only there: floor(q_idx / 49) must see the exact quotient. And only where c and 1/c are normal numbers of
+    float32, which have all of its digits.
     """
-    value = args[1].value
-    if args[1].is_const and value and "score" in args[0].home and node.dtype == torch.float32:
-        inverse = 1.0 / float(value)  # type: ignore[arg-type]
-        if math.isfinite(inverse) and abs(inverse) > 1e-30:
-            return builder.node("mul", (args[0], builder.const(inverse)), node.dtype, None, node.where)
+    if args[1].is_const and "score" in args[0].home and node.dtype == torch.float32:
+        value = float(args[1].value)  # type: ignore[arg-type]
+        if 2.0**-126 <= abs(value) <= 2.0**126:
+            inverse = builder.const(1.0 / value)
+            return builder.node("mul", (args[0], inverse), node.dtype, None, node.where)
     return None
 
 

@@ -204,7 +204,10 @@ class Record:
     ) -> tuple[Traced, tuple[int, ...]]:
         """The graph with these for what the mod captured, and which of them each of its captures is."""
         kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
-        graph, places = _graph(self.text, kinds, tuple(integers), tuple(reals), device)
+        # 0.0 is equal to -0.0, and nan to nothing: texts tell numbers apart
+        texts = tuple(real.hex() for real in reals)
+        default = torch.get_default_dtype()
+        graph, places = _graph(self.text, kinds, tuple(integers), texts, device, default)
         return Traced(graph, tuple(captured[place] for place in places)), places
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
@@ -256,10 +259,19 @@ def _check_known(name: str) -> None:
 
 @lru_cache(1024)
 def _graph(
-    text: str, kinds: tuple[Any, ...], integers: tuple[int, ...], reals: tuple[float, ...], device: Any
+    text: str,
+    kinds: tuple[Any, ...],
+    integers: tuple[int, ...],
+    texts: tuple[str, ...],
+    device: Any,
+    default: torch.dtype,
 ) -> tuple[Graph, tuple[int, ...]]:
-    """The graph, and the place of each of its captures among those of the record."""
+    """The graph, and the place of each of its captures among those of the record.
+
+    `texts` are floats in hexadecimal. `default`, of floating-point numbers, is the one that is set.
+    """
     record = record_of(text)
+    reals = tuple(map(float.fromhex, texts))
     stand_ins = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
     ]

@@ -192,8 +192,16 @@ class Tracer:
     def apply(self, name: str, args: Sequence[Any]) -> Proxy:
         """An operation of the table on operands."""
         row = BY_TORCH_NAME[name]
+        default = torch.get_default_dtype()
         nodes = [self.node(a, name) for a in args]
-        dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), torch.get_default_dtype())
+        kinds = [n.dtype for n in nodes]
+        if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
+            # the number is of the default dtype: a graph holds that, whatever is set when it is read
+            nodes = [
+                Builder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
+                for n in nodes
+            ]
+        dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), default)
         if refused is not None:
             target = torch.bool if row.name == "where" else torch.int32
             raise errors.OperationArgumentError(

@@ -419,6 +419,8 @@ def test_the_prelude_brings_what_its_functions_call() -> None:
     text = prelude.used_by("return floor_divide_float(a, b)")
     assert [f.name for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)] == [
         "fmod",
+        "power_of_two",
+        "fmod_of_doubles",
         "floor_divide_float",
     ]
     assert prelude.used_by("return tl.floor(x) + x.wrap(3) + unwrap(2)") == ""
