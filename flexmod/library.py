@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, checks, config, errors
+from flexmod import autograd, calls, checks, config, errors, saved
 from flexmod.backends.arguments import allocate
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
@@ -224,9 +224,8 @@ def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask 
     grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
     if variant.form == "held":
         held = Held.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
-        mask = masked(held, lengths, block, Traced(graph_of(graph), tuple(given.mask_captured)))
-        mask.full_tiles_padded = variant.flags[1]
-        return mask
+        traced = Traced(graph_of(graph), tuple(given.mask_captured))
+        return masked(held, lengths, block, traced, variant.flags[1])
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
@@ -304,7 +303,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    query, key, value, out, lse, first, second, *rest = ctx.saved_tensors
+    query, key, value, out, lse, first, second, *rest = saved.unpacked(ctx, lambda: _saved_names(ctx))
     remaining = iter(rest)
     captured, tiles, mask_captured = ([next(remaining) for _ in range(count)] for count in ctx.lists)
     given = ctx.given._replace(captured=captured, tiles=tiles, mask_captured=mask_captured)
@@ -317,6 +316,17 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     # torch takes an empty list for one of tensors
     of_given = [[None] * len(x) if x and isinstance(x[0], Tensor) else None if x else [] for x in given[1:8]]
     return (*grads[:3], grads[3:], *of_given, None, None, None)
+
+
+def _saved_names(ctx: Any) -> list[str]:
+    """What a user calls the tensors that `_remember` saved."""
+    captured, tiles, of_mask = ctx.lists
+    lists = [f"block_mask.{name}" for name in _VARIANTS[ctx.given.variant].names if name in LISTS]
+    return [
+        "query", "key", "value", "out", "lse", "lse", "lse", *["a tensor captured by score_mod"] * captured,
+        *["the tiles of block_mask"] * (tiles - len(lists)), *lists,
+        *["a tensor captured by mask_mod"] * of_mask,
+    ]  # fmt: skip
 
 
 attention.register_autograd(_differentiate, setup_context=_remember)

@@ -21,8 +21,10 @@ WRITTEN = "modified by an inplace operation"  # in torch's own message
 
 def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tensor]) -> None:
     """Saves tensors and a mask; `call` is a hash of all else that the backward depends on."""
-    ctx.mask = mask = None if mask is None else _versioned(mask)
-    ctx.states = () if mask is None else mask.states()
+    if mask is not None:
+        mask = _copied(mask) if mask.in_inference_mode else mask
+        ctx.states = mask.states()
+    ctx.mask = mask
     ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if not ctx.hooked:
         ctx.save_for_backward(*tensors)
@@ -83,8 +85,8 @@ def _said(facts: Any) -> str:
     return f"{tuple(shape)} of {dtype} on {device}"
 
 
-def _versioned(mask: MaskSnapshot) -> MaskSnapshot:
-    """Tensors of inference mode know nothing of writes: those that a user can reach are copied."""
+def _copied(mask: MaskSnapshot) -> MaskSnapshot:
+    """With copies of tensors of inference mode that a user can reach: these know nothing of writes."""
     reachable = mask.tensors if mask.held.form == "lists" else mask.mod.tensors
     if not any(tensor.is_inference() for tensor in reachable):
         return mask

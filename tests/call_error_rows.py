@@ -563,8 +563,8 @@ DERIVATIVES: list[Row] = [
     (
         errors.ModifiedBeforeBackwardError,
         written_before_backward,
-        "limits, captured by mask_mod, has been modified by an inplace operation between forward and backward, "
-        "which needs it as it was.\n"
+        "limits, captured by mask_mod, has been modified by an inplace operation between forward and "
+        "backward, which needs it as it was.\n"
         "  Instead: modify it after the backward (optimizer.step() too), or modify a new one: limits = "
         "limits.clone().",
     ),
@@ -579,8 +579,8 @@ DERIVATIVES: list[Row] = [
         hooks_that_cast,
         "query was saved for the backward as (2, 4, 32, 16) of torch.float32 on cpu and comes back as "
         "(2, 4, 32, 16) of torch.float64 on cpu.\n"
-        "  Instead: return what was saved from the unpack hook (tensors of integers too), and assign to .data "
-        "after the backward.",
+        "  Instead: return what was saved from the unpack hook (tensors of integers too), and assign to "
+        ".data after the backward.",
     ),
     (
         errors.DoubleBackwardError,

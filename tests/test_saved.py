@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flexmod
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
 from flexmod.block_mask.tiles import LISTS
+from flexmod.runtime import tape
 
 LENGTH, BLOCK, HEADS, DIM = 24, 16, 1, 16
 BACKENDS: dict[str, Any] = {
@@ -149,7 +150,7 @@ def none_kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 ASSIGNED: dict[str, Callable[[BlockMask], None]] = {
     "mask_mod": lambda mask: setattr(mask, "mask_mod", none_kept),
-    "seq_lengths": lambda mask: setattr(mask, "seq_lengths", (33, 33)),
+    "seq_lengths": lambda mask: setattr(mask, "seq_lengths", (20, 20)),
     "BLOCK_SIZE": lambda mask: setattr(mask, "BLOCK_SIZE", (14, 14)),
     "all lists": lambda mask: [setattr(mask, n, other(mask, n)) for n in LISTS] and None,
 }
@@ -385,6 +386,40 @@ def test_lists_of_64_bits_become_those_of_32(backend: str) -> None:
         setattr(case.mask, name, getattr(case.mask, name).long())
     assert case.mask.kv_indices.dtype == torch.int32 and case.mask.held.form == "lists"
     same(case.warm(), wanted)
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+@IN_FORMS
+def test_recordings_are_played_for_what_they_were_made_of(
+    form: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("eager", "interpret", form)
+    if batch:
+        case.tensors = [x.detach().repeat(batch, 1, 1, 1).requires_grad_() for x in case.tensors]
+        case.grad_out = case.grad_out.repeat(batch, 1, 1, 1)
+    played: list[Any] = []
+    play = tape.Tape.play
+    monkeypatch.setattr(tape.Tape, "play", lambda self, given: played.append(self) or play(self, given))
+    case.warm()
+    assert len(played) == 2
+    for name in LISTS:
+        part = getattr(case.mask, name)
+        setattr(case.mask, name, torch.nn.functional.pad(part, (0, 3)) if "indices" in name else part.clone())
+    case.backward(case.forward())
+    assert len(played) == 2
+
+
+def test_a_recording_of_other_kinds_is_not_played() -> None:
+    repeated, ran = tape.Repeated(), list[int]()
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        ran.append(1)
+        return (x + beside,)
+
+    beside = torch.ones(2)
+    for kinds, expected in ((("a",), 1), (("a",), 2), (("a",), 2), (("b",), 3), ((None,), 4), (("a",), 4)):
+        repeated(run, (torch.zeros(2),), (beside,), kinds)
+        assert len(ran) == expected
 
 
 def test_a_snapshot_is_made_once() -> None:

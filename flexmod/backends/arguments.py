@@ -80,8 +80,10 @@ def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
 
 
 def _lists(mask: MaskSnapshot, axis: Axis) -> Arguments:
-    """The lists of a mask; see `_list_arguments`. Remembered, unless they were copied: on another stream a
-    launch could read a copy before it is written.
+    """The lists of a mask; see `_list_arguments`.
+
+    Remembered where they are the mask's own tensors. Copies are made again: a recording has to see it, and on
+    another stream a launch could read a copy before it is written.
     """
     known: Arguments | None = mask.derived.get(axis)
     if known is not None:
@@ -90,7 +92,7 @@ def _lists(mask: MaskSnapshot, axis: Axis) -> Arguments:
     lists = [mask.held.list(name) for name in names]
     arguments = _list_arguments(axis, names, lists)
     read = [arguments[name.upper()] for name in names]
-    if all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(read, lists, strict=True)):  # type: ignore
+    if all(a is b for a, b in zip(read, lists, strict=True)):
         mask.derived[axis] = arguments
     return arguments
 
@@ -103,7 +105,7 @@ def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> 
     present = [t for t in lists if t is not None]
     for dim in (0, 1):
         if all(t.shape[dim] == 1 or t.stride(dim) == 0 for t in present):
-            present = [t.narrow(dim, 0, 1) for t in present]
+            present = [t if t.shape[dim] == 1 else t.narrow(dim, 0, 1) for t in present]
     counts, indices, *full = [t.contiguous() for t in present]
     full_counts, full_indices = full if full else (None, None)
     return {

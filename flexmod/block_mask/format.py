@@ -319,15 +319,21 @@ class BlockMask(Drawn):
         self._check_lists(pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 
-    def look(self) -> None:
-        """Checks lists that were assigned or written to since they were last looked at.
+    def look(self, again: bool = False) -> bool:
+        """Checks lists that were assigned or written to since they were last looked at, or `again`.
 
-        While a CUDA graph is captured nobody can look. Raises BlockMaskPartsError, DeviceMismatch.
+        While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
         """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self._lists_now() != self._seen:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        if again or self._lists_now() != self._seen:
             checked_lists(self._parts(LISTS))
             self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
+        return True
+
+    def known_lists(self, padded: bool) -> None:
+        """The lists, as they are now, have been checked, and this was found."""
+        self.full_tiles_padded, self._seen = padded, self._lists_now()
 
     def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
         now = self._lists_now()

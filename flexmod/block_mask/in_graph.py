@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexmod.block_mask import build
 from flexmod.block_mask.format import BlockMask
@@ -135,6 +136,23 @@ def held_of(tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid:
     return Held(batch, grid, by_axis, {})
 
 
-def masked(held: Held, lengths: tuple[int, int], block: tuple[int, int], traced: Traced) -> BlockMask:
-    """A BlockMask whose mask_mod nobody asks for."""
-    return BlockMask.of_held(held, lengths, block, build.noop_mask, traced)
+# By the indices of a mask: the state of its lists when they were checked, and what the check found.
+_checked = WeakTensorKeyDictionary()
+
+
+def masked(
+    held: Held, lengths: tuple[int, int], block: tuple[int, int], traced: Traced, padded: bool = False
+) -> BlockMask:
+    """A BlockMask whose mask_mod nobody asks for. Lists are checked once in each of their states.
+
+    Raises as `BlockMask.look` does.
+    """
+    mask = BlockMask.of_held(held, lengths, block, build.noop_mask, traced, padded)
+    lists = mask.held.written()
+    if lists:
+        now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))
+        if known[0] == now:
+            mask.known_lists(known[1])
+        elif mask.look(again=True):
+            _checked[mask.kv_indices] = now, mask.full_tiles_padded
+    return mask

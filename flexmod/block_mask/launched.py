@@ -69,13 +69,21 @@ class MaskSnapshot:
         kinds = tuple([tensor_key(tensor) for tensor in self.mod.tensors])
         return None if None in kinds else kinds
 
-    def states(self) -> tuple[object, ...]:
-        """Another value after a write to a tensor that is launched from."""
-        captures = [state(tensor) for tensor in self.mod.tensors]
-        return (*(self.held.written() or self._versions()), *captures)
+    def states(self) -> list[object]:
+        """Another value after a write to a tensor that is launched from, in the order of `tensors`."""
+        found: list[object]
+        if self.held.form == "lists":
+            found = list(self.held.written())
+        elif self.in_inference_mode:
+            found = [-1] * len(self.held.tensors())
+        else:
+            found = [tensor._version for tensor in self.held.tensors()]
+        return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
 
-    def _versions(self) -> list[object]:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in self.held.tensors()]
+    @cached_property
+    def in_inference_mode(self) -> bool:
+        """Was one of the tensors made there? It knows nothing of writes."""
+        return any(tensor.is_inference() for tensor in self.tensors)
 
     @cached_property
     def facts(self) -> int:
