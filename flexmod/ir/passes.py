@@ -371,7 +371,7 @@ def widen(graph: Graph) -> Graph:
     return rebuild(graph, change)
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
     """The graph for positions below `extents` and parameters of these values: widened if they ask for it, and
     its differences of positions in float32 where they allow it."""
