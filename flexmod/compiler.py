@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -50,6 +51,8 @@ from flexmod.locks import Lock
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
+# Graphs whose stages are remembered, and kernels that stay when no call uses them: made again from the text.
+GRAPHS, KERNELS = 1024, modules.KEPT
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def _own(graph: Graph) -> Graph:
     return replace(graph, lines=True) if config.check_bounds() else graph
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
     show("traced", graph)
     graph = stage("optimize", lambda: optimize(graph))
@@ -123,14 +126,14 @@ def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
     return Lowered(None if unchanged else graph, None, checked)
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
     """The derivatives of a lowered score_mod by the score and by the captures `wanted`, optimized."""
     found = stage("derive", lambda: differentiate_captures(graph, wanted))
     return replace(found, graph=optimize(found.graph))
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[Term, ...]:
     """What each load of the captures `wanted` adds to their gradients, and how that is summed.
 
@@ -139,7 +142,7 @@ def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) ->
     return terms_of(capture_grad(graph, wanted), "column" if fused else "row")
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def capture_texts(
     graph: Graph, wanted: tuple[int, ...], fused: bool = False, checked: bool = False
 ) -> CaptureTexts:
@@ -155,11 +158,13 @@ class Constants:
     promoted at once; later values of these compile nothing.
 
     `version` is another object whenever more are promoted: caches of what depends on that ask for it.
+    A graph that many others came after is forgotten. When it comes back its numbers are constants again, and
+    the next others are promoted: that compiles anew, and changes no result.
     """
 
     def __init__(self) -> None:
         self.version = object()
-        self._known: dict[Structure, tuple[Numbers, frozenset[int]]] = {}
+        self._known: OrderedDict[Structure, tuple[Numbers, frozenset[int]]] = OrderedDict()
         self._lock = Lock()
 
     def promote(self, graph: Graph) -> tuple[Graph, Numbers]:
@@ -167,6 +172,9 @@ class Constants:
         skeleton, numbers = graph.skeleton
         with self._lock:
             first, promoted = self._known.setdefault(skeleton, (numbers, frozenset()))
+            self._known.move_to_end(skeleton)
+            if len(self._known) > GRAPHS:
+                self._known.popitem(last=False)
             differing = {i for i, (a, b) in enumerate(zip(first, numbers, strict=True)) if not _same(a, b)}
             if not differing <= promoted:
                 promoted = promoted | differing
@@ -195,14 +203,14 @@ def compile_mod(graph: Graph, extents: Extents) -> Mod:
     return _compiled_mod(_own(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def _compiled_mod(graph: Graph, extents: Extents, version: object, checked: bool) -> Mod:
     promoted, numbers = CONSTANTS.promote(graph)
     places = tuple(enumerate(numbers)) if promoted is not graph else ()
     return Mod(lower(promoted, extents, places, split=False, checked=checked), numbers)
 
 
-@lru_cache(4096)
+@lru_cache(KERNELS)
 def kernels_for(
     spec: KernelSpec,
     score: Lowered | None,
@@ -238,7 +246,7 @@ def builder(graph: Graph, extents: Extents) -> Builder:
     return _builder(_own(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
-@lru_cache(4096)
+@lru_cache(GRAPHS)
 def _builder(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
     analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
@@ -250,7 +258,7 @@ def _builder(graph: Graph, extents: Extents, version: object, checked: bool) -> 
     return Builder(kernels, (of_bounds, mask.numbers, *(numbers for *_, numbers in terms)))
 
 
-@lru_cache(4096)
+@lru_cache(KERNELS)
 def _builder_kernels(bounds: Graph, terms: tuple[intervals.Term, ...], mask: Lowered) -> BuilderKernels:
     written = tuple(write_term(term, mask.checked) for term in terms)
     of_bounds = write_bounds(bounds, written, mask.checked)

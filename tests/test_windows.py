@@ -139,7 +139,6 @@ def test_score_mods_of_a_cache(made: Callable[[], Any], options: dict[str, Any])
 def test_causal_over_a_cache_as_it_stands() -> None:
     """One query over 64 keys keeps the first of them: so it is drawn, and so it is written."""
     assert create_mask(masks.causal(), None, None, 1, 64, device="cpu")[0, 0, 0].nonzero().tolist() == [[0]]
-    windows = (masks.sliding_window, masks.dilated_window, masks.global_window)
-    for made in (masks.causal, *windows, masks.prefix_lm):
-        assert "beside a cache" in (made.__doc__ or "")
+    for name in ("causal", "sliding_window", "dilated_window", "global_window", "prefix_lm", "document"):
+        assert "beside a cache" in (getattr(masks, name).__doc__ or "")
     assert flexmod.create_block_mask(masks.causal(), None, None, 1, 64, device="cpu").to_dense().sum() == 1

@@ -15,15 +15,21 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
+from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from weakref import WeakValueDictionary
 
 from flexmod import config
 from flexmod.locks import Lock
 
+KEPT = 256  # modules that stay when nothing uses them any more
+
 _lock = Lock(threading.RLock)
-_modules: dict[str, ModuleType] = {}
+_modules: OrderedDict[str, ModuleType] = OrderedDict()  # the one used last is the last
+_alive: WeakValueDictionary[str, ModuleType] = WeakValueDictionary()
 
 
 def load(text: str, name: str) -> ModuleType:
@@ -34,8 +40,8 @@ def load(text: str, name: str) -> ModuleType:
         name: begins the file's name; characters that are not letters, digits or `_` become `_`.
 
     Returns:
-        the module; the same object for the same text and name in this process. `module.__file__` is the path
-        of the source, `<name>_<first 12 hex digits of the hash>.py`.
+        the module; the same object for the same text and name as long as anything uses it. `module.__file__`
+        is the path of the source, `<name>_<first 12 hex digits of the hash>.py`.
 
     Raises:
         whatever the text raises when it runs.
@@ -46,11 +52,32 @@ def load(text: str, name: str) -> ModuleType:
     """
     stem = f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with _lock:
-        module = _modules.get(stem)
+        module = _alive.get(stem)
         if module is None:
             path = _write(stem + ".py", text)
-            module = _modules[stem] = _execute(text, path, "flexmod_generated." + stem)
+            module = _alive[stem] = _execute(text, path, _module_name(stem))
+            # what uses the module may ask for its lines as long as it lives
+            weakref.finalize(module, _forget_lines, stem, str(path)).atexit = False
+        _keep(stem, module)
         return module
+
+
+def _keep(stem: str, module: ModuleType) -> None:
+    """Keeps the module, and lets go of the one that was used longest ago: it lives on where it is in use."""
+    sys.modules[_module_name(stem)] = _modules[stem] = module
+    _modules.move_to_end(stem)
+    while len(_modules) > KEPT:
+        oldest, _ = _modules.popitem(last=False)
+        sys.modules.pop(_module_name(oldest), None)
+
+
+def _forget_lines(stem: str, path: str) -> None:
+    if stem not in _alive:
+        linecache.cache.pop(path, None)
+
+
+def _module_name(stem: str) -> str:
+    return f"flexmod_generated.{stem}"
 
 
 def _write(file_name: str, text: str) -> Path:

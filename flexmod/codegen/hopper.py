@@ -279,7 +279,7 @@ class HopperKernels:
         return cache.load(text(p.spec, self.score, p.mask, p.grad, p.captures), "_".join(names))
 
 
-@lru_cache(4096)
+@lru_cache(cache.KEPT)
 def hopper_kernels(portable: Kernels) -> HopperKernels:
     """Those of a spec and its mods; one for all calls."""
     return HopperKernels(portable)

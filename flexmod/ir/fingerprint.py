@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import dis
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -191,16 +192,20 @@ class _Code:
 
 
 # By the id of a code, which the entry keeps alive; equal codes are compared by all of their constants.
+CODES = 4096  # that are remembered
 _codes: dict[int, tuple[CodeType, _Code | None]] = {}
+_lock = threading.Lock()
 
 
 def _read(code: CodeType) -> _Code | None:
     """None for code that does more than a fingerprint tells of."""
     known = _codes.get(id(code))
     if known is None:
-        if len(_codes) >= 4096:  # a key holds the _Code that it was made with: none becomes wrong
-            _codes.clear()
-        known = _codes[id(code)] = (code, _study(code))
+        known = (code, _study(code))
+        with _lock:
+            if len(_codes) >= CODES:  # a key holds the _Code that it was made with: none becomes wrong
+                del _codes[next(iter(_codes))]
+            known = _codes.setdefault(id(code), known)
     return known[1]
 
 

@@ -288,7 +288,7 @@ def _without_wraps(graph: Graph) -> Graph:
     return rebuild(graph, lambda b, n, args: args[0] if _is_wrap(n) else None)
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
     """The graph for positions below `extents` and parameters of these values: widened if they ask for it, and
     its differences of positions in float32 where they allow it.

@@ -31,7 +31,7 @@ _NOT_THE_USER = (_FLEXMOD + os.sep, os.path.dirname(os.path.abspath(torch.__file
 _LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks", "mods"))
 
 
-@functools.cache
+@functools.lru_cache(4096)  # cells of a notebook are files, too
 def _is_users(file: str) -> bool:
     # the mods of flexmod's own library are ordinary mods: an error in one names its line
     return file.startswith(_LIBRARY_MODS) or not (

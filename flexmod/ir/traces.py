@@ -12,7 +12,7 @@ from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced, trace
 from flexmod.locks import Lock
 
-REMEMBERED = 4096
+REMEMBERED = 1024
 
 
 class Known(NamedTuple):
