@@ -7,7 +7,7 @@ it is sliced, and checks when it is made that its parts fit together.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from flexmod.block_mask.parts import (
     length,
 )
 from flexmod.block_mask.rebase import moved
+from flexmod.block_mask.refresh import Refreshed
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
@@ -38,7 +39,7 @@ DEFAULT_BLOCK = 128
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-class BlockMask(Drawn):
+class BlockMask(Refreshed, Drawn):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -53,6 +54,9 @@ class BlockMask(Drawn):
     int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
+
+    Where a tensor that mask_mod captures is written to, or gets other memory, the tiles of a mask that was
+    built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
@@ -209,6 +213,7 @@ class BlockMask(Drawn):
     def _know(self, traced: Traced) -> None:
         graph, self.graph_number = numbered(traced.graph)
         self._traced = Traced(graph, traced.tensors)
+        self.watch(traced.tensors)
 
     @property
     def classified(self) -> bool:
@@ -266,6 +271,7 @@ class BlockMask(Drawn):
 
         Below zero where the padding of the tiles at the edge outweighs what is skipped.
         """
+        self.refresh()
         return 100 * (1 - self.held.listed() * math.prod(self.BLOCK_SIZE) / self.numel())
 
     def table(self) -> Tensor:
@@ -276,10 +282,12 @@ class BlockMask(Drawn):
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
+        self.refresh()
         return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
+        self.refresh()
         mask_mod = moved(self.mask_mod, device)
         traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, torch.device(device))
         mask = BlockMask.of_held(
@@ -311,6 +319,7 @@ class BlockMask(Drawn):
 
         Raises BlockMaskIndexError.
         """
+        self.refresh()
         return cuts.sliced(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
@@ -318,6 +327,7 @@ class BlockMask(Drawn):
 
         Raises BlockMaskCropError where the lengths grow.
         """
+        self.refresh()
         return cuts.cropped(self, (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
@@ -327,6 +337,7 @@ class BlockMask(Drawn):
 
         Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
         """
+        self.refresh()
         return combine.resized(self, (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
 
     def __and__(self, other: BlockMask) -> BlockMask:
@@ -334,14 +345,22 @@ class BlockMask(Drawn):
 
         Raises BlockMaskCombineError.
         """
-        return combine.combined(self, other, "and") if isinstance(other, BlockMask) else NotImplemented
+        return self._with(other, "and")
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """What either mask keeps. Raises BlockMaskCombineError."""
-        return combine.combined(self, other, "or") if isinstance(other, BlockMask) else NotImplemented
+        return self._with(other, "or")
+
+    def _with(self, other: BlockMask, how: Literal["and", "or"]) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        self.refresh()
+        other.refresh()
+        return combine.combined(self, other, how)
 
     def __invert__(self) -> BlockMask:
         """What the mask does not keep. Raises BlockMaskCombineError."""
+        self.refresh()
         return combine.complement(self)
 
     def facts(self, budget: float = math.inf) -> Facts:
@@ -349,6 +368,7 @@ class BlockMask(Drawn):
 
         Elements of partial tiles are counted where there are no more than `budget`.
         """
+        self.refresh()
         known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
         return facts(self.table(), *known, budget=budget)
 

@@ -1,0 +1,49 @@
+"""The tiles of a block mask are a cache of what its mask_mod says: they are found again where that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.mask_mod import trace_mask
+from flexmod.ir.watched import Watched
+
+if TYPE_CHECKING:
+    from flexmod.block_mask.format import BlockMask
+
+
+class Refreshed:
+    """A mask that watches what its mask_mod captures."""
+
+    # (mask, its traced mask_mod) -> its tiles, as `held`; the builder puts itself here
+    find_tiles: ClassVar[Callable[..., Any]]
+    _watched: Watched | None = None
+
+    def watch(self, captured: Sequence[Tensor]) -> None:
+        """From now on changes of these tensors count."""
+        self._watched = Watched(captured, strict=False) if captured else None
+
+    def refresh(self) -> bool:
+        """Finds the tiles again if what mask_mod captures has changed since they were found. Has it?
+
+        Calls and the methods of a mask do it. Inside torch.compile, and while a CUDA graph is captured, the
+        tiles stay as they are. Writes that torch does not count are not seen, nor are those to tensors of
+        inference mode. Raises what building the mask raises.
+        """
+        watched = self._watched
+        if watched is None or torch.compiler.is_compiling() or watched.unchanged():
+            return False
+        mask = cast("BlockMask", self)
+        if not mask.classified or mask.numel() == 0:
+            return False
+        if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        traced = mask._traced if watched.same_kinds() else trace_mask(mask.mask_mod, mask.device)
+        watched = Watched(traced.tensors, strict=False)  # before tiles are found: a write meanwhile counts
+        held = self.find_tiles(mask, traced)
+        mask._know(traced)
+        mask.held, mask.full_tiles_padded, self._watched = held, False, watched
+        return True
