@@ -213,7 +213,7 @@ class BlockMask(Refreshed, Drawn):
     def _know(self, traced: Traced) -> None:
         graph, self.graph_number = numbered(traced.graph)
         self._traced = Traced(graph, traced.tensors)
-        self.watch(traced.tensors)
+        self.watch(traced.tensors, self.device)
 
     @property
     def classified(self) -> bool:

@@ -1,4 +1,4 @@
-"""The tiles of a block mask are a cache of what its mask_mod says: they are found again where that changes."""
+"""The tiles of a mask are a cache of what its mask_mod says: they are found again where that changes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ class Refreshed:
     # (mask, its traced mask_mod) -> its tiles, as `held`; the builder puts itself here
     find_tiles: ClassVar[Callable[..., Any]]
     _watched: Watched | None = None
+    _on_gpu = False
+    # tiles that CUDA graphs read: a replay must find their memory
+    _in_graphs: tuple[Any, ...] = ()
 
-    def watch(self, captured: Sequence[Tensor]) -> None:
-        """From now on changes of these tensors count."""
+    def watch(self, captured: Sequence[Tensor], device: torch.device) -> None:
+        """From now on changes of these tensors count. `device` is that of the tiles."""
         self._watched = Watched(captured, strict=False) if captured else None
+        self._on_gpu = device.type == "cuda"
 
     def refresh(self) -> bool:
         """Finds the tiles again if what mask_mod captures has changed since they were found. Has it?
@@ -33,13 +37,14 @@ class Refreshed:
         tiles stay as they are. Writes that torch does not count are not seen, nor are those to tensors of
         inference mode. Raises what building the mask raises.
         """
-        watched = self._watched
-        if watched is None or torch.compiler.is_compiling() or watched.unchanged():
+        watched, mask = self._watched, cast("BlockMask", self)
+        if watched is None or torch.compiler.is_compiling():
             return False
-        mask = cast("BlockMask", self)
-        if not mask.classified or mask.numel() == 0:
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            if not any(held is mask.held for held in self._in_graphs):
+                self._in_graphs += (mask.held,)
             return False
-        if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if watched.unchanged() or not mask.classified or mask.numel() == 0:
             return False
         traced = mask._traced if watched.same_kinds() else trace_mask(mask.mask_mod, mask.device)
         watched = Watched(traced.tensors, strict=False)  # before tiles are found: a write meanwhile counts
