@@ -23,7 +23,7 @@ from flexmod import autograd, checks, config, errors, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.launched import MaskSnapshot, SnapshotName
 from flexmod.compiler import lower
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
@@ -75,7 +75,7 @@ class Ready(NamedTuple):
 
 
 _without_mask: dict[object, Ready] = {}
-_by_mask: WeakKeyDictionary[MaskSnapshot, dict[object, Ready]] = WeakKeyDictionary()
+_by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
 NO_CALLS: dict[object, Ready] = {}
 
 
@@ -90,7 +90,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
     mask = _snapshot(block_mask)
     facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
     if facts is not None:
-        memory = _without_mask if mask is None else _by_mask.setdefault(mask, {})
+        memory = _without_mask if mask is None else _by_mask.setdefault(mask.name, {})
     ready = memory.get(facts)
     if ready is None:
         return _attend_anew(query, key, value, mask, asked, facts, memory)
@@ -108,7 +108,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: As
 def known(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Ready | None:
     """What is known of a call; None if it is new."""
     mask = _snapshot(block_mask)
-    memory = _without_mask if mask is None else _by_mask.get(mask, NO_CALLS)
+    memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
     return memory.get(_facts(query, key, value, mask, asked))
 
 

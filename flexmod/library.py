@@ -321,7 +321,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
 def _saved_names(ctx: Any) -> list[str]:
     """What a user calls the tensors that `_remember` saved."""
     captured, tiles, of_mask = ctx.lists
-    lists = [f"block_mask.{name}" for name in _VARIANTS[ctx.given.variant].names if name in LISTS]
+    lists = [f"block_mask.{name}" for name in _variant(ctx.given.variant).names if name in LISTS]
     return [
         "query", "key", "value", "out", "lse", "lse", "lse", *["a tensor captured by score_mod"] * captured,
         *["the tiles of block_mask"] * (tiles - len(lists)), *lists,

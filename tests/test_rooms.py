@@ -43,6 +43,7 @@ ROOMS = (
         "block_mask.runs",
         "block_mask.held",
         "block_mask.mask_mod",
+        "block_mask.refresh",
         "block_mask.parts",
         "block_mask.rebase",
         "block_mask.selection",

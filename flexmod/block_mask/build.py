@@ -97,6 +97,19 @@ def built(
     return BlockMask.of_table(table, sizes[:2], sizes[2:], block, mask_mod, traced, separate=separate)
 
 
+def _find_tiles(mask: BlockMask, traced: Traced) -> Held:
+    """The tiles of a mask, as its traced mask_mod says."""
+    _check_captures(traced, mask.device)
+    batch, heads = mask.held.batch
+    sizes = (batch, heads, *mask.seq_lengths)
+    with transforms.paused():
+        made = built(mask.mask_mod, traced, sizes, mask.BLOCK_SIZE, mask.device, mask.held.separate)
+    return made.held
+
+
+BlockMask.find_tiles = staticmethod(_find_tiles)
+
+
 def create_mask(
     mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None
 ) -> Tensor:

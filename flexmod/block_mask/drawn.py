@@ -86,7 +86,9 @@ class Drawn:
         return "BlockMask(\n" + ",\n".join(lines) + "\n)"
 
     def _mask(self) -> BlockMask:
-        return cast("BlockMask", self)
+        mask = cast("BlockMask", self)
+        mask.refresh()
+        return mask
 
     def _one(self, b: int, h: int) -> BlockMask:
         mask = self._mask()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from flexmod.block_mask.parts import (
     length,
 )
 from flexmod.block_mask.rebase import Derived, moved
+from flexmod.block_mask.refresh import Refreshed
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
@@ -44,7 +46,7 @@ DEFAULT_BLOCK = 128
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-class BlockMask(Drawn):
+class BlockMask(Refreshed, Drawn):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -59,6 +61,9 @@ class BlockMask(Drawn):
     int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
+
+    Where a tensor that mask_mod captures is written to, or gets other memory, the tiles of a mask that was
+    built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
@@ -208,7 +213,7 @@ class BlockMask(Drawn):
     def __copy__(self) -> BlockMask:
         """The same tensors; what is assigned to one mask is not assigned to the other."""
         new = type(self).__new__(type(self))
-        new.__setstate__({**self._state(), "held": copy.copy(self.held)})
+        new.__setstate__({**self._state(), "_held": copy.copy(self.held)})
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
@@ -234,11 +239,15 @@ class BlockMask(Drawn):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._know(self._traced)
-        self._seen = self.held.written() if state["_seen"] else None
+        self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:
-        """Its attributes; in place of what it has seen, which goes by identity, whether that is all."""
-        return {**self.__dict__, "_seen": self.held.written() == self._seen}
+        """Its attributes without what goes by identity; in place of the lists that it has checked, whether
+        these are all.
+        """
+        self.refresh()
+        own = {"_snapshot": None, "_watched": None, "_in_graphs": ()}
+        return {**self.__dict__, **own, "_seen": self._lists_now() == self._seen}
 
     @property
     def held(self) -> Held:
@@ -250,8 +259,9 @@ class BlockMask(Drawn):
     def snapshot(self) -> MaskSnapshot:
         """The mask as a call launches from it: what is assigned later does not change it.
 
-        The last one while nothing has changed. Raises as `look` does.
+        The last one while nothing has changed. Raises as `look` and `refresh` do.
         """
+        self.refresh()
         held, last = self.held, self._snapshot
         if (
             last is not None
@@ -267,6 +277,8 @@ class BlockMask(Drawn):
         made = MaskSnapshot(
             held, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced, held.written()
         )
+        if last is not None and made.is_like(last):  # what calls know of it holds still
+            made = replace(made, name=last.name)
         if self._seen == (held, made.lists):  # not so in lists that nobody could look at
             self._snapshot = made
         return made
@@ -285,6 +297,7 @@ class BlockMask(Drawn):
     def _know(self, traced: Traced) -> None:
         graph, self.graph_number = numbered(traced.graph)
         self._traced = Traced(graph, traced.tensors)
+        self.watch(traced.tensors, self.device)
 
     @property
     def classified(self) -> bool:
@@ -364,6 +377,7 @@ class BlockMask(Drawn):
 
         Below zero where the padding of the tiles at the edge outweighs what is skipped.
         """
+        self.refresh()
         return 100 * (1 - self.held.listed() * math.prod(self.BLOCK_SIZE) / self.numel())
 
     def table(self) -> Tensor:
@@ -374,10 +388,12 @@ class BlockMask(Drawn):
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
+        self.refresh()
         return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
+        self.refresh()
         mask_mod = moved(self.mask_mod, device)
         traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, torch.device(device))
         mask = BlockMask.of_held(
@@ -409,6 +425,7 @@ class BlockMask(Drawn):
 
         Raises BlockMaskIndexError.
         """
+        self.refresh()
         return cuts.sliced(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
@@ -416,6 +433,7 @@ class BlockMask(Drawn):
 
         Raises BlockMaskCropError where the lengths grow.
         """
+        self.refresh()
         return cuts.cropped(self, (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
@@ -425,6 +443,7 @@ class BlockMask(Drawn):
 
         Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
         """
+        self.refresh()
         return combine.resized(self, (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
 
     def __and__(self, other: BlockMask) -> BlockMask:
@@ -432,14 +451,22 @@ class BlockMask(Drawn):
 
         Raises BlockMaskCombineError.
         """
-        return combine.combined(self, other, "and") if isinstance(other, BlockMask) else NotImplemented
+        return self._with(other, "and")
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """What either mask keeps. Raises BlockMaskCombineError."""
-        return combine.combined(self, other, "or") if isinstance(other, BlockMask) else NotImplemented
+        return self._with(other, "or")
+
+    def _with(self, other: BlockMask, how: Literal["and", "or"]) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        self.refresh()
+        other.refresh()
+        return combine.combined(self, other, how)
 
     def __invert__(self) -> BlockMask:
         """What the mask does not keep. Raises BlockMaskCombineError."""
+        self.refresh()
         return combine.complement(self)
 
     def facts(self, budget: float = math.inf) -> Facts:
@@ -447,6 +474,7 @@ class BlockMask(Drawn):
 
         Elements of partial tiles are counted where there are no more than `budget`.
         """
+        self.refresh()
         known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
         return facts(self.table(), *known, budget=budget)
 

@@ -256,6 +256,7 @@ class ListPart:
         self._name = name
 
     def __get__(self, mask: Any, owner: type) -> Any:
+        mask.refresh()
         return mask._held.list(self._name)
 
     def __set__(self, mask: Any, part: Tensor | None) -> None:

@@ -18,6 +18,10 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 
 
+class SnapshotName:
+    """Stands for all snapshots that differ at most in what their tensors hold, where calls are known."""
+
+
 @dataclass(frozen=True, eq=False)
 class MaskSnapshot:
     """A block mask as a call launches from it; see `BlockMask.snapshot`.
@@ -33,6 +37,11 @@ class MaskSnapshot:
     mod: Traced
     lists: tuple[object, ...] = ()
     derived: dict[object, Any] = field(default_factory=dict)
+    name: SnapshotName = field(default_factory=SnapshotName)
+
+    def is_like(self, other: MaskSnapshot) -> bool:
+        """Do they differ at most in what their tensors hold?"""
+        return self.structure == other.structure and self.kinds == other.kinds
 
     @cached_property
     def traced(self) -> Traced:
@@ -86,10 +95,15 @@ class MaskSnapshot:
         return any(tensor.is_inference() for tensor in self.tensors)
 
     @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """All but the tensors."""
+        held = (self.held.form, self.held.batch, self.held.separate, self.held.names())
+        return held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph
+
+    @cached_property
     def facts(self) -> int:
         """A hash of all but the tensors."""
-        held = (self.held.form, self.held.batch, self.held.separate, self.held.names())
-        return hash((held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph))
+        return hash(self.structure)
 
     def with_numbers_on(self, device: torch.device) -> MaskSnapshot:
         """The snapshot for one launch: the host numbers of mask_mod, as they are now, on the device."""

@@ -15,28 +15,47 @@ class Watched:
     It sees writes that torch counts (`tensor.fill_()`, an optimizer's step) and another tensor in place of
     this one (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It cannot see writes that
     torch does not count: through `tensor.data` or `tensor.detach().numpy()`, by a custom kernel, into a
-    storage. A tensor of inference mode has no count of writes and always counts as changed.
+    storage. Of a tensor of inference mode torch counts none. Such a tensor always counts as changed, or
+    with `strict` False only where its kind or its memory is another.
 
     It keeps the memory of the tensors, so that no other tensor can get their addresses meanwhile.
     """
 
-    __slots__ = ("_memory", "_states", "tensors")
+    __slots__ = ("_memory", "_states", "_strict", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], strict: bool = True) -> None:
         self.tensors = tuple(tensors)
-        self._states = [_state(tensor) for tensor in tensors]
+        self._strict = strict
+        self._states = [_state(tensor, strict) for tensor in tensors]
         known = (t for t, state in zip(self.tensors, self._states, strict=True) if state is not None)
         self._memory = [tensor.untyped_storage() for tensor in known]
 
     def unchanged(self) -> bool:
         """Do the tensors have the values, as far as torch knows, and the kinds that they had?"""
         for tensor, state in zip(self.tensors, self._states, strict=True):
-            if state is None or state != _state(tensor):
+            if state != _state(tensor, self._strict) or (state is None and self._strict):
                 return False
         return True
 
+    def same_kinds(self) -> bool:
+        """Have they the shapes, strides, dtypes and devices that they had?"""
+        pairs = zip(self.tensors, self._states, strict=True)
+        return all(state is None or state[0] == tensor_key(tensor) for tensor, state in pairs)
 
-def _state(tensor: Tensor) -> tuple[object, ...] | None:
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy watches the copies of the tensors; what has changed already stays changed."""
+        return _copied, (self.tensors, self._strict, self.unchanged())
+
+
+def _copied(tensors: Sequence[Tensor], strict: bool, unchanged: bool) -> Watched:
+    made = Watched(tensors, strict)
+    if not unchanged:
+        made._states = [(None,)] * len(made.tensors)
+    return made
+
+
+def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     """Kind, count of writes and address of a tensor; None where these do not tell that it is the same."""
-    kind = None if tensor.is_inference() else tensor_key(tensor)
-    return None if kind is None else (kind, tensor._version, tensor.data_ptr())
+    uncounted = tensor.is_inference()
+    kind = None if uncounted and strict else tensor_key(tensor)
+    return None if kind is None else (kind, -1 if uncounted else tensor._version, tensor.data_ptr())
