@@ -1,4 +1,4 @@
-"""Tiles of masks over infinities, nan, zeros of both signs and denormals, by bounds and element by element."""
+"""Tiles of masks over infinities, nan, zeros of both signs and denormals."""
 
 from __future__ import annotations
 
