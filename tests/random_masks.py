@@ -18,7 +18,6 @@ from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Traced, Tracer
 
 CPU = torch.device("cpu")
-DIVISIONS = ("floor_divide", "trunc_divide", "remainder", "fmod")
 CAST_TO = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
            torch.bfloat16, torch.float32, torch.float64)  # fmt: skip
 NUMBERS = (0, 1, 2, 3, 5, 7, -1, -4, 16, 100, 40000, 2**31 - 1, -(2**31), 0.5, 1.5, -2.25, 3e9, True, False,
@@ -89,20 +88,12 @@ def _step(draw: Any, tracer: Tracer, pool: list[Any]) -> Any:
 
 
 def _applied(row: Op, tracer: Tracer, operands: list[Any]) -> Any:
-    if row.name in DIVISIONS:
-        operands[1] = _not_zero(operands[1])
     if row.name == "where":
         operands[0] = operands[0] > 2 if isinstance(operands[0], Proxy) else operands[0] is True
     try:
         return tracer.apply(row.torch_names[0], operands)
     except errors.FlexmodError:
         return None
-
-
-def _not_zero(divisor: Any) -> Any:
-    if not isinstance(divisor, Proxy):
-        return divisor if divisor else 3
-    return torch.where(divisor == 0, 3, divisor)
 
 
 def _recent(draw: Any, pool: list[Any]) -> Any:

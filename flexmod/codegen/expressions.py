@@ -112,12 +112,15 @@ def typed(text: str, dtype: torch.dtype) -> str:
     return f"tl.cast({text}, {TRITON_DTYPES[held(dtype)]})"
 
 
-def triton_literal(value: object, dtype: torch.dtype) -> str:
-    """A Python number in Triton, which takes a denormal one for a float64."""
+def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False) -> str:
+    """A Python number in Triton, which takes a denormal one for a float64, and -0.0 for 0.0."""
     text = literal(value, dtype)
-    smallest = torch.finfo(torch.float32).smallest_normal
-    denormal = held(dtype) == torch.float32 and 0 < abs(number(value, dtype).item()) < smallest  # type: ignore[arg-type]
-    return typed(text, dtype) if denormal else text
+    rounded = number(value, dtype)  # type: ignore[arg-type]
+    if text == "-0.0" or (dtype.is_floating_point and rounded == 0 and rounded.signbit()):
+        bits = 64 if dtype == torch.float64 else 32
+        return f"tl.cast({-(2 ** (bits - 1))}, tl.int{bits}).to(tl.float{bits}, bitcast=True)"
+    denormal = held(dtype) == torch.float32 and 0 < rounded.abs() < torch.finfo(torch.float32).smallest_normal
+    return typed(text, dtype) if denormal or has_dtype else text
 
 
 ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")

@@ -27,10 +27,8 @@ from flexmod.codegen.expressions import (
     fill,
     group,
     held,
-    literal,
     rounded,
     triton_literal,
-    typed,
 )
 from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
@@ -241,8 +239,8 @@ class Writer:
         values = []
         for argument, dtype in zip(node.args, at, strict=True):
             if argument.is_const:
-                given = argument.value, row.number_dtype(dtype)
-                values.append(typed(literal(*given), dtype) if has_dtype else triton_literal(*given))
+                at_dtype = row.number_dtype(dtype)
+                values.append(triton_literal(argument.value, at_dtype, has_dtype=has_dtype))
             else:
                 values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)

@@ -76,7 +76,9 @@ def _whole(builder: Builder, end: Any, target: torch.dtype, span: Bounds) -> Any
 def held(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
     """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
     if dtype.is_floating_point:
-        return without_nan(builder, found, dtype)
+        # a half type times a Python number is a float32, and then rounded
+        rounded = _ends(lambda end: end.cast(dtype) if isinstance(end, End) else end, found)
+        return without_nan(builder, rounded, dtype)
     limits = dtype_limits(dtype)
     if any(isinstance(end, float) for end in found):
         return limits

@@ -430,3 +430,34 @@ def test_a_load_whose_place_the_score_decides() -> None:
     table = torch.zeros(8)
     assert text_of(lambda s, b, h, q, k: s * table[s.clamp(0, 7).int()], "score").waits_for_score
     assert not text_of(lambda s, b, h, q, k: s * table[q % 8], "score").waits_for_score
+
+
+@pytest.mark.parametrize(
+    ("mod", "wanted"),
+    [
+        (lambda b, h, q, k: q // 7 >= k % 5, ["q_idx // 7", "kv_idx % 5"]),
+        (lambda b, h, q, k: (q - k) // 7 >= (k - q) % -5, ["floor_divide(", "remainder("]),
+        (lambda b, h, q, k: (q - k) // DIVISORS[h] >= 0, ["safe_floor_divide("]),
+        (lambda b, h, q, k: (q - k) % (DIVISORS[h] & 3) >= 0, ["safe_remainder("]),
+        (lambda b, h, q, k: (q - k) % ((DIVISORS[h] & 3) + 1) >= 0, [" remainder("]),
+        (lambda b, h, q, k: torch.fmod(q - k, DIVISORS[h]) >= 0, ["safe_fmod("]),
+        (lambda b, h, q, k: torch.div(q - k, q - 5, rounding_mode="trunc") >= 0, ["safe_trunc_divide("]),
+        (lambda b, h, q, k: q * 1.0 % 0.25 + k * 1.0 % FACTORS[h] > 0, ["FACTORS"]),
+        (lambda b, h, q, k: torch.fmod(q.float(), 0.25) > 0, ["fmod(q_idx.to(tl.float32), ", ", 2)"]),
+        (lambda b, h, q, k: torch.fmod(q.float(), FACTORS[h]) > 0, ["FACTORS_bh)"]),
+    ],
+)
+def test_divisions_are_as_plain_as_bounds_allow(mod: Callable[..., Any], wanted: list[str]) -> None:
+    text = text_of(mod).text
+    assert all(part in text for part in wanted), text
+
+
+DIVISORS, FACTORS = torch.tensor([0, 3, -1, 7]), torch.tensor([0.0, 0.1, 1e-30, 49.0])
+
+
+@pytest.mark.parametrize("number", [-0.0, 1e-39, -1e-45, 5e-324])
+def test_numbers_keep_their_sign_and_their_dtype(number: float, device: torch.device) -> None:
+    """Triton takes -0.0 for 0.0, and a denormal number for a float64."""
+    found = traced(lambda s, b, h, q, k: s * 0 + torch.where(q > k, q * number, number).reciprocal(), "score")
+    values = holds(found, device)
+    assert values.signbit().any() == (number < 0 or str(number) == "-0.0")

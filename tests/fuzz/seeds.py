@@ -37,6 +37,27 @@ SEEDS = {
         dims=(64, 64),
         scale=0.01,
     ),
+    "a hash that wraps where the mod casts to int32": Case(
+        "interpret",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n"
+        "    mixed = (q_idx * 2654435761 + kv_idx * 40503).to(torch.int32)\n"
+        "    return score + mixed % 1000 * 0.001\n",
+        lengths=(40, 55),
+        dims=(16, 16),
+    ),
+    "the rest of a float whose quotient is large": Case(
+        "interpret",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n"
+        "    return score + (q_idx * 2.0**40) % 0.75 + torch.fmod(kv_idx * 2.0**60, 2.0**-9 * 3)\n",
+        lengths=(40, 55),
+        dims=(16, 16),
+    ),
+    "a quotient by a denormal number": Case(
+        "interpret",
+        "def score_mod(score, b, h, q_idx, kv_idx):\n    return torch.tanh(score * 1e-39 / 1e-39)\n",
+        lengths=(40, 55),
+        dims=(16, 16),
+    ),
     "a learned table beside what cancels": Case(
         "interpret",
         "def score_mod(score, b, h, q_idx, kv_idx):\n    return (score - score) * t0[kv_idx] + score\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.passes import (
+    fitted,
     fold,
     optimize,
     promote_constants,
@@ -317,3 +319,67 @@ def test_the_negative_of_a_difference() -> None:
     whole = text(optimize(mask(lambda b, h, q, k: -(q - k) > 3)))
     assert whole == "%0: int32 = sub(kv_idx, q_idx); %1: bool = gt(%0, 3); return %1"
     assert "neg" in text(optimize(score(lambda s, b, h, q, k: -(s - q))))
+
+
+# casts to int32
+
+
+def stays(mod: Any, length: int) -> Graph:
+    return fitted(trace(mod, "mask").graph, (1, 1, length, length))
+
+
+def test_a_cast_to_int32_is_dropped_where_nothing_leaves_it() -> None:
+    plain, cast = (lambda b, h, q, k: q * 3 >= k), (lambda b, h, q, k: (q.int() * 3).to(torch.int32) >= k)
+    assert stays(cast, 1000) == stays(plain, 1000)
+    assert text(stays(cast, 2**30)) != text(stays(plain, 2**30))
+
+
+def test_arithmetic_on_a_cast_is_not_widened() -> None:
+    graph = stays(lambda b, h, q, k: (q.int() * 2**20) % 7 + q * 2**20 > k, 2**14)
+    inside = [n for n in graph.nodes if n.op == "remainder"]
+    assert [n.dtype for n in inside] == [torch.int32]
+    assert {n.dtype for n in graph.nodes if n.op == "input"} == {torch.int64}
+
+
+def test_bounds_know_what_wraps() -> None:
+    """Behind a cast, and of captured numbers: (t & 0xFFFF) * 65536 may be negative."""
+    values = torch.zeros(8, dtype=torch.int32)
+    extents = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 2**20)
+    for mod in (
+        lambda b, h, q, k: q.int() * 65536 > 0,
+        lambda b, h, q, k: (values[q] & 0xFFFF) * 65536 > 0,
+        lambda b, h, q, k: values[q].abs() > 0,
+        lambda b, h, q, k: (q * 65536).int().abs() > 0,
+        lambda b, h, q, k: (values[q] & (2**40 - 1)) > 0,
+    ):
+        graph = trace(mod, "mask").graph
+        known = integer_bounds(graph, extents)
+        assert known[graph.result.args[0]] == (-math.inf, math.inf)
+    graph = trace(lambda b, h, q, k: q * 65536 > 0, "mask").graph
+    assert known_of(graph, extents) == (0, (2**20 - 1) * 65536)
+
+
+def known_of(graph: Graph, extents: dict[str, int]) -> Any:
+    return integer_bounds(graph, extents)[graph.result.args[0]]
+
+
+def test_a_negative_zero_is_no_zero() -> None:
+    for number, kept in ((0.0, False), (-0.0, True)):
+        graph = simplify(trace(lambda s, b, h, q, k, c=number: s - c, "score").graph)
+        assert ("sub" in text(graph)) == kept
+
+
+@pytest.mark.parametrize("divisor", [1e-39, -1e-39, 1e-45, 2.0**127, -3e38, float("inf"), 0.0, float("nan")])
+def test_a_score_is_divided_where_the_inverse_is_no_normal_number(divisor: float) -> None:
+    graph = optimize(trace(lambda s, b, h, q, k: s / divisor, "score").graph)
+    assert graph.result.op == "div"
+
+
+def test_numbers_of_the_default_dtype_have_it_in_the_graph() -> None:
+    for dtype in (torch.float32, torch.float64):
+        try:
+            torch.set_default_dtype(dtype)
+            graph = trace(lambda b, h, q, k: (q < 0.5) | (torch.where(q > k, 0.25, 1.5) > 1), "mask").graph
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert {n.dtype for n in graph.nodes if n.is_const and type(n.value) is float} <= {dtype}

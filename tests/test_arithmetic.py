@@ -1,0 +1,158 @@
+"""Arithmetic that torch defines: divisions by 0 behind a `where`, casts that wrap, rests, denormal divisors.
+
+Each mod on every backend, as a score_mod and in a mask_mod, eagerly, by a handle and in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from arithmetic_mods import MODS, as_mask, eager
+from torch import Tensor
+
+import flexmod
+from flexmod import create_block_mask, create_mask, flex_attention
+from flexmod.ir.record import Record
+
+SIZES = (1, 4, 24, 40)
+ON_CPU = ("AUTO", "INTERPRET", "REFERENCE")
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    heads, queries, keys = SIZES[1:]
+    return tuple(torch.randn(1, heads, n, 16, generator=random) for n in (queries, keys, keys))  # type: ignore[return-value]
+
+
+def attended(mod: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In float64 from the modified scores on."""
+    scores = eager(mod, SIZES, q @ k.mT / 4)
+    return (torch.softmax(scores.double(), -1) @ v.double()).float()
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("name", MODS)
+def test_a_score_is_what_torch_makes_of_it(name: str, backend: str) -> None:
+    q, k, v = inputs()
+    expected = attended(MODS[name], q, k, v)
+    options = {"BACKEND": backend}
+    for _ in range(2):
+        found = flex_attention(q, k, v, MODS[name], kernel_options=options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    handle = flexmod.compile(MODS[name], kernel_options=options)
+    torch.testing.assert_close(handle(q, k, v), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["divided", "hashed", "hashed_in_steps", "far_turns", "denormal_divisor"])
+def test_in_a_compiled_graph(name: str) -> None:
+    q, k, v = inputs()
+    found = torch.compile(lambda q, k, v: flex_attention(q, k, v, MODS[name]))(q, k, v)
+    torch.testing.assert_close(found, attended(MODS[name], q, k, v), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_mask_is_what_torch_makes_of_it(name: str) -> None:
+    mask_mod = as_mask(MODS[name])
+    expected = eager(mask_mod, SIZES)
+    assert torch.equal(create_mask(mask_mod, *SIZES, device="cpu"), expected)
+    block_mask = create_block_mask(mask_mod, *SIZES, device="cpu", BLOCK_SIZE=16)
+    q, k, v = inputs()
+    scores = torch.where(expected, q @ k.mT / 4, -torch.inf)
+    dead = ~expected.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    for backend in ON_CPU:
+        found = flex_attention(q, k, v, block_mask=block_mask, kernel_options={"BACKEND": backend})
+        torch.testing.assert_close(found, weights @ v, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("name", ["divided", "rest", "hashed", "far_turns", "denormal_divisor"])
+def test_gradients(name: str, backend: str) -> None:
+    """What is added to a score has no part in its derivative."""
+    q, k, v = (x.requires_grad_() for x in inputs())
+    out = flex_attention(q, k, v, MODS[name], kernel_options={"BACKEND": backend})
+    found = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    expected = torch.autograd.grad(attended(MODS[name], q, k, v).sin().sum(), (q, k, v))
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+
+
+# what keys hold
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_zeros_of_both_signs_are_two_numbers(backend: str) -> None:
+    """1 / c is an infinity of either sign."""
+    q, k, v = inputs()
+
+    def mod_of(c: float) -> Callable[..., Any]:
+        return lambda score, b, h, q_idx, kv_idx: torch.where((q_idx * c + c).reciprocal() > 0, score, 0.0)
+
+    options = {"BACKEND": backend}
+    plain, zeros = flex_attention(q, k, v, kernel_options=options), v.mean(2, keepdim=True).expand_as(q)
+    for c, expected in ((0.0, plain), (-0.0, zeros), (0.0, plain)):
+        found = flex_attention(q, k, v, mod_of(c), kernel_options=options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_zeros_of_both_signs_are_two_numbers_of_a_compiled_graph() -> None:
+    step = ("__mul__", ("tuple", (("value", 3), ("real", 0))), ())
+    record = Record("mask", (step, ("__ge__", ("tuple", (("value", 4), ("real", 1))), ())), ("value", 5))
+    for numbers in ((0.0, 1.0), (-0.0, 1.0), (math.nan, 1.0), (0.0, 1.0)):
+        traced, _ = record.traced((), (), numbers, torch.device("cpu"))
+        found = [node.value for node in traced.graph.nodes if node.is_const]
+        assert list(map(repr, found)) == list(map(repr, numbers))
+
+
+# the CPU's product of matrices makes 0.0 of -0.0
+@pytest.mark.parametrize("backend", ["INTERPRET", "REFERENCE"])
+def test_scales_of_both_signs_are_two(backend: str) -> None:
+    q, k, v = (x.abs() for x in inputs())
+
+    def sign(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(score.reciprocal() > 0, kv_idx * 0.1, 0.0)
+
+    found = [
+        flex_attention(q, k, v, sign, scale=scale, kernel_options={"BACKEND": backend}).clone()
+        for scale in (0.0, -0.0, 0.0)
+    ]
+    assert torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])
+
+
+def third(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A product by a third and 3 in the default dtype: which are rounded to another number depends on it."""
+    large = (q_idx * 40 + kv_idx) * 1000003
+    return score + torch.where(large * (1 / 3) * 3.0 != large, 1.0, 0.0) + (q_idx < 0.5)
+
+
+@pytest.mark.parametrize("kind", ["eager", "handle", "compiled"])
+def test_the_default_dtype_is_part_of_a_trace(kind: str) -> None:
+    q, k, v = inputs()
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, third))
+    seen = []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            expected = attended(third, q, k, v)
+            seen.append(expected)
+            ways = {"eager": lambda *x: flex_attention(*x, third), "compiled": compiled}
+            attend = flexmod.compile(third) if kind == "handle" else ways[kind]
+            torch.testing.assert_close(attend(q, k, v), expected, rtol=1e-5, atol=2e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.allclose(seen[0], seen[1])
+
+
+def test_a_handle_keeps_the_default_dtype_of_its_trace() -> None:
+    q, k, v = inputs()
+    expected, handle = attended(third, q, k, v), flexmod.compile(third)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.testing.assert_close(handle(q, k, v), expected, rtol=1e-5, atol=2e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
