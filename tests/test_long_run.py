@@ -50,6 +50,8 @@ LIMITS = {
     "ir.fingerprint._codes": fingerprint.CODES,
     "ir.kept._KNOWN": kept.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,
+    "codegen.cache._users": 2 * cache.KEPT,
+    "codegen.cache._dead": cache.KEPT,
 }
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
@@ -132,12 +134,18 @@ def test_modules_go_when_nothing_uses_them(monkeypatch: pytest.MonkeyPatch) -> N
         assert cache.load(text(number), "made").double() == 2 * number
     gc.collect()
     assert len(cache._modules) == 3
-    assert sum(name.startswith("flexmod_generated.") for name in sys.modules) == 3
-    assert len(linecache.cache) <= lines + 3
+    assert sum(name.startswith("flexmod_generated.made_") for name in sys.modules) == 3
+    assert len(linecache.cache) <= lines + 4
     assert dropped() is None
     assert double() == -2 and path in linecache.cache  # it is in use: here
     assert "2 * NUMBER" in inspect.getsource(used)
-    assert cache.load(text(-1), "used") is used
+    again = cache.load(text(-1), "used")
+    assert again is not used and again.double() == double()
+    del again
+    for number in range(3):
+        cache.load(text(number), "made")
+    gc.collect()
+    assert path in linecache.cache
     assert cache.load(text(-2), "dropped").double() == -4
 
 

@@ -16,11 +16,10 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from weakref import WeakValueDictionary
 
 from flexmod import config
 from flexmod.locks import Lock
@@ -29,7 +28,9 @@ KEPT = 256  # modules that stay when nothing uses them any more
 
 _lock = Lock(threading.RLock)
 _modules: OrderedDict[str, ModuleType] = OrderedDict()  # the one used last is the last
-_alive: WeakValueDictionary[str, ModuleType] = WeakValueDictionary()
+_users: Counter[str] = Counter()  # of each path: modules that live
+# Paths of modules that are gone, for the next load: the collector runs in any thread, under any lock.
+_dead: deque[str] = deque()
 
 
 def load(text: str, name: str) -> ModuleType:
@@ -40,8 +41,8 @@ def load(text: str, name: str) -> ModuleType:
         name: begins the file's name; characters that are not letters, digits or `_` become `_`.
 
     Returns:
-        the module; the same object for the same text and name as long as anything uses it. `module.__file__`
-        is the path of the source, `<name>_<first 12 hex digits of the hash>.py`.
+        the module; the same object for the same text and name among the last KEPT. `module.__file__` is the
+        path of the source, `<name>_<first 12 hex digits of the hash>.py`.
 
     Raises:
         whatever the text raises when it runs.
@@ -52,27 +53,31 @@ def load(text: str, name: str) -> ModuleType:
     """
     stem = f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with _lock:
-        module = _alive.get(stem)
+        module = _modules.get(stem)
         if module is None:
             path = _write(stem + ".py", text)
-            module = _alive[stem] = _execute(text, path, _module_name(stem))
+            module = _modules[stem] = _execute(text, path, _module_name(stem))
             # what uses the module may ask for its lines as long as it lives
-            weakref.finalize(module, _forget_lines, stem, str(path)).atexit = False
-        _keep(stem, module)
+            _users[str(path)] += 1
+            weakref.finalize(module, _dead.append, str(path)).atexit = False
+        _modules.move_to_end(stem)
+        while len(_modules) > KEPT:
+            _drop_oldest()
+        while _dead:
+            _forget_lines(_dead.popleft())
         return module
 
 
-def _keep(stem: str, module: ModuleType) -> None:
-    """Keeps the module, and lets go of the one that was used longest ago: it lives on where it is in use."""
-    sys.modules[_module_name(stem)] = _modules[stem] = module
-    _modules.move_to_end(stem)
-    while len(_modules) > KEPT:
-        oldest, _ = _modules.popitem(last=False)
-        sys.modules.pop(_module_name(oldest), None)
+def _drop_oldest() -> None:
+    """Lets go of the module that was used longest ago: it lives on where it is in use."""
+    stem, _ = _modules.popitem(last=False)
+    sys.modules.pop(_module_name(stem), None)
 
 
-def _forget_lines(stem: str, path: str) -> None:
-    if stem not in _alive:
+def _forget_lines(path: str) -> None:
+    _users[path] -= 1
+    if not _users[path]:
+        del _users[path]
         linecache.cache.pop(path, None)
 
 
