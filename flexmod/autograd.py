@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmod import transforms
+from flexmod import tensor_kinds, transforms
 from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.format import BlockMask
@@ -37,6 +37,7 @@ BACKENDS: Mapping[str, Any] = {
     "reference": reference,
 }
 GENERATED = ("triton", "interpret")
+GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `Call.backward`'s tensors
 BACKWARDS = 64  # that a call remembers
 
 
@@ -134,9 +135,14 @@ class Call:
             given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
+        keys = [None if tensor is None else tensor_key(tensor) for tensor in tensors]
+        for number, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
+            if tensor is not None and key is None:
+                name = GRADIENTS.get(number, "a tensor saved for the backward")
+                tensor_kinds.check_readable({name: tensor})
         if self.backend not in GENERATED:
             return differentiate(*tensors)
-        facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
+        facts = [key if key or tensor is None else object() for tensor, key in zip(tensors, keys, strict=True)]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         repeated = self._backward.get(case)
         if repeated is None:
@@ -258,4 +264,9 @@ for function in (Attention, Gradient):
 
 def no_autocast(kind: str) -> AbstractContextManager[None]:
     """What a backend computes in float32 stays float32."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for tensors of a kind of device; torch raises where it has none, as for meta."""
+    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, errors
-from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
+from flexmod import autograd, calls, errors, library, tensor_kinds
+from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, by_override, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
@@ -108,6 +108,9 @@ class CompiledAttention(Shown):
 
         A `block_mask` takes the place of the one that the mask_mod makes.
         """
+        given = (query, key, value)
+        if not torch.compiler.is_compiling() and tensor_kinds.overridden(given):
+            return by_override(self, given, block_mask, return_lse, return_aux=return_aux)
         # inside torch.compile it runs as it does outside: the graph breaks around it
         attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
@@ -126,7 +129,7 @@ class CompiledAttention(Shown):
             if block_mask is None and variant.mask is not None and query.dim() == key.dim() == 4:
                 block_mask = variant.block_mask(query, key)
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
-        result = calls.attend(query, key, value, block_mask, asked)
+        result = calls.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
         if ready is not None and not ready.autocast:
@@ -249,6 +252,8 @@ class _Variant:
         reads = traced.graph.reads
         sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
         versions = [version(tensor) for tensor in traced.tensors]
+        if tensor_kinds.recorded_by_torch():  # a mask of the mode that is active, for this call
+            return create_block_mask(replay(traced), *sizes, device=self._device, BLOCK_SIZE=BLOCK)
         mask, built = self._masks.get(sizes, (None, ()))
         # the version of a tensor of inference mode is not equal to itself
         if mask is None or any(now != then for now, then in zip(versions, built, strict=True)):

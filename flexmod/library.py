@@ -7,14 +7,14 @@ and put together again when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, checks, errors
+from flexmod import autograd, calls, checks, errors, tensor_kinds
 from flexmod.backends.arguments import allocate
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
@@ -22,8 +22,7 @@ from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.kept import graph_of
-from flexmod.ir.record import Recorded, constant, record, record_of
+from flexmod.ir.record import GRAPH, Recorded, constant, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.kernel_options import KernelOptions
@@ -41,7 +40,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is constant in a call. `names` of the parts of its mask; mods are numbers of Records, or -1."""
+    """What is constant in a call. `names` of the parts of its mask; mods are numbers as in Recorded."""
 
     score: int
     mask: int
@@ -65,8 +64,11 @@ def _numbered(*facts: Any) -> int:
     return _VARIANTS.index(variant)
 
 
+NO_MOD = -1
+
+
 def no_mod() -> Recorded:
-    return Recorded(-1, [], [], [])
+    return Recorded(NO_MOD, [], [], [])
 
 
 @dataclass
@@ -92,7 +94,27 @@ def attend(
     """A call inside TorchDynamo or torch.export; what depends on values is checked when the graph runs."""
     query, key, value = calls.cast_by_autocast(query, key, value)
     mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
-    mask = parts_of(block_mask, query.device)
+    return _operate(query, key, value, mod, parts_of(block_mask, query.device), asked)
+
+
+def dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Traced | None,
+    mask: BlockMask | None,
+    asked: calls.Asked,
+) -> Forward:
+    """A checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
+    mod = no_mod() if source is None else of_graph(source)
+    options = asked.options
+    facts = Asked(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
+    return _operate(query, key, value, mod, parts_of(mask, query.device), facts)
+
+
+def _operate(
+    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: Asked
+) -> Forward:
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
     variant = _numbered(mod.number, mask.mod.number, mask.form, mask.names, mask.flags, *asked[1:])
     out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
@@ -198,10 +220,13 @@ def _made_ready(
     track: bool,
 ) -> _Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()
-    if variant.score >= 0:
-        mod = record_of(variant.score)
-        source, places = mod.traced(given.captured, given.integers, given.reals, query.device)
     checks.check_tensors(query, key, value, variant.enable_gqa)
+    lists = {"captured": given.captured, "tiles": given.tiles, "mask_captured": given.mask_captured}
+    named = {f"{name}[{i}]": tensor for name, tensors in lists.items() for i, tensor in enumerate(tensors)}
+    tensor_kinds.check_readable({"query": query, "key": key, "value": value, **named})
+    if variant.score != NO_MOD:
+        numbers = given.integers, given.reals
+        source, places = traced_of(variant.score, given.captured, *numbers, query.device)
     options = KernelOptions(variant.backend, variant.tiles)
     asked = calls.Asked(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
     call, own = calls.checked(query, key, value, source, mask, asked, track)
@@ -217,7 +242,8 @@ def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask 
     grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
     if variant.form == "held":
         held = Held.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
-        mask = masked(held, lengths, block, Traced(graph_of(graph), tuple(given.mask_captured)))
+        traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
+        mask = masked(held, lengths, block, traced)
         mask.full_tiles_padded = variant.flags[1]
         return mask
     mod = record_of(variant.mask)
@@ -323,6 +349,8 @@ def _gradient(
     given, needs = Given(*map(_hashable, rest[:-1])), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, True)
+        named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
+        _check_gradient(query, value, {**named, "first": first, "second": second})
         kept = (first, second) if first.numel() and call.problem.precision == "ieee" else ()
         of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
         captured = [given.captured[place] for place in places]
@@ -339,6 +367,26 @@ def _gradient(
         result.zero_() if grad is None else _laid_out(grad, result)
         for result, grad in zip(results, asked, strict=True)
     ]
+
+
+def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | None]) -> None:
+    """autograd checks what it hands on, a __torch_dispatch__ need not."""
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows, dim = tuple(query.shape[:3]), value.shape[3]
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        absent = name in ("first", "second") and tuple(tensor.shape) == (0,)
+        shape, dtype = ((*rows, dim), query.dtype) if name.endswith("out") else (rows, real)
+        expected = ((0,) if absent else shape, dtype, query.device)
+        found = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        if found != expected:
+            raise errors.OperationTensorError(
+                operation="attention_backward", name=name, found=", ".join(map(str, found)),
+                expected=", ".join(map(str, expected)),
+            )  # fmt: skip
+        if tensor_key(tensor) is None:
+            tensor_kinds.check_readable({name: tensor})
 
 
 def _empty_grads(

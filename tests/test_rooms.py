@@ -19,7 +19,7 @@ ROOMS = (
     ("errors", "command_errors"),
     ("config", "syntax"),
     ("kernel_options",),
-    ("transforms",),
+    ("transforms", "tensor_kinds"),
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.ops", "ir.formulas"),

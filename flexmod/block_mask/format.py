@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import transforms
 from flexmod.block_mask import combine, cuts, runs, tiles
 from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
@@ -95,9 +94,7 @@ class BlockMask(Drawn):
             "q_num_blocks": q_num_blocks, "q_indices": q_indices,
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
-        lists = checked_lists(parts)
-        plain = {name: None if part is None else transforms.plain(part, name) for name, part in lists.items()}
-        self.held = Held.of_lists(plain)
+        self.held = Held.of_lists(checked_lists(parts))
         self.BLOCK_SIZE = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths
         self.mask_mod = mask_mod

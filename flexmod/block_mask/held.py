@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask import tiles
+from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 
@@ -158,9 +159,10 @@ class Held:
         return tuple([None if part is None else (id(part), _known_version(part)) for part in parts])
 
     def assign(self, name: str, part: Tensor | None) -> None:
-        """The mask holds lists from now on, this one among them."""
+        """The mask holds lists from now on, this one among them. Raises as `plain_list`."""
+        plain = plain_list(name, part)
         self.settle()
-        self._lists[name] = part
+        self._lists[name] = plain
 
     def settle(self) -> None:
         """Hold lists, not runs."""

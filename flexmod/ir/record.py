@@ -21,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.graph import Graph
+from flexmod.ir.kept import graph_of, numbered
 from flexmod.ir.names import draws, writes
-from flexmod.ir.trace import Traced, trace
+from flexmod.ir.trace import Traced, capture_of, trace
 
 METHOD_WHERE = "where of a tensor"
+GRAPH = -2  # in place of a Record's number: the mod's only integer is the number of its graph
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -267,7 +269,7 @@ def record_of(number: int) -> Record:
 
 @dataclass
 class Recorded:
-    """A mod in the graph of TorchDynamo: the number of its Record, and what it captures there."""
+    """A mod as arguments of an operation: the number of its Record, or GRAPH, and what it captures."""
 
     number: int
     captured: list[Tensor]
@@ -285,3 +287,33 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
     noted = recorder.noted(result)
     number = _numbered(kind, tuple(recorder.steps), noted)
     return Recorded(number, recorder.captured, recorder.integers, recorder.reals)
+
+
+def of_graph(traced: Traced) -> Recorded:
+    """A mod that was traced, outside of TorchDynamo."""
+    return Recorded(GRAPH, list(traced.tensors), [numbered(traced.graph)[1]], [])
+
+
+def traced_of(
+    number: int,
+    captured: Sequence[Tensor],
+    integers: Sequence[int],
+    reals: Sequence[float],
+    device: torch.device,
+) -> tuple[Traced, tuple[int, ...]]:
+    """The graph of a Recorded mod, and which of the tensors given each of its captures is.
+
+    Raises OperationTensorError where a subclass that torch dispatched says other things of a captured tensor
+    than what it hands on.
+    """
+    if number != GRAPH:
+        return record_of(number).traced(captured, integers, reals, device)
+    graph = graph_of(integers[0])
+    for capture, tensor in zip(graph.captures, captured, strict=True):
+        found = capture_of(capture.name, tensor)
+        if capture != found:
+            raise errors.OperationTensorError(
+                operation="attention", name=capture.name, found=f"{found.dtype} of {found.rank} dimensions",
+                expected=f"{capture.dtype} of {capture.rank}",
+            )  # fmt: skip
+    return Traced(graph, tuple(captured)), tuple(range(len(captured)))
