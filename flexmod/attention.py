@@ -77,10 +77,11 @@ def flex_attention(
 
     Raises, before anything is launched:
 
-        tensors  NotATensor, TensorKindError, FreedStorageError, NotStrided, NestedTensorInput, NotFourDimensional, EmptyHeadDim, ExtentError,
-                 HeadDimMismatch, LengthMismatch, BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch,
-                 HeadRatioError, DeviceMismatch, UnsupportedDevice, UnsupportedDtype, MixedDtypes,
-                 LowerPrecisionBackward; CaptureBoundsError, which kernels find
+        tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
+                 NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
+                 BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
+                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError;
+                 CaptureBoundsError, which kernels find
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...

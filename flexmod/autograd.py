@@ -135,14 +135,14 @@ class Call:
             given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
-        keys = [None if tensor is None else tensor_key(tensor) for tensor in tensors]
-        for number, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
-            if tensor is not None and key is None:
+        facts: list[object] = [None if tensor is None else tensor_key(tensor) for tensor in tensors]
+        for number, tensor in enumerate(tensors):
+            if tensor is not None and facts[number] is None:
                 name = GRADIENTS.get(number, "a tensor saved for the backward")
                 tensor_kinds.check_readable({name: tensor})
+                facts[number] = object()
         if self.backend not in GENERATED:
             return differentiate(*tensors)
-        facts = [key if key or tensor is None else object() for tensor, key in zip(tensors, keys, strict=True)]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         repeated = self._backward.get(case)
         if repeated is None:

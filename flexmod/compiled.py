@@ -71,6 +71,8 @@ def compile(
 class CompiledAttention(Shown):
     """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it."""
 
+    __name__ = "CompiledAttention"  # a __torch_function__ may ask for that of the function it sees
+
     def __init__(
         self,
         score_mod: ScoreMod | None,

@@ -121,7 +121,7 @@ def check_class(name: str, tensor: Tensor) -> None:
     if override is NO_OVERRIDE or getattr(override, "__func__", None) is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         return
     raise TensorKindError(
-        name=name, kind=f"a {kind.__name__}, whose own __torch_function__ says what an element is",
+        name=name, kind=f"of the class {kind.__name__}, whose own __torch_function__ may change what is read",
         advice=f"{name}.as_subclass(torch.Tensor), if its storage holds the elements",
     )  # fmt: skip
 
@@ -145,12 +145,12 @@ def _described(name: str, tensor: Tensor) -> tuple[str, str]:
     """What a tensor is that no kernel can read, and what to pass instead."""
     keys, kind = _keys(tensor), type(tensor).__name__
     if keys & _PYTHON:
-        plain = f"what {kind} wraps"
+        plain = "the tensor inside of it"
         for method in ("to_local", "full_tensor", "wait", "dequantize"):
             if getattr(type(tensor), method, None) is not getattr(Tensor, method, None):
                 plain = f"{name}.{method}()"
                 break
-        return f"a {kind}, whose elements only its class can reach", plain
+        return f"of the class {kind}, which alone can reach its elements", plain
     if keys & _bits("Functionalize"):
         return "a tensor of functionalization", f"{name} outside of torch.func.functionalize"
     if keys & _bits("ZeroTensor"):

@@ -71,7 +71,7 @@ def checked_lists(parts: Parts) -> Parts:
 
 
 def plain_list(name: str, part: Any) -> Tensor | None:
-    """A list as kernels read it, out of the wrappers of torch.func.
+    """A list as kernels read it: out of the wrappers of torch.func, its sign in its elements.
 
     Raises BlockMaskPartsError, VmapError, TensorKindError, FreedStorageError.
     """
@@ -86,7 +86,7 @@ def plain_list(name: str, part: Any) -> Tensor | None:
     tensor_kinds.check_class(name, part)
     if plain.device.type != "meta":
         tensor_kinds.check_readable({name: plain})
-    return plain
+    return plain.resolve_neg()
 
 
 def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: torch.Size | None) -> None:

@@ -87,7 +87,9 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
     the negative of, a wrapper of torch.func, one without storage of its own. The size of the storage is in
     the key: a call that is known is not checked again, and a storage may shrink.
     """
-    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
+    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_nested:
+        return None
+    if tensor.is_neg() or is_wrapped(tensor):
         return None
     pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if not (pointer and size) and tensor.numel():
