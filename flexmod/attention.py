@@ -99,6 +99,7 @@ def flex_attention(
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    tensor_kinds.refuse_nested(query, key, value)
     if not torch.compiler.is_compiling() and tensor_kinds.overridden(given[:3]):
         rest = (*given[3:7], return_lse, kernel_options)
         return by_override(flex_attention, given[:3], *rest, return_aux=return_aux, layout=layout)
@@ -156,7 +157,11 @@ def _heads_first(
     for tensor in given:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             checks.check_tensors(*given, True, layout)
-    views = [tensor.transpose(1, 2) for tensor in given]
+    try:
+        views = [tensor.transpose(1, 2) for tensor in given]
+    except RuntimeError:  # of freed storage torch makes no view
+        tensor_kinds.check({"query": query, "key": key, "value": value})
+        raise
     if torch.compiler.is_compiling():  # where it breaks the graph, no block may stand around it
         result = attend(*views, *rest)
     else:

@@ -135,20 +135,25 @@ class Call:
             given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
-        facts: list[object] = [None if tensor is None else tensor_key(tensor) for tensor in tensors]
-        for number, tensor in enumerate(tensors):
-            if tensor is not None and facts[number] is None:
-                name = GRADIENTS.get(number, "a tensor saved for the backward")
-                tensor_kinds.check_readable({name: tensor})
-                facts[number] = object()
         if self.backend not in GENERATED:
+            _check_readable(tensors)
             return differentiate(*tensors)
+        facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         repeated = self._backward.get(case)
         if repeated is None:
+            _check_readable(tensors)
             repeated = Repeated()
             remember(self._backward, case, repeated, BACKWARDS)
         return repeated(differentiate, tensors, launched_tensors(mask))
+
+
+def _check_readable(tensors: Tensors) -> None:
+    """As `Call.backward` takes them. Raises TensorKindError, FreedStorageError."""
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            name = GRADIENTS.get(number, "a tensor saved for the backward")
+            tensor_kinds.check_readable({name: tensor})
 
 
 def nothing(query: Tensor | None, key: Tensor | None) -> bool:

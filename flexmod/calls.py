@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -238,7 +239,10 @@ def _check(
 
 def _scale(scale: Any) -> float | None:
     """Raises ScaleError: a tensor among others, whose gradient would be lost."""
-    number = None if scale is None or isinstance(scale, Tensor) else plain_number(scale)
+    number = None
+    if scale is not None and not isinstance(scale, Tensor):
+        with suppress(TypeError):  # an array of several numbers
+            number = plain_number(scale)
     if number is None and scale is not None:
         of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
         raise errors.ScaleError(

@@ -110,6 +110,7 @@ class CompiledAttention(Shown):
 
         A `block_mask` takes the place of the one that the mask_mod makes.
         """
+        tensor_kinds.refuse_nested(query, key, value)
         given = (query, key, value)
         if not torch.compiler.is_compiling() and tensor_kinds.overridden(given):
             return by_override(self, given, block_mask, return_lse, return_aux=return_aux)

@@ -16,7 +16,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._device import DeviceContext
 
 from flexmod import transforms
-from flexmod.errors import FreedStorageError, TensorKindError
+from flexmod.errors import FreedStorageError, NestedTensorInput, TensorKindError
 
 CLASSES = (Tensor, torch.nn.Parameter)
 NO_OVERRIDE = torch._C._disabled_torch_function_impl
@@ -50,13 +50,29 @@ def overridden(tensors: Sequence[Any]) -> bool:
     """
     if not torch.overrides.has_torch_function(tensors):
         return False
-    modes = torch._C._len_torch_function_stack()
-    if modes > 1 or modes == 1 and type(torch._C._get_function_stack_at(0)) is not DeviceContext:
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    if any(type(mode) is not DeviceContext for mode in modes):
         return True
     if not torch._C._is_torch_function_enabled():
         return False
     classes = [type(tensor) for tensor in tensors if type(tensor) not in CLASSES]
     return any(getattr(kind, "__torch_function__", NO_OVERRIDE) is not NO_OVERRIDE for kind in classes)
+
+
+def refuse_nested(query: Any, key: Any, value: Any) -> None:
+    """Before anything looks at shapes, which TorchDynamo does at each function that it enters: torch ends the
+    process where it asks a nested tensor of strided layout for its strides.
+
+    Raises NestedTensorInput.
+    """
+    try:
+        nested = query.is_nested or key.is_nested or value.is_nested
+    except AttributeError:  # not a tensor, which is found out later
+        return
+    if nested:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.is_nested:
+                raise NestedTensorInput(name=name)
 
 
 def as_plain_class(tensor: Tensor) -> Tensor:
@@ -96,7 +112,16 @@ def check(tensors: Mapping[str, Tensor]) -> None:
         TensorKindError: it is neither.
         FreedStorageError: the storage does not hold the elements.
     """
-    check_readable({name: tensor for name, tensor in tensors.items() if not is_dispatched(tensor)})
+    for name, tensor in tensors.items():
+        if not is_dispatched(tensor):
+            check_readable({name: tensor})
+            continue
+        functional = torch._is_functional_tensor(tensor)
+        if functional and transforms.is_wrapped(torch._from_functional_tensor(tensor)):
+            raise TensorKindError(
+                name=name, kind="functionalized inside of another transform of torch.func",
+                advice=f"{name} outside of one of the two",
+            )  # fmt: skip
 
 
 def check_readable(tensors: Mapping[str, Tensor]) -> None:
@@ -144,23 +169,25 @@ def _keys(tensor: Tensor) -> int:
 def _described(name: str, tensor: Tensor) -> tuple[str, str]:
     """What a tensor is that no kernel can read, and what to pass instead."""
     keys, kind = _keys(tensor), type(tensor).__name__
+    first = name.split(",")[0]
+    it = first if first.replace(".", "_").isidentifier() else "it"
     if keys & _PYTHON:
         plain = "the tensor inside of it"
         for method in ("to_local", "full_tensor", "wait", "dequantize"):
             if getattr(type(tensor), method, None) is not getattr(Tensor, method, None):
-                plain = f"{name}.{method}()"
+                plain = f"{it}.{method}()"
                 break
         return f"of the class {kind}, which alone can reach its elements", plain
     if keys & _bits("Functionalize"):
-        return "a tensor of functionalization", f"{name} outside of torch.func.functionalize"
+        return "a tensor of functionalization", f"{it} outside of torch.func.functionalize"
     if keys & _bits("ZeroTensor"):
-        return "zeros without storage", f"{name}.clone()"
+        return "zeros without storage", f"{it}.clone()"
     if keys & _bits("Conjugate"):
-        return "a conjugate that was not computed", f"{name}.resolve_conj()"
+        return "a conjugate that was not computed", f"{it}.resolve_conj()"
     if tensor.is_quantized:
-        return "quantized", f"{name}.dequantize()"
+        return "quantized", f"{it}.dequantize()"
     if tensor.is_nested:
-        return "a nested tensor", f"{name}.values()"
+        return "a nested tensor", f"{it}.values()"
     if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout}", f"{name}.to_dense()"
-    return f"a tensor on {tensor.device}", f"{name} on cuda or cpu"
+        return f"a tensor of layout {tensor.layout}", f"{it}.to_dense()"
+    return f"a tensor on {tensor.device}", f"{it} on cuda or cpu"

@@ -63,7 +63,8 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    with _Watch(tracer):
+    # a call may come from a __torch_function__, where torch leaves those of other classes out
+    with torch._C._EnableTorchFunction(), _Watch(tracer):
         result = mod(*arguments)
     node = tracer.result(result, kind)
     return Traced(Graph(kind, (node,), tracer.capture_specs()), tuple(tracer.tensors), tracer.eager)
