@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
-from flexmod import calls, checks, errors, library
+from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.fingerprint import fingerprint
@@ -76,10 +77,11 @@ def flex_attention(
 
     Raises, before anything is launched:
 
-        tensors  NotATensor, NotStrided, NestedTensorInput, NotFourDimensional, EmptyHeadDim, ExtentError,
-                 HeadDimMismatch, LengthMismatch, BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch,
-                 HeadRatioError, DeviceMismatch, UnsupportedDevice, UnsupportedDtype, MixedDtypes,
-                 LowerPrecisionBackward; CaptureBoundsError, which kernels find
+        tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
+                 NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
+                 BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
+                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError;
+                 CaptureBoundsError, which kernels find
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
@@ -97,8 +99,31 @@ def flex_attention(
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    tensor_kinds.refuse_nested(query, key, value)
+    if not torch.compiler.is_compiling() and tensor_kinds.overridden(given[:3]):
+        rest = (*given[3:7], return_lse, kernel_options)
+        return by_override(flex_attention, given[:3], *rest, return_aux=return_aux, layout=layout)
     attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
+
+
+def by_override(
+    function: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    *rest: Any,
+    return_aux: AuxRequest | None,
+    **named: Any,
+) -> Any:
+    """function(*tensors, *rest), as a class's __torch_function__ or an active TorchFunctionMode has it."""
+    flat = None if return_aux is None else _Flat(*return_aux)
+    result = handle_torch_function(function, tensors, *tensors, *rest, return_aux=flat, **named)
+    return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+
+
+class _Flat(AuxRequest):
+    """Asks for a plain tuple: torch makes results those of a subclass by calling a tuple's class with a list,
+    which AuxOutput does not take.
+    """
 
 
 def results_of(
@@ -119,7 +144,8 @@ def results_of(
     if return_lse:
         return result.out, result.lse
     if return_aux is not None:
-        return result.out, AuxOutput(result.lse if return_aux.lse else None, result.max_scores)
+        aux = AuxOutput(result.lse if return_aux.lse else None, result.max_scores)
+        return result.out, tuple(aux) if isinstance(return_aux, _Flat) else aux  # type: ignore[return-value]
     return result.out
 
 
@@ -131,7 +157,11 @@ def _heads_first(
     for tensor in given:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             checks.check_tensors(*given, True, layout)
-    views = [tensor.transpose(1, 2) for tensor in given]
+    try:
+        views = [tensor.transpose(1, 2) for tensor in given]
+    except RuntimeError:  # of freed storage torch makes no view
+        tensor_kinds.check({"query": query, "key": key, "value": value})
+        raise
     if torch.compiler.is_compiling():  # where it breaks the graph, no block may stand around it
         result = attend(*views, *rest)
     else:
@@ -161,7 +191,7 @@ def _attend(
         seen = fingerprint(score_mod)
         score = calls.Score(lambda device: find(score_mod, "score", device, seen), seen)
     asked = calls.Asked(score, scale, enable_gqa, options, want_max)
-    return calls.attend(query, key, value, block_mask, asked)
+    return calls.attend(query, key, value, block_mask, asked, library.dispatch)
 
 
 def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:

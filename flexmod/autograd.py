@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmod import saved, transforms
+from flexmod import saved, tensor_kinds, transforms
 from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.launched import MaskSnapshot
@@ -37,6 +37,7 @@ BACKENDS: Mapping[str, Any] = {
     "reference": reference,
 }
 GENERATED = ("triton", "interpret")
+GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `Call.backward`'s tensors
 BACKWARDS = 64  # that a call remembers
 
 
@@ -153,12 +154,14 @@ class Call:
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
         if self.backend not in GENERATED:
+            _check_readable(tensors)
             self._check_places(tensors, kept)
             return differentiate(*tensors)
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         repeated = self._backward.get(case)
         if repeated is None:
+            _check_readable(tensors)
             self._check_places(tensors, kept)
             repeated = Repeated()
             remember(self._backward, case, repeated, BACKWARDS)
@@ -168,6 +171,14 @@ class Call:
     def _check_places(self, tensors: Tensors, kept: int) -> None:
         if self._places:
             saved.check_places(self.saved_names(kept), self._places, tensors[2:])  # type: ignore[arg-type]
+
+
+def _check_readable(tensors: Tensors) -> None:
+    """As `Call.backward` takes them. Raises TensorKindError, FreedStorageError."""
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            name = GRADIENTS.get(number, "a tensor saved for the backward")
+            tensor_kinds.check_readable({name: tensor})
 
 
 def nothing(query: Tensor | None, key: Tensor | None) -> bool:
@@ -275,4 +286,9 @@ for function in (Attention, Gradient):
 
 def no_autocast(kind: str) -> AbstractContextManager[None]:
     """What a backend computes in float32 stays float32."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for tensors of a kind of device; torch raises where it has none, as for meta."""
+    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flexmod import autograd, checks, config, errors, transforms
+from flexmod import autograd, checks, config, errors, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
@@ -30,7 +31,7 @@ from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.replay import replay
 from flexmod.ir.sizes import check_sizes
-from flexmod.ir.trace import Traced
+from flexmod.ir.trace import Traced, plain_number
 from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
@@ -74,6 +75,9 @@ class Ready(NamedTuple):
     autocast: bool
 
 
+# runs a checked call: query, key, value, the traced score_mod, the mask
+Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, Asked], Forward]
+
 _without_mask: dict[object, Ready] = {}
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
 NO_CALLS: dict[object, Ready] = {}
@@ -85,15 +89,20 @@ def forget() -> None:
     _by_mask.clear()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Forward:
-    """Attention, as it is asked for: a call that is known, or a new one."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked, dispatch: Dispatch
+) -> Forward:
+    """Attention, as it is asked for: a call that is known, or a new one.
+
+    `dispatch` runs a call that torch dispatches to something else than kernels, see `tensor_kinds`.
+    """
     mask = _snapshot(block_mask)
     facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
     if facts is not None:
         memory = _without_mask if mask is None else _by_mask.setdefault(mask.name, {})
     ready = memory.get(facts)
     if ready is None:
-        return _attend_anew(query, key, value, mask, asked, facts, memory)
+        return _attend_anew(query, key, value, mask, asked, facts, memory, dispatch)
     seen = asked.score.seen
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
@@ -135,7 +144,7 @@ def _facts(
 
 def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
     """What a call depends on of its tensors and of the state of torch; None where that cannot be told."""
-    if transforms.active() or forward_ad._current_level >= 0:
+    if transforms.active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
         return None
     if config.debug_level() or config.check_bounds():
         return None
@@ -161,6 +170,7 @@ def _attend_anew(
     asked: Asked,
     facts: object,
     memory: dict[object, Ready],
+    dispatch: Dispatch,
 ) -> Forward:
     """Checks a call, and runs it. It is known from then on, where it has `facts`."""
     options = asked.options
@@ -168,17 +178,30 @@ def _attend_anew(
     if not reference:
         transforms.check({"query": query, "key": key, "value": value})
     checks.check_tensors(query, key, value, asked.enable_gqa)
+    given = query, key, value
+    query, key, value = map(tensor_kinds.as_plain_class, given)
+    if any(one is not other for one, other in zip((query, key, value), given, strict=True)):
+        return attend(query, key, value, mask, asked, dispatch)
+    tensor_kinds.check({"query": query, "key": key, "value": value})
     _backend(options, query)  # before anything is cast or traced
-    autocast = torch.is_autocast_enabled(query.device.type)
+    asked = asked._replace(scale=_scale(asked.scale))
+    autocast = autograd.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
         source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
-        if source is not None and not reference:
-            names = (f"{capture.name}, captured by score_mod" for capture in source.graph.captures)
-            transforms.check(dict(zip(names, source.tensors, strict=True)))
+        if source is not None:
+            names = (f"{capture.name}, captured by score_mod," for capture in source.graph.captures)
+            named = dict(zip(names, source.tensors, strict=True))
+            tensor_kinds.check(named)
+            if not reference:
+                transforms.check({name.rstrip(","): tensor for name, tensor in named.items()})
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
+        of_mask = () if mask is None else mask.tensors
+        if not reference and tensor_kinds.any_dispatched((*tensors, *of_mask)):
+            _check(query, key, value, source, mask, _backend(options, query), track)
+            return dispatch(query, key, value, source, mask, asked)
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
@@ -201,15 +224,42 @@ def checked(
 ) -> tuple[autograd.Call, MaskSnapshot | None]:
     """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
     backend = _backend(asked.options, query)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
-    checks.check_dtypes(query, key, value, backend, track)
-    if backend in autograd.GENERATED:
-        checks.check_extents(query, key)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
+    _check(query, key, value, source, mask, backend, track)
     problem, own = _problem(query, key, source, mask, scale, track)
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
     numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
     return autograd.Call(problem, backend, asked.want_max, track, numbers), own
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None, backend: str,
+    track: bool,
+) -> None:  # fmt: skip
+    checks.check_dtypes(query, key, value, backend, track)
+    if backend in autograd.GENERATED:
+        checks.check_extents(query, key)
+    if mask is not None:
+        checks.check_mask(mask, query, key)
+    if source is not None:
+        checks.check_captures(source, "score", query)
+        check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
+
+
+def _scale(scale: Any) -> float | None:
+    """Raises ScaleError: a tensor among others, whose gradient would be lost."""
+    number = None
+    if scale is not None and not isinstance(scale, Tensor):
+        with suppress(TypeError):  # an array of several numbers
+            number = plain_number(scale)
+    if number is None and scale is not None:
+        of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
+        raise errors.ScaleError(
+            type=type(scale).__name__,
+            advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",
+        )
+    return None if number is None else float(number)
 
 
 def float32_precision() -> Literal["ieee", "tf32"]:
@@ -219,7 +269,7 @@ def float32_precision() -> Literal["ieee", "tf32"]:
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """autocast casts query, key and value, as it does for torch's own attention."""
-    if not torch.is_autocast_enabled(tensors[0].device.type):
+    if not autograd.autocasts(tensors[0].device.type):
         return tensors
     return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
 
@@ -227,7 +277,7 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
     """The dtypes that query, key and value have for a call as it stands."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not autograd.autocasts(kind):
         return tuple(t.dtype for t in tensors)
     dtype = torch.get_autocast_dtype(kind)
     return tuple(dtype if t.is_floating_point() and t.dtype != torch.float64 else t.dtype for t in tensors)
@@ -236,7 +286,7 @@ def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
 def _backend(options: KernelOptions, query: Tensor) -> str:
     """Which backend runs: "triton", "cpu", "interpret" or "reference". Nothing falls back by itself."""
     kind = query.device.type
-    if kind not in ("cuda", "cpu"):
+    if kind not in ("cuda", "cpu", "meta"):
         raise errors.UnsupportedDevice(device=query.device)
     if options.backend == "REFERENCE":
         return "reference"
@@ -257,16 +307,12 @@ def _problem(
     scale: float,
     wants_grad: bool,
 ) -> tuple[Problem, MaskSnapshot | None]:
-    """The mods checked against the tensors, and a mask for the -inf branches of the score_mod.
+    """The problem of a checked call, and a mask for the -inf branches of the score_mod.
 
     The problem holds neither a mask nor captured tensors.
     """
-    if mask is not None:
-        checks.check_mask(mask, query, key)
     if source is None:
         return Problem(None, None, None, scale), None
-    checks.check_captures(source, "score", query)
-    check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
     batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
@@ -280,8 +326,8 @@ def _problem(
 
 def _snapshot(block_mask: Any) -> MaskSnapshot | None:
     """What the call reads of its mask: this, whatever becomes of the mask before the backward."""
-    if block_mask is None:
-        return None
+    if block_mask is None or isinstance(block_mask, MaskSnapshot):
+        return block_mask
     if isinstance(block_mask, BlockMask):
         return block_mask.snapshot()
     if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import errors
+from flexmod import errors, tensor_kinds
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.graph import dtype_name, used_captures
@@ -87,8 +87,8 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in accepted:
             raise errors.UnsupportedDtype(
-                name=name, dtype=dtype_name(tensor.dtype), backend=backend.upper(), example=torch.bfloat16,
-                accepted=", ".join(map(dtype_name, accepted)),
+                name=name, dtype=dtype_name(tensor.dtype), backend=backend.upper(),
+                accepted=", ".join(map(dtype_name, accepted)), advice=_cast_of(tensor),
             )  # fmt: skip
     if key.dtype == value.dtype == query.dtype:
         return
@@ -99,9 +99,18 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
         raise errors.LowerPrecisionBackward(query=names[0], key=names[1])
 
 
+def _cast_of(tensor: Tensor) -> str:
+    """The call that makes other elements of it, which attention takes."""
+    if tensor.is_quantized:
+        return "dequantize()"
+    return "real" if tensor.is_complex() else f"to({torch.bfloat16})"
+
+
 def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     """The mask's shape, device and captures against the call."""
     _same_device("query", query, "block_mask", mask.device)
+    held = mask.held.tensors()
+    tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
     if len(mask.held.batch) != 2:
         shape = (*mask.held.batch, *mask.held.grid)
         raise errors.BlockMaskPartsError(
@@ -142,6 +151,7 @@ def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
         tensor, name = traced.tensors[number], traced.graph.captures[number].name
         if not is_host_number(tensor, query.device):
             _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
+        tensor_kinds.check({f"{name}, captured by {kind}_mod,": tensor})
         if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
             raise errors.MaskCaptureGradientError(name=name)
 

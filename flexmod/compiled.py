@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, errors
-from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, results_of
+from flexmod import autograd, calls, errors, library, tensor_kinds
+from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, by_override, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
@@ -84,6 +84,8 @@ class CompiledAttention(Shown):
     mods. What a handle remembers of its calls is not copied.
     """
 
+    __name__ = "CompiledAttention"  # a __torch_function__ may ask for that of the function it sees
+
     def __init__(
         self,
         score_mod: ScoreMod | None,
@@ -121,6 +123,10 @@ class CompiledAttention(Shown):
 
         A `block_mask` takes the place of the one that the mask_mod makes.
         """
+        tensor_kinds.refuse_nested(query, key, value)
+        given = (query, key, value)
+        if not torch.compiler.is_compiling() and tensor_kinds.overridden(given):
+            return by_override(self, given, block_mask, return_lse, return_aux=return_aux)
         # inside torch.compile it runs as it does outside: the graph breaks around it
         attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
@@ -142,7 +148,7 @@ class CompiledAttention(Shown):
                 masks = variant.masks(traces.mask)
                 block_mask = masks.block_mask(query, key)
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
-        result = calls.attend(query, key, value, block_mask, asked)
+        result = calls.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
         if ready is not None and not ready.autocast and not traces.eager:
@@ -294,6 +300,8 @@ class _Masks:
         batch, heads, length, _ = query.shape
         reads = self._graph.reads
         sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
+        if tensor_kinds.recorded_by_torch():  # a mask of the mode that is active, for this call
+            return create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
         mask = self._by_sizes.get(sizes)
         if mask is None:
             mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)

@@ -7,7 +7,7 @@ together again when the graph runs. So a graph means the same in every process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, checks, config, errors, saved
+from flexmod import autograd, calls, checks, config, errors, saved, tensor_kinds
 from flexmod.backends.arguments import allocate
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
@@ -25,9 +25,9 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.host_numbers import on_device
-from flexmod.ir.kept import graph_of
-from flexmod.ir.record import Recorded, constant, record, record_of
+from flexmod.ir.host_numbers import captures_on_device, on_device
+from flexmod.ir.kept import numbered
+from flexmod.ir.record import GRAPH, Recorded, constant, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.kernel_options import KernelOptions
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is constant in a call. `names` of the parts of its mask; mods are texts of Records, or ""."""
+    """What is constant in a call. `names` of the parts of its mask; mods are texts as in Recorded."""
 
     score: str
     mask: str
@@ -69,8 +69,11 @@ def _variant(text: str) -> Variant:
     return Variant(*decoded(text))
 
 
+NO_MOD = ""
+
+
 def no_mod() -> Recorded:
-    return Recorded("", [], [], [])
+    return Recorded(NO_MOD, [], [], [])
 
 
 @dataclass
@@ -96,7 +99,27 @@ def attend(
     """A call inside TorchDynamo or torch.export; what depends on values is checked when the graph runs."""
     query, key, value = calls.cast_by_autocast(query, key, value)
     mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
-    mask = parts_of(block_mask, query.device)
+    return _operate(query, key, value, mod, parts_of(block_mask, query.device), asked)
+
+
+def dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Traced | None,
+    mask: MaskSnapshot | None,
+    asked: calls.Asked,
+) -> Forward:
+    """A checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
+    mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
+    options = asked.options
+    facts = Asked(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
+    return _operate(query, key, value, mod, parts_of(mask, query.device), facts)
+
+
+def _operate(
+    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: Asked
+) -> Forward:
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
     variant = _text_of(mod.text, mask.mod.text, mask.form, mask.names, mask.flags, *asked[1:])
     out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
@@ -123,18 +146,26 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         traced = mask._traced
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
             raise errors.MaskCaptureGradientError(name="a tensor")
-        held = mask._held
-        names, tiles, numbers = held.taken_apart()
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        mod = Recorded("", [on_device(tensor, device) for tensor in traced.tensors], [], [])
-        flags = (held._separate, mask.full_tiles_padded)
-        return Parts("held", names, flags, mod, tiles, [*known, *numbers])
+        return _held_parts(mask._held, traced, known, mask.full_tiles_padded, device)
+    if isinstance(mask, MaskSnapshot):
+        known = [numbered(mask.mod.graph)[1], *mask.BLOCK_SIZE, *mask.seq_lengths]
+        return _held_parts(mask.held, mask.mod, known, mask.full_tiles_padded, device)
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
         names = tuple([name for name in LISTS if getattr(mask, name) is not None])
         tiles = [getattr(mask, name) for name in names]
         mod = record(mask.mask_mod, "mask", device)
         return Parts("lists", names, (True, False), mod, tiles, [-1, *mask.BLOCK_SIZE, *mask.seq_lengths])
     raise errors.NotABlockMask(type=type(mask).__name__)
+
+
+def _held_parts(
+    held: Held, traced: Traced, known: list[int], padded: bool, device: torch.device
+) -> Parts:
+    """`known`: the number of the graph, block and lengths."""
+    names, tiles, numbers = held.taken_apart()
+    mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
+    return Parts("held", names, (held._separate, padded), mod, tiles, [*known, *numbers])
 
 
 class Given(NamedTuple):
@@ -205,10 +236,13 @@ def _made_ready(
     track: bool,
 ) -> _Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()
-    if variant.score:
-        mod = record_of(variant.score)
-        source, places = mod.traced(given.captured, given.integers, given.reals, query.device)
     checks.check_tensors(query, key, value, variant.enable_gqa)
+    lists = {"captured": given.captured, "tiles": given.tiles, "mask_captured": given.mask_captured}
+    named = {f"{name}[{i}]": tensor for name, tensors in lists.items() for i, tensor in enumerate(tensors)}
+    tensor_kinds.check_readable({"query": query, "key": key, "value": value, **named})
+    if variant.score != NO_MOD:
+        numbers = given.integers, given.reals
+        source, places = traced_of(variant.score, given.captured, *numbers, query.device)
     options = KernelOptions(variant.backend, variant.tiles)
     asked = calls.Asked(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
     call, own = calls.checked(query, key, value, source, mask, asked, track)
@@ -224,7 +258,7 @@ def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask 
     grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
     if variant.form == "held":
         held = Held.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
-        traced = Traced(graph_of(graph), tuple(given.mask_captured))
+        traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
         return masked(held, lengths, block, traced, variant.flags[1])
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
@@ -340,6 +374,8 @@ def _gradient(
     given, needs = Given(*map(_hashable, rest[:-1])), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, True)
+        named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
+        _check_gradient(query, value, {**named, "first": first, "second": second})
         kept = (first, second) if first.numel() and call.problem.precision == "ieee" else ()
         of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
         captured = [given.captured[place] for place in places]
@@ -356,6 +392,24 @@ def _gradient(
         result.zero_() if grad is None else _laid_out(grad, result)
         for result, grad in zip(results, asked, strict=True)
     ]
+
+
+def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | None]) -> None:
+    """autograd checks what it hands on, a __torch_dispatch__ need not."""
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows, dim = tuple(query.shape[:3]), value.shape[3]
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        absent = name in ("first", "second") and tuple(tensor.shape) == (0,)
+        shape, dtype = ((*rows, dim), query.dtype) if name.endswith("out") else (rows, real)
+        expected = ((0,) if absent else shape, dtype, query.device)
+        found = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        if found != expected:
+            raise errors.OperationTensorError(
+                operation="attention_backward", name=name, found=", ".join(map(str, found)),
+                expected=", ".join(map(str, expected)),
+            )  # fmt: skip
 
 
 def _empty_grads(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import errors, masks, mods
+from flexmod import errors, masks, mods, tensor_kinds
 from flexmod.attention import ScoreMod, flex_attention
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
@@ -58,8 +58,15 @@ def varlen_attention(
         out = varlen_attention(*packed, cu_seqlens, mask_mod=masks.causal())
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout="[total, heads, head_dim]")
         if tensor.is_nested or tensor.dim() != 3:
-            raise errors.PackedShapeError(name=name, shape=list(tensor.shape))
+            shape = "nested" if tensor.is_nested else list(tensor.shape)
+            raise errors.PackedShapeError(name=name, shape=shape)
+    if not torch.compiler.is_compiling():
+        given: dict[str, Any] = {"query": query, "key": key, "value": value}
+        given |= {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+        tensor_kinds.check({name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
     check_tensor("varlen_attention", "cu_seqlens", cu_seqlens, ranks=(1,), shapes="[n + 1]")
     if cu_seqlens_kv is not None:
         check_tensor("varlen_attention", "cu_seqlens_kv", cu_seqlens_kv, ranks=(1,), shapes="[n + 1]")
@@ -108,6 +115,9 @@ def nested_attention(
     """
     named: dict[str, Any] = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            layout = "[batch, heads, length, head_dim]"
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout)
         _check_nested(name, tensor)
     _check_lengths(query, key, value)
     q, k, v = named.values()

@@ -48,7 +48,12 @@ def plain(tensor: Tensor, name: str) -> Tensor:
     """
     if is_batched(tensor):
         raise VmapError(name=name)
-    while _functorch.is_functorch_wrapped_tensor(tensor):
+    return innermost(tensor)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor below all wrappers of grad, vjp and vmap. A functionalized one stays what it is."""
+    while is_wrapped(tensor) and not _functorch.is_functionaltensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 

@@ -20,7 +20,7 @@ ROOMS = (
     ("locks",),
     ("config", "syntax"),
     ("kernel_options",),
-    ("transforms",),
+    ("transforms", "tensor_kinds"),
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.divisions", "ir.ops", "ir.formulas"),

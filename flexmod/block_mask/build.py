@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import transforms
+from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import generated, in_graph, refine
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
@@ -71,6 +71,9 @@ def create_block_mask(
         return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks)  # type: ignore[return-value]
     traced = trace_mask(mask_mod, here)
     _check_captures(traced, here)
+    without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
+    if without_values or tensor_kinds.recorded_by_torch():
+        return in_graph.outside(mask_mod, traced, sizes, block, here, separate_full_blocks)
     with transforms.paused():
         return built(mask_mod, traced, sizes, block, here, separate_full_blocks)
 

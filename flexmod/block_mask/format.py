@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexmod import transforms
 from flexmod.block_mask import combine, cuts, runs, tiles
 from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
@@ -108,9 +107,7 @@ class BlockMask(Refreshed, Drawn):
             "q_num_blocks": q_num_blocks, "q_indices": q_indices,
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
-        lists = checked_lists(parts)
-        plain = {name: None if part is None else transforms.plain(part, name) for name, part in lists.items()}
-        self._held = Held.of_lists(plain)
+        self._held = Held.of_lists(checked_lists(parts))
         self._snapshot: MaskSnapshot | None = None
         self._block_size = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths

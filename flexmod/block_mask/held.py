@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexmod import transforms
 from flexmod.block_mask import tiles
+from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 from flexmod.errors import BlockMaskPartsError
@@ -174,7 +174,7 @@ class Held:
     def assigned(self, name: str, part: Tensor | None) -> Held:
         """The same tiles as lists, but for this one; integers of another size become int32.
 
-        Raises BlockMaskPartsError, VmapError. Whether it fits the others is checked when the mask is used.
+        Raises as `plain_list`. Whether it fits the others is checked when the mask is used.
         """
         optional = name not in LISTS[:2]
         if not (isinstance(part, Tensor) or part is None and optional):
@@ -182,8 +182,8 @@ class Held:
                 problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
+        part = plain_list(name, part)
         if part is not None:
-            part = transforms.plain(part, name)
             part = part if part.is_floating_point() else part.to(torch.int32)
         return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: part})
 

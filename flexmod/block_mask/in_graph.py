@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flexmod import tensor_kinds
 from flexmod.block_mask import build
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis, Held
@@ -17,7 +18,7 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
-from flexmod.ir.record import record, record_of
+from flexmod.ir.record import of_graph, record, traced_of
 from flexmod.ir.trace import Traced
 
 # A graph needs the size of the runs before they are known: each tile might be one. On a GPU a line of tiles
@@ -61,6 +62,27 @@ def create(
     )
 
 
+def outside(
+    mask_mod: MaskMod,
+    traced: Traced,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> BlockMask:
+    """The mask of a mask_mod that was traced, by the operation. For tensors without values, and where torch
+    makes a graph of what runs. Raises InGraphMaskError for masks of very many tiles.
+    """
+    grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+    most_runs(sizes, *grid)
+    mod = of_graph(traced)
+    tiles = build_tiles(
+        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
+    )
+    held = held_of(tiles, traced.graph, sizes[:2], grid)
+    return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
+
+
 @torch.library.custom_op("flexmod::block_mask", mutates_args=())
 def build_tiles(
     captured: Sequence[Tensor],
@@ -73,7 +95,12 @@ def build_tiles(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rows and spans of the runs by row, then by column, for each batch entry and head."""
-    traced, _ = record_of(mod).traced(captured, integers, reals, device)
+    if device.type == "meta":
+        return _empty_tiles(sizes, block, device)
+    traced, _ = traced_of(mod, captured, integers, reals, device)
+    named = dict(zip((f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures),
+                     traced.tensors, strict=True))  # fmt: skip
+    tensor_kinds.check_readable(named)
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     mask = build.built(build.noop_mask, traced, whole, (block[0], block[1]), device, separate)
     rows, columns = mask.held.grid
@@ -98,6 +125,12 @@ def _(
     block: Sequence[int],
     separate: bool,
     device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_tiles(sizes, block, device)
+
+
+def _empty_tiles(
+    sizes: Sequence[int], block: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
     most = most_runs(sizes, rows, columns)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexmod import transforms
+from flexmod import tensor_kinds, transforms
 from flexmod.errors import MaskCaptureGradientError
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remembered
@@ -24,7 +24,8 @@ def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
     """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
 
-    Raises what tracing raises, VmapError, and MaskCaptureGradientError for a wrapper that wants a gradient.
+    Raises what tracing raises, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
+    for a wrapper that wants a gradient.
     """
     return unwrapped(remembered(mask_mod, "mask", device))
 
@@ -35,5 +36,8 @@ def unwrapped(traced: Traced) -> Traced:
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if transforms.is_wrapped(tensor) and tensor.requires_grad:
             raise MaskCaptureGradientError(name=capture.name)
-        captured.append(transforms.plain(tensor, f"{capture.name}, captured by mask_mod"))
+        name = f"{capture.name}, captured by mask_mod"
+        captured.append(tensor_kinds.as_plain_class(transforms.plain(tensor, name)))
+        if not tensor_kinds.has_no_values(captured[-1]):
+            tensor_kinds.check_readable({f"{name},": captured[-1]})
     return replace(traced, tensors=tuple(captured))

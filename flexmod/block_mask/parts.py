@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from flexmod import tensor_kinds, transforms
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import BlockMaskPartsError, BlockSizeError, DeviceMismatch, LengthError
 
@@ -46,7 +47,7 @@ def positive(value: object) -> int | None:
 
 def checked_lists(parts: Parts) -> Parts:
     """The eight lists as int32, when they fit together. Those that `parts` does not name are None."""
-    lists = [parts.get(name) for name in LISTS]
+    lists = [plain_list(name, parts.get(name)) for name in LISTS]
     counts, indices, columns = lists[0], lists[1], lists[5]
     if counts is None or indices is None or indices.dim() < 2:
         raise BlockMaskPartsError(
@@ -65,7 +66,27 @@ def checked_lists(parts: Parts) -> Parts:
                 second_device=str(part.device),
                 name=name,
             )
-    return {name: None if x is None else x.to(torch.int32) for name, x in zip(LISTS, lists, strict=True)}
+    with transforms.paused():
+        return {name: None if x is None else x.to(torch.int32) for name, x in zip(LISTS, lists, strict=True)}
+
+
+def plain_list(name: str, part: Any) -> Tensor | None:
+    """A list as kernels read it: out of the wrappers of torch.func, its sign in its elements.
+
+    Raises BlockMaskPartsError, VmapError, TensorKindError, FreedStorageError.
+    """
+    if part is None:
+        return None
+    if not isinstance(part, Tensor):
+        raise BlockMaskPartsError(
+            problem=f"{name} is a {type(part).__name__}, not a tensor",
+            advice=f"make it one, e.g. torch.tensor({name}, dtype=torch.int32)",
+        )
+    plain = tensor_kinds.as_plain_class(transforms.plain(part, name))
+    tensor_kinds.check_class(name, part)
+    if plain.device.type != "meta":
+        tensor_kinds.check_readable({name: plain})
+    return plain.resolve_neg()
 
 
 def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: torch.Size | None) -> None:

@@ -35,7 +35,27 @@ class NotStrided(FlexmodError, TypeError):
     instead = "pass {name}.to_dense()."
 
 
-class NestedTensorInput(FlexmodError, ValueError):
+class TensorKindError(FlexmodError, TypeError, NotImplementedError):
+    what = "{name} is {kind}; no kernel can read it."
+    instead = "pass {advice}."
+
+
+class FreedStorageError(FlexmodError, RuntimeError):
+    what = "{name} needs {needed} bytes, but its storage has {present}: it was freed or shrunk, as FSDP does with a module's parameters after its forward."
+    instead = "allocate it again before the call, e.g. module.unshard(), or {name}.untyped_storage().resize_({needed}) and write to it."
+
+
+class OperationTensorError(FlexmodError, ValueError):
+    what = "torch.ops.flexmod.{operation} was given {name} as {found}; this call has {expected} there."
+    instead = "let a __torch_dispatch__ hand on all tensors as they were given, or none."
+
+
+class ScaleError(FlexmodError, TypeError):
+    what = "scale is a {type}; it is a number, fixed at the call, without a gradient."
+    instead = "{advice}."
+
+
+class NestedTensorInput(FlexmodError, ValueError, NotImplementedError):
     what = "{name} is a nested tensor; flex_attention takes strided ones."
     instead = "call flexmod.nested_attention(query, key, value, mask_mod=...)."
 
@@ -67,7 +87,7 @@ class UnsupportedDevice(FlexmodError, ValueError):
 
 class UnsupportedDtype(FlexmodError, TypeError):
     what = "{name} has dtype {dtype}; the {backend} backend takes {accepted}."
-    instead = "cast it, e.g. {name}.to({example})."
+    instead = "cast it, e.g. {name}.{advice}."
 
 
 class MixedDtypes(FlexmodError, TypeError):

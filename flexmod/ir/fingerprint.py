@@ -86,13 +86,18 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
     """What a kernel may depend on of a tensor, but for its values and where they are.
 
     None for a tensor of another kind: a subclass, one that is not strided, one whose memory holds what it is
-    the negative of, a wrapper of torch.func.
+    the negative of, a wrapper of torch.func, one without storage of its own. The size of the storage is in
+    the key: a call that is known is not checked again, and a storage may shrink.
     """
-    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
+    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_nested:
+        return None
+    if tensor.is_neg() or is_wrapped(tensor):
+        return None
+    pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    if not (pointer and size) and tensor.numel():
         return None
     return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
-        tensor.data_ptr() % 16,
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, pointer % 16, size
     )  # fmt: skip
 
 

@@ -24,13 +24,15 @@ from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.graph import Graph
 from flexmod.ir.host_numbers import on_device
+from flexmod.ir.kept import graph_of, numbered
 from flexmod.ir.names import CASTS, FILLS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.sizes import CARRIER, expect_size
-from flexmod.ir.trace import Traced, trace
+from flexmod.ir.trace import Traced, capture_of, trace
 
 METHOD_WHERE = "where of a tensor"
+GRAPH = "graph"  # in place of the text of a Record: the only integer of the mod is the number of its graph
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
 # what a trace takes besides the operations of its tables
@@ -300,7 +302,7 @@ def record_of(text: str) -> Record:
 
 @dataclass
 class Recorded:
-    """A mod in the graph of TorchDynamo: the text of its Record, and what it captures there."""
+    """A mod as arguments of an operation: the text of its Record, or GRAPH, and what it captures."""
 
     text: str
     captured: list[Tensor]
@@ -319,3 +321,33 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
     text = _text_of(kind, tuple(recorder.steps), noted)
     captured = [on_device(tensor, device) for tensor in recorder.captured]
     return Recorded(text, captured, recorder.integers, recorder.reals)
+
+
+def of_graph(traced: Traced) -> Recorded:
+    """A mod that was traced, outside of TorchDynamo."""
+    return Recorded(GRAPH, list(traced.tensors), [numbered(traced.graph)[1]], [])
+
+
+def traced_of(
+    text: str,
+    captured: Sequence[Tensor],
+    integers: Sequence[int],
+    reals: Sequence[float],
+    device: torch.device,
+) -> tuple[Traced, tuple[int, ...]]:
+    """The graph of a Recorded mod, and which of the tensors given each of its captures is.
+
+    Raises OperationTensorError where a subclass that torch dispatched says other things of a captured tensor
+    than what it hands on.
+    """
+    if text != GRAPH:
+        return record_of(text).traced(captured, integers, reals, device)
+    graph = graph_of(integers[0])
+    for capture, tensor in zip(graph.captures, captured, strict=True):
+        found = capture_of(capture.name, tensor)
+        if capture != found:
+            raise errors.OperationTensorError(
+                operation="attention", name=capture.name, found=f"{found.dtype} of {found.rank} dimensions",
+                expected=f"{capture.dtype} of {capture.rank}",
+            )  # fmt: skip
+    return Traced(graph, tuple(captured)), tuple(range(len(captured)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flexmod import errors
+from flexmod import errors, tensor_kinds
 from flexmod.errors import Where
 from flexmod.ir.eager import Watch
 from flexmod.ir.formulas import COMPOSED, is_one
@@ -64,7 +64,8 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    with Watch(tracer):
+    # a call may come from a __torch_function__, where torch leaves those of other classes out
+    with torch._C._EnableTorchFunction(), Watch(tracer):
         node = tracer.result(mod(*arguments), kind)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
@@ -96,15 +97,21 @@ class Tracer:
 
     def capture(self, tensor: torch.Tensor) -> int:
         """The number of a captured tensor, by identity."""
-        if tensor.dtype not in VALUE_DTYPES or tensor.layout != torch.strided:
-            raise errors.ModDtypeError(
-                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {tensor.layout}",
-                where=user_line(), accepted="strided bool, integer and floating-point tensors",
-            )  # fmt: skip
         if id(tensor) not in self._numbers:
+            self._check_capture(tensor)
             self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._numbers[id(tensor)]
+
+    def _check_capture(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in VALUE_DTYPES or tensor.layout != torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise errors.ModDtypeError(
+                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {layout}",
+                where=user_line(), accepted="strided bool, integer and floating-point tensors",
+            )  # fmt: skip
+        if type(tensor) not in tensor_kinds.CLASSES:
+            tensor_kinds.check_class(self.name_of(tensor), tensor)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         return capture_names(self.mod, [tensor])[0] if self.mod else "captured0"
@@ -113,9 +120,7 @@ class Tracer:
         if not self.tensors or self.mod is None:
             return ()
         names = capture_names(self.mod, self.tensors, self._given_names)
-        return tuple(
-            Capture(n, t.dtype, t.dim(), _is_wide(t)) for n, t in zip(names, self.tensors, strict=True)
-        )
+        return tuple(map(capture_of, names, self.tensors))
 
     def load(self, number: int, indices: Sequence[Node]) -> Node:
         return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
@@ -385,10 +390,10 @@ def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple
     return dtype, row.refused(dtypes, dtype)
 
 
-def _is_wide(tensor: torch.Tensor) -> bool:
-    return (
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 2**31
-    )
+def capture_of(name: str, tensor: torch.Tensor) -> Capture:
+    """What a graph says of a captured tensor."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Capture(name, tensor.dtype, tensor.dim(), reach >= 2**31)
 
 
 _SPECIAL: dict[str, Callable[..., Proxy]] = {

@@ -1,0 +1,193 @@
+"""Which tensors a kernel can read. Others are dispatched by torch, or refused by name.
+
+A kernel gets a pointer, shape and strides. That is enough for a tensor whose elements lie in its own storage
+as these say. torch marks each other kind with a dispatch key, so a tensor with a key that is not listed here
+is not given to a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._device import DeviceContext
+
+from flexmod import transforms
+from flexmod.errors import FreedStorageError, NestedTensorInput, TensorKindError
+
+CLASSES = (Tensor, torch.nn.Parameter)
+NO_OVERRIDE = torch._C._disabled_torch_function_impl
+
+
+def _bits(*names: str) -> int:
+    bits = 0
+    for name in names:
+        bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return bits
+
+
+# of a strided tensor with elements of its own; `Negative` is resolved before a launch
+_READABLE = _bits(
+    "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "Negative"
+)
+_PYTHON = _bits("Python") & ~_bits("CPU", "CUDA")
+# torch.ops.flexmod.attention is for these: subclasses with __torch_dispatch__, functionalized tensors, zeros
+# without storage
+_DISPATCHED = _PYTHON | _bits("Functionalize", "ZeroTensor")
+
+_KINDS_OF_MODES = torch._C._TorchDispatchModeKey
+_RECORDING = (_KINDS_OF_MODES.FAKE, _KINDS_OF_MODES.PROXY, _KINDS_OF_MODES.FUNCTIONAL)
+
+
+def overridden(tensors: Sequence[Any]) -> bool:
+    """Whether a class's __torch_function__, or an active TorchFunctionMode, shall see a call with these.
+
+    The mode of torch.set_default_device changes factory functions alone. A mod may call one, so the mode has
+    to stay active.
+    """
+    if not torch.overrides.has_torch_function(tensors):
+        return False
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    if any(type(mode) is not DeviceContext for mode in modes):
+        return True
+    if not torch._C._is_torch_function_enabled():
+        return False
+    classes = [type(tensor) for tensor in tensors if type(tensor) not in CLASSES]
+    return any(getattr(kind, "__torch_function__", NO_OVERRIDE) is not NO_OVERRIDE for kind in classes)
+
+
+def refuse_nested(query: Any, key: Any, value: Any) -> None:
+    """Before anything looks at shapes, which TorchDynamo does at each function that it enters: torch ends the
+    process where it asks a nested tensor of strided layout for its strides.
+
+    Raises NestedTensorInput.
+    """
+    try:
+        nested = query.is_nested or key.is_nested or value.is_nested
+    except AttributeError:  # not a tensor, which is found out later
+        return
+    if nested:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.is_nested:
+                raise NestedTensorInput(name=name)
+
+
+def as_plain_class(tensor: Tensor) -> Tensor:
+    """A tensor of a subclass that only renames storage as a torch.Tensor; differentiable."""
+    if type(tensor) in CLASSES or is_dispatched(tensor) or transforms.is_wrapped(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def is_dispatched(tensor: Tensor) -> bool:
+    """Whether torch runs operations on the tensor by something else than a kernel that reads its storage."""
+    return bool(_keys(tensor) & _DISPATCHED) or tensor.device.type == "meta"
+
+
+def any_dispatched(tensors: Iterable[Tensor]) -> bool:
+    """The same of some tensors, or whether a TorchDispatchMode shall see the operations on them."""
+    return bool(torch._C._len_torch_dispatch_stack()) or any(map(is_dispatched, tensors))
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether it is a tensor of the meta device or of a FakeTensorMode, shape and dtype alone."""
+    return tensor.device.type == "meta" or getattr(tensor, "fake_mode", None) is not None
+
+
+def recorded_by_torch() -> bool:
+    """Whether torch makes a graph of the operations that run (FakeTensorMode, make_fx, functionalization).
+
+    Launches of kernels would be missing there.
+    """
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+
+
+def check(tensors: Mapping[str, Tensor]) -> None:
+    """What a kernel can read, or torch dispatches.
+
+    Raises:
+        TensorKindError: it is neither.
+        FreedStorageError: the storage does not hold the elements.
+    """
+    for name, tensor in tensors.items():
+        if not is_dispatched(tensor):
+            check_readable({name: tensor})
+            continue
+        functional = torch._is_functional_tensor(tensor)
+        if functional and transforms.is_wrapped(torch._from_functional_tensor(tensor)):
+            raise TensorKindError(
+                name=name, kind="functionalized inside of another transform of torch.func",
+                advice=f"{name} outside of one of the two",
+            )  # fmt: skip
+
+
+def check_readable(tensors: Mapping[str, Tensor]) -> None:
+    """What a kernel can read, below the wrappers of torch.func. Raises TensorKindError, FreedStorageError."""
+    for name, tensor in tensors.items():
+        inner = transforms.innermost(tensor)
+        if _keys(inner) & ~_READABLE:
+            kind, advice = _described(name, inner)
+            raise TensorKindError(name=name, kind=kind, advice=advice)
+        check_storage(name, inner)
+
+
+def check_class(name: str, tensor: Tensor) -> None:
+    """A captured tensor is read element by element, so its class must not have an own idea of reading.
+
+    Raises TensorKindError where it has a __torch_function__ of its own.
+    """
+    kind = type(tensor)
+    if kind in CLASSES or _keys(tensor) & _PYTHON:
+        return
+    override = kind.__torch_function__
+    if override is NO_OVERRIDE or getattr(override, "__func__", None) is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+        return
+    raise TensorKindError(
+        name=name, kind=f"of the class {kind.__name__}, whose own __torch_function__ may change what is read",
+        advice=f"{name}.as_subclass(torch.Tensor), if its storage holds the elements",
+    )  # fmt: skip
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Raises FreedStorageError."""
+    if not tensor.numel():
+        return
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < needed or not storage.data_ptr():
+        raise FreedStorageError(name=name, needed=needed, present=storage.nbytes())
+
+
+def _keys(tensor: Tensor) -> int:
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, str]:
+    """What a tensor is that no kernel can read, and what to pass instead."""
+    keys, kind = _keys(tensor), type(tensor).__name__
+    first = name.split(",")[0]
+    it = first if first.replace(".", "_").isidentifier() else "it"
+    if keys & _PYTHON:
+        plain = "the tensor inside of it"
+        for method in ("to_local", "full_tensor", "wait", "dequantize"):
+            if getattr(type(tensor), method, None) is not getattr(Tensor, method, None):
+                plain = f"{it}.{method}()"
+                break
+        return f"of the class {kind}, which alone can reach its elements", plain
+    if keys & _bits("Functionalize"):
+        return "a tensor of functionalization", f"{it} outside of torch.func.functionalize"
+    if keys & _bits("ZeroTensor"):
+        return "zeros without storage", f"{it}.clone()"
+    if keys & _bits("Conjugate"):
+        return "a conjugate that was not computed", f"{it}.resolve_conj()"
+    if tensor.is_quantized:
+        return "quantized", f"{it}.dequantize()"
+    if tensor.is_nested:
+        return "a nested tensor", f"{it}.values()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}", f"{it}.to_dense()"
+    return f"a tensor on {tensor.device}", f"{it} on cuda or cpu"
