@@ -86,8 +86,8 @@ def forget() -> None:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Forward:
     """Attention, as it is asked for: a call that is known, or a new one."""
-    if type(block_mask) is BlockMask and block_mask.refresh():
-        _by_mask.pop(block_mask, None)  # what is known of its old tiles
+    if type(block_mask) is BlockMask:
+        block_mask.refresh()
     facts, memory = _facts(query, key, value, block_mask, asked), NO_CALLS
     if facts is not None:
         memory = _without_mask if block_mask is None else _by_mask.setdefault(block_mask, {})

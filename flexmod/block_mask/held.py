@@ -17,6 +17,7 @@ from torch import Tensor
 from flexmod.block_mask import tiles
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
+from flexmod.ir.fingerprint import tensor_key
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
@@ -46,6 +47,7 @@ class Held:
         self._of_runs = tuple(tensor for r in runs for tensor in r.tensors())
         self._lists = lists  # of runs: those that were asked for
         self._versions: dict[str, float] = {}
+        self.name = object()  # that of tiles for which the same launches serve
 
     @classmethod
     def of_lists(cls, lists: Parts) -> Held:
@@ -146,6 +148,12 @@ class Held:
             if made is not None:
                 self._versions[name] = version(made)
         return self._lists[name]
+
+    def replaces(self, other: Held) -> None:
+        """Takes the name of tiles found before, where tensors of the same kinds hold both."""
+        kinds = [[tensor_key(tensor) for tensor in held._of_runs] for held in (self, other)]
+        if kinds[0] == kinds[1] and self._separate == other._separate:
+            self.name = other.name
 
     def written(self) -> tuple[object, ...]:
         """Another value whenever a list that was given is assigned or written to.

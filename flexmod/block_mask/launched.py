@@ -45,4 +45,4 @@ def launch_key(mask: BlockMask) -> tuple[object, ...] | None:
         return None
     parts = (len(lists), held.separate, held.by_column, held.written())
     rows, columns = mask.BLOCK_SIZE
-    return held, *parts, traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys
+    return held.name, *parts, traced, rows, columns, mask.seq_lengths, mask.full_tiles_padded, *keys
