@@ -15,11 +15,19 @@ over gets a second look, at what any computation in this precision must lose:
     that computes as it is written, in float32 or less, and with functions as far off as docs/operations.md
     says. How far these lie from the truth is allowed for, element by element.
 
+Of large scores (the kind "huge") float32 keeps few digits or none: what counts is how a mod rounds its score
+there, and the softmax of what it gives then. So the truth computes the mod as it is written, in float32 on
+the CPU, and all else in float64; the attention beside it is rounded to the call's dtype where a flash
+attention must be, in weights and results, but not in scores; and scores are moved as above, which turns what
+lies at the edge of a rounding. Functions are off by a relative error: an absolute one only where a cap is
+small.
+
 Last, luck: the largest error, and that of few elements, are matters of it, for eager attention too. A call
 that is over still is drawn four times more, with other numbers in all tensors of floats; the errors are
 taken together (RMS over all draws, the median of the largest). A fault of the program stays.
 
-NaN, or an infinity where the truth has none, is a fault at once, unless moved scores have it too.
+NaN, or an infinity where the truth has none, is a fault at once, unless moved scores have it too. Where the
+truth is NaN, or a gradient of it is infinite (a derivative that overflows in float32), anything goes.
 """
 
 from __future__ import annotations
@@ -30,37 +38,69 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
-from fuzz.case import Call, Case, Results, call_of, compiled, mod_of
+from fuzz import hostile, session
+from fuzz.case import Call, Case, Results, mod_of
 
 DRAWS = 4
 MOVES = 4
+HOWS = ("beside eager", "noise", "moved", "draws")  # a call passes by the first that it can
 # functions whose error is absolute, and what it may be
 INEXACT = ("tanh", "erf", "erfc", "sin", "cos", "tan", "log", "log2")
 INEXACT_BY = 5e-7
+SMALL_CAP = 128.0
 
 
 class Inexact:
-    """torch, whose inexact functions are off, by so much up or down."""
+    """torch, whose inexact functions are off, by so much up or down; `relative`: of their value."""
 
-    def __init__(self, by: float) -> None:
-        self._by = by
+    def __init__(self, by: float, relative: bool = False) -> None:
+        self._by, self._relative = by, relative
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch, name)
-        return (lambda x: function(x) + self._by) if name in INEXACT else function
+        if name not in INEXACT:
+            return function
+        if self._relative:
+            return lambda x: function(x) * (1 + self._by)
+        return lambda x: function(x) + self._by
+
+
+class Divisions(TorchFunctionMode):
+    """Makes whole numbers divisible by 0, where torch raises on the CPU: a condition decides what comes of it."""
+
+    NAMES = ("floor_divide", "floordiv", "rfloordiv", "remainder", "mod", "rmod", "fmod", "div")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "").strip("_")
+        place = 0 if name in ("rfloordiv", "rmod") else 1
+        if name in self.NAMES and isinstance(args[place], Tensor) and not args[place].is_floating_point():
+            safe = torch.where(args[place] == 0, 1, args[place])
+            args = (*args[:place], safe, *args[place + 1 :])
+        return function(*args, **kwargs or {})
 
 
 class Verdict(NamedTuple):
-    """What is wrong, in words; how the case passed: "beside eager", "noise", "moved" or "draws"."""
+    """What is wrong, in words; how the case passed: "beside eager", "noise", "moved" or "draws".
+
+    `refused`: the class of the error with which its last call ended.
+    """
 
     faults: list[str]
     how: str = "beside eager"
+    refused: str = ""
+
+
+def _dense(case: Case, call: Call) -> _Dense:
+    """What the truth is computed with."""
+    return _Dense(case, call, torch.float64, case.kind != "huge")
 
 
 def moved(case: Case, call: Call) -> list[Results]:
     """The truth of scores that are moved, each as far as its sum may round, up and down by chance."""
-    work = _Dense(case, call, torch.float64, True)
+    work = _dense(case, call)
     with torch.no_grad():
         products = work.inputs["q"].abs() @ work.key.abs().mT * abs(work.scale)
         sizes = _eps(work.real) * (products + 4 * work.scores.abs() + 4)
@@ -78,14 +118,21 @@ def as_written(case: Case, call: Call) -> Results:
 
 def inexact(case: Case, call: Call) -> list[Results]:
     """The truth, but for functions that are off."""
-    works = [_Dense(case, call, torch.float64, True, Inexact(by)) for by in (INEXACT_BY, -INEXACT_BY)]
+    huge = case.kind == "huge"
+    relative = huge and any(value > SMALL_CAP for _, value in case.numbers)
+    functions = [Inexact(by, relative) for by in (INEXACT_BY, -INEXACT_BY)]
+    works = [_Dense(case, call, torch.float64, not huge, of) for of in functions]
     return [work.results(work.scores) for work in works]
 
 
 def eager(case: Case, call: Call) -> Results:
-    """Attention written out, each step's result rounded to the call's dtype."""
-    work = _Dense(case, call, call.q.dtype, False)
-    return work.results(work.scores)
+    """Attention written out, each step's result rounded to the call's dtype; of large scores none is."""
+    if case.kind != "huge":
+        work = _Dense(case, call, call.q.dtype, False)
+        return work.results(work.scores)
+    work = _Dense(case, call, torch.promote_types(call.q.dtype, torch.float32), False)
+    work.rounded_to = call.q.dtype
+    return {n: x.to(call.q.dtype) if n == "out" else x for n, x in work.results(work.scores).items()}
 
 
 class _Dense:
@@ -97,7 +144,7 @@ class _Dense:
     def __init__(
         self, case: Case, call: Call, dtype: torch.dtype, exact: bool, functions: Any = torch
     ) -> None:
-        self.functions = functions
+        self.functions, self.rounded_to = functions, dtype
         self.real = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         # float64 calls compute their mods in float64 throughout
         exact = exact or self.real == torch.float64
@@ -108,10 +155,14 @@ class _Dense:
             x = call.tables[table.name].detach()
             if exact and x.is_floating_point():
                 x = x.double()
+            if table.padding:  # what no pair that counts reads
+                x = x.clone()
+                x[..., -1] = 0
             if table.learned:
                 self.leaves[table.name] = x = x.clone().requires_grad_()
             # a tensor of one element is used as it is: it must not be weaker than the others
-            self.tables[table.name] = x.reshape(1, 1, 1, 1) if x.dim() == 0 else x
+            weak = x.dim() == 0 and not table.values
+            self.tables[table.name] = x.reshape(1, 1, 1, 1) if weak else x
         self.scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
         group = case.heads[0] // case.heads[1]
         self.key, self.value = (self.inputs[n].repeat_interleave(group, 1) for n in "kv")
@@ -120,7 +171,8 @@ class _Dense:
 
     def results(self, scores: Tensor) -> Results:
         self.weights, lse = self._weights(scores)
-        out = self.weights @ self.value
+        out = self.weights.to(self.rounded_to).to(self.weights.dtype) @ self.value
+        out = out.to(self.rounded_to).to(out.dtype)  # as its gradient is, too
         found = {"out": out.detach(), "lse": lse.detach()}
         if self.leaves:
             loss = (out * self.call.grad_out.to(out.dtype)).sum()
@@ -155,14 +207,17 @@ class _Dense:
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self.exact else default)
         try:
-            return mod(seen, *self._positions(scores)).to(scores.dtype).expand(scores.shape)
+            with Divisions():
+                modified = mod(seen, *self._positions(scores))
+            return modified.to(scores.dtype).expand(scores.shape)
         finally:
             torch.set_default_dtype(default)
 
     def _kept(self, scores: Tensor) -> Tensor | None:
         native = {name: x.reshape(1, 1, 1, 1) if x.dim() == 0 else x for name, x in self.call.tables.items()}
         mod = mod_of(self.case.mask, self.case, native)
-        return None if mod is None else mod(*self._positions(scores))
+        with Divisions():
+            return None if mod is None else mod(*self._positions(scores))
 
     def _positions(self, scores: Tensor) -> list[Tensor]:
         """b, h, q_idx and kv_idx, each along its own dimension."""
@@ -227,7 +282,8 @@ class _Draw(NamedTuple):
     def other_infinities(self, name: str) -> bool:
         """NaN, or -inf in another place than the truth, where moved scores have none."""
         found, truth = self.found[name].double(), self.truth[name].double()
-        wrong = ~torch.where(truth.isfinite(), found.isfinite(), found == truth)
+        lost = truth.isnan() | (name not in ("out", "lse"))  # where the truth has no number itself
+        wrong = ~torch.where(truth.isfinite(), found.isfinite(), (found == truth) | lost)
         if name in self.slack:
             wrong &= found.isnan() | self.slack[name].isfinite()
         return bool(wrong.any())
@@ -238,13 +294,33 @@ class _Draw(NamedTuple):
 
 
 def check(case: Case) -> Verdict:
-    """Run a case and judge it. Raises what flexmod raises."""
-    call = call_of(case)
-    found, work = compiled(case, call), _Dense(case, call, torch.float64, True)
+    """Run a case and judge each of its calls. Raises what flexmod raises."""
+    made = session.run(case)
+    hows = ["beside eager"]
+    for number, each in enumerate(made):
+        if not each.refused:
+            verdict = _judged(case, number, each)
+            if verdict.faults:
+                return verdict._replace(faults=[f"call {number}, {fault}" for fault in verdict.faults])
+            hows.append(verdict.how)
+    refused = next((each.refused for each in made if each.refused), "")
+    return Verdict([], max(hows, key=HOWS.index), refused)
+
+
+def _judged(case: Case, number: int, made: session.Made) -> Verdict:
+    call, found = made.call, made.found
+    for text in case.steps[0].before if case.kind == "hostile" else ():
+        _, place, kind = text.split()
+        if kind in hostile.OTHER_NUMBERS and not (place.startswith(("kv_", "full_")) and kind in ("whole", "long")):
+            return Verdict([f"a result, where {place} is {kind}"])
+    call, found = _on_one_device(case, call, found)
+    work = _dense(case, call)
     truth = work.results(work.scores)
     for name in truth:
         if found[name].shape != truth[name].shape or found[name].dtype != _dtype_of(name, call):
             return Verdict([f"{name}: {found[name].dtype} {tuple(found[name].shape)}"])
+    if any(x.is_meta or isinstance(x, FakeTensor) for x in found.values()):
+        return Verdict([])  # of a call without numbers the shapes are right
     first = _Draw(found, truth, beside_eager(case, call, truth), {})
     if not first.faults():
         return Verdict([])
@@ -256,16 +332,24 @@ def check(case: Case) -> Verdict:
         return Verdict([], "moved")
     draws = [lenient]
     for draw in range(1, DRAWS + 1):
-        call = call_of(case, draw)
-        work = _Dense(case, call, torch.float64, True)
+        again = session.run(case, draw)[number]
+        call, found = _on_one_device(case, again.call, again.found)
+        work = _dense(case, call)
         truth = work.results(work.scores)
-        again = _Draw(compiled(case, call), truth, beside_eager(case, call, truth), {})
-        draws.append(_lenient(case, call, again, work))
+        draws.append(_lenient(case, call, _Draw(found, truth, beside_eager(case, call, truth), {}), work))
     for each in draws:
         if any(each.other_infinities(name) for name in truth):
             return Verdict(each.faults())
     faults = over({name: [(each.errors(name), each.limits[name]) for each in draws] for name in truth})
     return Verdict(faults, "draws")
+
+
+def _on_one_device(case: Case, call: Call, found: Results) -> tuple[Call, Results]:
+    """The truth of numbers, and of large scores, is computed on the CPU; a GPU divides otherwise there."""
+    if case.kind == "plain" or not call.q.is_cuda:
+        return call, found
+    tables = {name: x.cpu() for name, x in call.tables.items()}
+    return Call(*(x.cpu() for x in call[:-1]), tables), {name: x.cpu() for name, x in found.items()}
 
 
 def over(errors: dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]) -> list[str]:
@@ -300,6 +384,7 @@ def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
     eps = max(map(_eps, _dtypes(case, call)))
     for name, noise in (work.noise() if work.leaves else {}).items():
         rms, largest = limits[name]
+        noise = noise.where(noise.isfinite(), 0.0)
         typical, most = noise.square().mean().sqrt().item(), noise.max().item()
         limits[name] = rms + 2 * eps * typical, largest + 4 * eps * most
     rounding = _eps(torch.promote_types(call.q.dtype, torch.float32))  # of what kernels compute in
@@ -307,7 +392,9 @@ def _lenient(case: Case, call: Call, draw: _Draw, work: _Dense) -> _Draw:
         rms, largest = limits[name]
         typical, most = size.square().mean().sqrt().item(), size.max().item()
         limits[name] = rms + 4 * rounding * typical, largest + 8 * rounding * most
-    others = [as_written(case, call), *inexact(case, call), *moved(case, call)]
+    others = [*inexact(case, call), *moved(case, call)]
+    if case.kind != "huge":  # there the truth is
+        others.append(as_written(case, call))
     slack = {
         name: 2.0 * sum(_apart(x[name].double(), exact) for x in others) for name, exact in draw.truth.items()
     }
@@ -349,4 +436,5 @@ def report(cases: Iterable[Case]) -> None:
     """Print what is wrong with each."""
     for case in cases:
         verdict = check(case)
-        print(case, *(verdict.faults or [f"within its limits ({verdict.how})"]), sep="\n    ")
+        how = f"refused: {verdict.refused}" if verdict.refused else f"within its limits ({verdict.how})"
+        print(case, *(verdict.faults or [how]), sep="\n    ")
