@@ -2,8 +2,9 @@
 
 With the repository and its tests/ in PYTHONPATH. Programs are drawn from the seed by kind and number, the
 kinds in turn, in worker processes; all calls of one are judged in one process. `--cases` ends the run when so
-many are judged. The counts come last, in all and by kind of draw, also as JSON in OUT, if that names a folder. Failing calls are written there as scripts, in one file; without a GPU they are made small
-first. Ends with 1 if any failed.
+many are judged. The counts come last, in all and by kind of draw, also as JSON in OUT, if that names a
+folder. Failing calls are written there as scripts, in one file; without a GPU they are made small first. Ends
+with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--backend", choices=sorted(SIZES), nargs="+", default=here, help="in turn")
     parser.add_argument("--seconds", type=float, default=600.0, help="of each backend")
-    parser.add_argument("--cases", type=int, help="of each backend; the run ends after so many, or the seconds")
+    parser.add_argument("--cases", type=int, help="of each backend; ends the run before its seconds")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="of draws")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))

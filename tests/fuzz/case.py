@@ -52,7 +52,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A call, or several with the same objects. Pairs are (queries', keys'): `batch` (B, B or 1), `heads` (Hq, Hkv), `lengths` (M, N).
+    """A call, or several with the same objects.
+
+    Pairs are (queries', keys'): `batch` (B, B or 1), `heads` (Hq, Hkv), `lengths` (M, N).
 
     `backend`: cpu, interpret, triton (the portable kernels), hopper, or python, which is Hopper's kernels on
     the CPU. `score` and `mask`: texts of functions ("": none), which read `numbers`, and tables, by name.

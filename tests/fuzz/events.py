@@ -1,16 +1,16 @@
 """What may happen to the objects of a session, as texts of a few words.
 
-    copy WHAT HOW       an object (score_mod, mask_mod, mask, handle, all) becomes its copy
-    original            the first objects again
-    recombine HOW       the block mask becomes itself by way of its algebra
-    write list NAME HOW a list of the block mask is written in place, or assigned
-    write WHAT          query, key, value, out, lse, or what the score_mod or the mask_mod captures
-    assign mask_mod     the block mask gets another mask_mod
-    another call        forward and backward, of other values
-    another forward     its backward comes after
-    backward twice      the second one counts
-    forget              the block mask and the handle are let go
-    disguise PLACE KIND a tensor of the call becomes one of `hostile.py`
+copy WHAT HOW       an object (score_mod, mask_mod, mask, handle, all) becomes its copy
+original            the first objects again
+recombine HOW       the block mask becomes itself by way of its algebra
+write list NAME HOW a list of the block mask is written in place, or assigned
+write WHAT          query, key, value, out, lse, or what the score_mod or the mask_mod captures
+assign mask_mod     the block mask gets another mask_mod
+another call        forward and backward, of other values
+another forward     its backward comes after
+backward twice      the second one counts
+forget              the block mask and the handle are let go
+disguise PLACE KIND a tensor of the call becomes one of `hostile.py`
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ LOW = ("-1e9", "-1e9", "-1e20", "-1e30", "-1e4", "-65504.0", "-1e15")
 HIGH = ("1e15", "1e9", "1e20", "1e30", "1e5")
 CAPS = (0.001, 0.5, 20.0, 45.0, 50.0, 60.0, 1e3, 1e5, 1e6, 1e8)
 SLOPES = (0.5, 30.0, 1e3, 1e4, 1e5, -1e5)
-CONDITIONS = ("q_idx >= kv_idx", "kv_idx % 3 == 0", "q_idx % 2 == 0", "q_idx - kv_idx < 5", "p0[q_idx] == p1[kv_idx]",
-              "kv_idx < 2", "q_idx < 1")  # fmt: skip
+CONDITIONS = ("q_idx >= kv_idx", "kv_idx % 3 == 0", "q_idx % 2 == 0", "q_idx - kv_idx < 5", "kv_idx < 2",
+              "p0[q_idx] == p1[kv_idx]", "q_idx < 1")  # fmt: skip
 # {x} is the score so far, {c} a condition, {low} and {high} large numbers, {cap} and {slope} numbers by name
 LARGE = (
     "torch.where({c}, {x}, {low})", "torch.where({c}, {low}, {x})", "torch.where({c}, {x}, {high})",
@@ -28,7 +28,8 @@ LARGE = (
     "{x} + a2[q_idx, kv_idx]", "({x} + a0[q_idx]) + a1[kv_idx]", "torch.where({c}, {x} + a0[q_idx], {x})",
 )  # fmt: skip
 CAPPED = (
-    "{cap} * torch.tanh({x} / {cap})", "torch.tanh({x} / {cap}) * {cap}", "{cap} * torch.tanh({x} * (1 / {cap}))",
+    "{cap} * torch.tanh({x} / {cap})", "torch.tanh({x} / {cap}) * {cap}",
+    "{cap} * torch.tanh({x} * (1 / {cap}))",
     "{cap} * (torch.tanh({x} / {cap}) + torch.tanh({x} * 0.5 / {cap}))",
 )  # fmt: skip
 STEEP = (
@@ -57,7 +58,8 @@ WHERE_ZERO = (
 DIVISORS = ("kv_idx", "q_idx", "(q_idx - kv_idx)", "(kv_idx % 3)", "s0[kv_idx]", "s1[q_idx].long()",
             "(s0[q_idx] & 1)", "h", "b")  # fmt: skip
 WRAPPED = (
-    "({a}.long() * 2654435761).to(torch.int32)", "(({a}.long() * 73856093) ^ ({b}.long() * 19349663)).to(torch.int32)",
+    "({a}.long() * 2654435761).to(torch.int32)",
+    "(({a}.long() * 73856093) ^ ({b}.long() * 19349663)).to(torch.int32)",
     "({a} * 37).to(torch.int8)", "({a} * 1000).to(torch.int16)", "({a} * 37 - 99).to(torch.uint8)",
     "({a}.long() * 4294967291 + {b}).to(torch.int32)", "({a}.long() << 20).int()", "({a} * 999).short()",
     "({a}.long() * 2654435761).to(torch.int32) >> 3", "({a}.long() * 65537).to(torch.int32) // 1000",
@@ -66,11 +68,11 @@ SPECIAL = (
     "torch.minimum({a}, s0[kv_idx])", "torch.maximum(s0[q_idx], {a})", "s1[q_idx].long() + {a}",
     "s0[kv_idx] // 65536", "s0[q_idx] % 7", "s0[kv_idx] >> 5", "{a} >> 31", "(1 << ({a} & 31))",
     "(s0[kv_idx] & {a})", "s1[q_idx] ^ {a}", "(-s1[kv_idx].long())", "s0[q_idx].abs() % 5", "{a} % {k}",
-    "{a} // {k}", "{a} * {k}", "{a} & {k}", "{a} + {k}", "torch.clamp({a}, {k}, 2147483647)", "({a} == {k}) * 3",
-    "~{a}", "{k} - {a}", "{k} // ({a} * {a} + 1)", "~s0[kv_idx]",
+    "{a} // {k}", "{a} * {k}", "{a} & {k}", "{a} + {k}", "torch.clamp({a}, {k}, 2147483647)",
+    "({a} == {k}) * 3", "~{a}", "{k} - {a}", "{k} // ({a} * {a} + 1)", "~s0[kv_idx]",
 )  # fmt: skip
-TRUTHS = ("{a} >= {b}", "{a} < s0[q_idx]", "s0[q_idx] == s0[kv_idx]", "{a} % 2 == 0", "{a} <= {k}", "{a} != {b}",
-          "({a} & 1) == 0", "{a} - {b} < s1[kv_idx]")  # fmt: skip
+TRUTHS = ("{a} >= {b}", "{a} < s0[q_idx]", "s0[q_idx] == s0[kv_idx]", "{a} % 2 == 0", "{a} <= {k}",
+          "{a} != {b}", "({a} & 1) == 0", "{a} - {b} < s1[kv_idx]")  # fmt: skip
 
 
 def huge(draw: Drawn, backend: str) -> Cases:
@@ -96,7 +98,8 @@ def huge(draw: Drawn, backend: str) -> Cases:
     scale = draw.one([None, None, None, 1.0, 8.0])
     return tuple(
         replace(
-            case, kind="huge", numbers=tuple(numbers.items()), tables=_tables(case, low), scale=scale, kv_dtype=""
+            case, kind="huge", numbers=tuple(numbers.items()), tables=_tables(case, low), scale=scale,
+            kv_dtype="",
         )
         for case in cases
     )  # fmt: skip
@@ -136,7 +139,8 @@ def integers(draw: Drawn, backend: str) -> Cases:
         kept = draw.one(["", " | (q_idx == kv_idx)", " & (q_idx >= kv_idx)"])
         mask = f"def mask_mod({MASK}):\n{''.join(lines)}    return ({truth}){kept}\n"
     elif which == "score":
-        score = f"def score_mod({SCORE}):\n{''.join(lines)}    return torch.where({truth}, score, score * 0.5 - 1)\n"
+        result = f"torch.where({truth}, score, score * 0.5 - 1)"
+        score = f"def score_mod({SCORE}):\n{''.join(lines)}    return {result}\n"
     else:
         score = f"def score_mod({SCORE}):\n{''.join(lines)}    return score + ({value} % 16) * 0.125\n"
     special = tuple(draw.one(INTEGERS) for _ in range(4))

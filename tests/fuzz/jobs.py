@@ -17,12 +17,13 @@ SHRINKING = 60  # seconds
 
 
 class Job(NamedTuple):
-    """Program number `number` of a seed, of one kind of draw."""
+    """Program number `number` of a seed, of one kind of draw; the first `most` of its cases."""
 
     backend: str
     seed: int
     number: int
     kind: str = "plain"
+    most: int | None = None
 
     def choices(self) -> Seeded:
         # the older kind keeps its programs
@@ -33,11 +34,11 @@ class Job(NamedTuple):
         return self.replayed(self.choices())
 
     def replayed(self, choices: Choices) -> Cases:
-        return KINDS[self.kind](Drawn(choices), self.backend)
+        return KINDS[self.kind](Drawn(choices), self.backend)[: self.most]
 
 
 class Found(NamedTuple):
-    """Of a program: its calls by how they ended, those of each kind of draw, and those that failed, with why."""
+    """Of a program: its calls by how they ended and by what was drawn; those that failed, with why."""
 
     counts: Counter[str]
     drawn: Counter[str]

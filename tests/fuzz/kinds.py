@@ -1,12 +1,12 @@
 """The kinds of draws: what each makes of choices and a backend.
 
-    plain      mods, masks, shapes, strides and dtypes of all sorts, each call by itself
-    numbers    0-d CPU tensors in mods, that change between calls
-    copies     handles, masks and mods, copied and pickled between calls
-    writes     tensors, lists and mask_mods written or assigned between forward and backward
-    hostile    tensors that are not plain
-    huge       large and tiny scores, steep slopes, large caps, padding that is no number
-    integers   divisors of 0, casts that wrap, the ends of int32
+plain      mods, masks, shapes, strides and dtypes of all sorts, each call by itself
+numbers    0-d CPU tensors in mods, that change between calls
+copies     handles, masks and mods, copied and pickled between calls
+writes     tensors, lists and mask_mods written or assigned between forward and backward
+hostile    tensors that are not plain
+huge       large and tiny scores, steep slopes, large caps, padding that is no number
+integers   divisors of 0, casts that wrap, the ends of int32
 """
 
 from __future__ import annotations

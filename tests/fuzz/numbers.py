@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fuzz.case import Case, Step, Table
+from fuzz.case import Step, Table
 from fuzz.choices import Drawn
 from fuzz.mods import MASK, SCORE, Mod, positions, positions_in
 from fuzz.operations import operation
@@ -32,14 +32,16 @@ SCORES = (
     "torch.pow({x}.abs() + 1.0, {n} * 0.25)", "({n} * 0.5) * {x}", "{n} ** 2 * {x}",
     "{x} * torch.exp(-{n}.abs())", "{x} * {n}.sigmoid()", "torch.full_like({x}, 2) * {n} + {x}",
     "{x} + {n} * (kv_idx - q_idx) * 0.01", "{x} - {n}.abs() * (q_idx - kv_idx).abs() / 8",
-    "{x} * {n}.to(FLOAT16)", "{x} + {n}.float() * kv_idx * 0.0625", "torch.addcmul({x}, {x}, {n}.to({x}.dtype))",
+    "{x} * {n}.to(FLOAT16)", "{x} + {n}.float() * kv_idx * 0.0625",
+    "torch.addcmul({x}, {x}, {n}.to({x}.dtype))",
 )  # fmt: skip
 WHOLES = (
     "torch.where(q_idx - kv_idx <= {i}, {x}, {x} * 0.5)",
     "torch.where({i} >= (q_idx - kv_idx).abs(), {x}, -1.0)",
     "{x} + (kv_idx + {i}) * 0.01", "{x} + ({i} - kv_idx) * 0.01", "{x} + kv_idx % ({i} + 1) * 0.125",
     "torch.where({i} % 2 == 0, {x}, {x} * 0.5)", "{x} * ({i} + 1) * 0.0625", "{x} + {i} * 0.125",
-    "{x} + torch.remainder(kv_idx + {i}, 7) * 0.25", "{x} + r0[(kv_idx + {i}.int()) % 7]", "{x} + r0[{i}.long() % 7]",
+    "{x} + torch.remainder(kv_idx + {i}, 7) * 0.25", "{x} + r0[(kv_idx + {i}.int()) % 7]",
+    "{x} + r0[{i}.long() % 7]",
     "r0[({i}.long() + q_idx) % 7] + {x}", "{x} * r1[{i}.long() % 5, kv_idx % 3]",
 )  # fmt: skip
 TRUTHS = ("torch.where({t}, {x}, {x} * 0.5)", "{x}.masked_fill({t} & (kv_idx % 2 == 0), 0.5)",

@@ -33,9 +33,9 @@ def copies(draw: Drawn, backend: str) -> Cases:
     score, mask = made.score, made.mask
     if by_library:
         score = score and draw.one(SCORES).replace("HEADS", str(cases[0].heads[0]))
-        mask = mask and f"{draw.one(MASKS)} {draw.one('&|')} {draw.one(MASKS)}".replace("| ", draw.one(["| ", "& ~"]))
+        mask = mask and f"{draw.one(MASKS)} {draw.one(['&', '|', '& ~'])} {draw.one(MASKS)}"
     route, layout = draw.one(ROUTES[1:] + ROUTES), draw.one(["bhsd", "bshd"])
-    steps = _copying(draw, route, bool(score), bool(mask))
+    steps = _copying(draw, route, bool(score), bool(mask), 3 if backend == "cpu" else 1)
     return tuple(
         replace(
             _routed(case, route), kind="copies", score=score, mask=mask, layout=layout, steps=steps,
@@ -46,12 +46,12 @@ def copies(draw: Drawn, backend: str) -> Cases:
     )  # fmt: skip
 
 
-def _copying(draw: Drawn, route: str, score: bool, mask: bool) -> tuple[Step, ...]:
+def _copying(draw: Drawn, route: str, score: bool, mask: bool, most: int) -> tuple[Step, ...]:
     kinds = ["score_mod"] * score + ["mask_mod"] * mask
     kinds += ["mask"] * 2 if mask and route != "handle" else []
     kinds += ["handle"] * 3 if route != "eager" else []
     steps = [Step()] * draw.one([0, 1, 3])  # a call that is known by then, or not
-    for _ in range(draw.whole(1, 3)):
+    for _ in range(draw.whole(1, most)):
         happens = [f"copy {draw.one([*kinds, 'all'])} {draw.one(COPIES)}"]
         if "mask" in kinds and draw.rarely(3):
             happens.append(f"recombine {draw.one(['complement', 'and', 'or'])}")

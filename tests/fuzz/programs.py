@@ -73,7 +73,7 @@ SCALES = (None, None, None, 1.0, 0.25, -0.125)
 
 
 class Mods(NamedTuple):
-    """The mods of a program: texts, tables, Python numbers (name -> kind), and which positions a mask reads."""
+    """The mods of a program: texts, tables, Python numbers (name -> kind), what positions a mask reads."""
 
     score: str
     mask: str

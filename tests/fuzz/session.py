@@ -26,8 +26,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "triton": {"TEMPLATE": "portable"},
     "hopper": {"TEMPLATE": "hopper"},
 }
-# kinds of draws that flexmod may refuse, by a class of its errors
-REFUSABLE = ("copies", "writes", "hostile")
+# what flexmod may refuse, by a class of its errors: a copy, a backward after a write, anything of odd tensors
+REFUSABLE = {"copies": ("before",), "writes": ("between",), "hostile": ("before", "forward", "between")}
 # how torch refuses a tensor that was written to
 WRITTEN = ("modified by an inplace operation", "has been modified inplace")
 
@@ -74,21 +74,12 @@ def _run(case: Case, draw: int) -> Iterator[Made]:
             try:
                 yield from session.run(call, step)
             except Exception as error:
-                if not _is_refusal(case, step, error):
+                if not session.may_refuse(step, error):
                     raise
                 yield Made(call, {}, type(error).__name__)
                 return
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def _is_refusal(case: Case, step: Step, error: Exception) -> bool:
-    """Is it an error that a user may get here?"""
-    if case.kind in REFUSABLE and isinstance(error, FlexmodError | hostile.NotMade):
-        return True
-    if case.kind == "hostile" and "Inference tensors cannot be saved" in str(error):
-        return True
-    return bool(step.between) and type(error) is RuntimeError and any(text in str(error) for text in WRITTEN)
 
 
 class Session:
@@ -102,6 +93,7 @@ class Session:
         self.originals: dict[str, Any] = {}
         self.waiting: list[Forward] = []
         self.now: Forward | None = None
+        self.stage = "before"
 
     # what it holds
 
@@ -161,15 +153,28 @@ class Session:
         return call
 
     def run(self, call: Call, step: Step) -> Iterator[Made]:
+        self.stage = "before"
         for text in step.before:
             events.happen(self, text)
+        self.stage = "forward"
         self.now = self.forward(call)
+        self.stage = "between"
         for text in step.between:
             events.happen(self, text)
         yield self.finish(self.now, twice="backward twice" in step.between)
         for forward in self.waiting:
             yield self.finish(forward)
         self.waiting.clear()
+
+    def may_refuse(self, step: Step, error: Exception) -> bool:
+        """Is it an error that a user may get where the session is?"""
+        if isinstance(error, FlexmodError | hostile.NotMade):
+            return self.stage in REFUSABLE.get(self.case.kind, ())
+        if type(error) is not RuntimeError:
+            return False
+        if self.case.kind == "hostile" and "Inference tensors cannot be saved" in str(error):
+            return True
+        return bool(step.between) and any(text in str(error) for text in WRITTEN)
 
     def forward(self, call: Call) -> Forward:
         case = self.case
