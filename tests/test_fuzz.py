@@ -8,18 +8,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from fuzz import operations
-from fuzz.case import Case, Table
-from fuzz.check import check
+from fuzz import hostile, operations, session
+from fuzz.case import Case, Step, Table
+from fuzz.check import DRAWS, check
 from fuzz.choices import Drawn, Seeded, shrunk, strategy
+from fuzz.events import COPIES, LIST_WRITES, WRITES
 from fuzz.faults import FAULTS, find
 from fuzz.jobs import Job, judged, run
+from fuzz.kinds import KINDS, labels
+from fuzz.objects import PLACES, ROUTES
 from fuzz.programs import SIZES, Cases, program
 from fuzz.script import script
 from fuzz.seeds import SEEDS
@@ -28,6 +32,8 @@ from benchmarks import workers
 from flexmod.ir import formulas, ops
 
 ON_GPU = ("triton", "hopper")
+NEW_KINDS = [kind for kind in KINDS if kind != "plain"]
+COPIED = ("score_mod", "mask_mod", "mask", "handle", "all")
 
 
 @pytest.mark.parametrize(("backend", "programs"), [("cpu", 120), ("interpret", 5), ("python", 3)])
@@ -36,6 +42,17 @@ def test_a_fixed_budget(backend: str, programs: int) -> None:
     for number in range(programs):
         failed += run(Job(backend, 0, number)).failed
     assert not failed, script(*failed[0])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("backend", "programs", "most"), [("cpu", 12, None), ("interpret", 2, 1)])
+@pytest.mark.parametrize("kind", NEW_KINDS)
+def test_a_fixed_budget_of_each_kind(kind: str, backend: str, programs: int, most: int | None) -> None:
+    """In another process, which a tensor that is not plain might end."""
+    group = [Job(backend, 0, number, kind, most) for number in range(programs)]
+    for outcome in workers.run(run, [group], workers=1, case_seconds=200, total_seconds=500):
+        assert not outcome.error, outcome
+        assert not outcome.value.failed, script(*outcome.value.failed[0])
 
 
 @pytest.mark.parametrize(("backend", "examples"), [("cpu", 60), ("interpret", 4)])
@@ -56,11 +73,12 @@ def test_what_hypothesis_draws(backend: str, examples: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kinds", [["plain"], NEW_KINDS], ids=["plain", "others"])
 @pytest.mark.parametrize("backend", ON_GPU)
-def test_a_fixed_budget_on_a_gpu(backend: str) -> None:
+def test_a_fixed_budget_on_a_gpu(backend: str, kinds: list[str]) -> None:
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    groups = [[Job(backend, 0, number)] for number in range(24)]
+    groups = [[Job(backend, 0, number, kind)] for number in range(24 // len(kinds)) for kind in kinds]
     for outcome in workers.run(run, groups, workers=12, case_seconds=240, total_seconds=400):
         assert not outcome.error, outcome
         assert not outcome.value.failed, script(*outcome.value.failed[0])
@@ -124,6 +142,83 @@ def test_all_kinds_are_drawn() -> None:
     captured += [(dtype, rank) for dtype in (*floats, "int32", "int8", "uint8", "bool") for rank in (1, 2)]
     expected = [*floats, *layouts, "heads share keys", "batch shares keys", *captured]
     assert [kind for kind in expected if not drawn[kind]] == []
+
+
+def test_what_happens_to_objects_is_drawn() -> None:
+    """Each way to copy, to write and to disguise, each route, each way to reach a number."""
+    drawn: Counter[Any] = Counter()
+    for kind in KINDS:
+        for number in range(1200):
+            for case in Job("cpu", 0, number, kind, 1).cases():
+                drawn.update(labels(case))
+                numbers = [t for t in case.tables if t.values]
+                drawn.update((kind, t.reach, bool(t.shape)) for t in numbers)
+                drawn.update(f"learned number of a {case.route} call" for t in numbers if t.learned)
+    routes = {"eager", "handle"}
+    expected = [*KINDS, *(f"numbers, {route}" for route in routes)]
+    expected += [f"{kind}, {route}" for kind in ("copies", "writes", "hostile") for route in ROUTES]
+    expected += [f"copies, copy {what} {how}" for what in COPIED for how in COPIES]
+    expected += [f"writes, write {what}" for what in WRITES]
+    expected += [f"writes, write list {how}" for how in LIST_WRITES]
+    others = ("assign mask_mod", "another call", "another forward", "backward twice", "forget")
+    expected += [f"writes, {what}" for what in others]
+    expected += [f"hostile, {place}, {kind}" for place in PLACES for kind in hostile.KINDS]
+    expected += [("numbers", reach, False) for reach in ("closure", "default", "global", "buffer")]
+    expected += [("numbers", "global", True), *(f"learned number of a {route} call" for route in routes)]
+    assert [label for label in expected if not drawn[label]] == []
+
+
+SCORE = "def score_mod(score, b, h, q_idx, kv_idx):\n    return "
+MASK = "def mask_mod(b, h, q_idx, kv_idx):\n    return "
+SHAPES: dict[str, Any] = {"backend": "cpu", "lengths": (9, 11), "dims": (4, 4)}
+NUMBER = Table("n0", (), "float32", 0, 0, values=(0.5, 2.0), reach="closure", on_cpu=True, learned=True)
+STEP = Table("n0", (), "int32", 0, 0, values=(1, 5), on_cpu=True)
+HASHED = "((kv_idx.long() + 3 * q_idx) * 2654435761){} % 1000 < 500\n"
+# a case, what would be wrong with it, and a result that shows it
+WRONG: dict[str, tuple[Case, dict[str, Any], str]] = {
+    "a number that is kept": (
+        Case(score=SCORE + "n0 * score\n", tables=(NUMBER,), kind="numbers", steps=(Step(),) * 2, **SHAPES),
+        {"tables": (replace(NUMBER, values=(0.5, 0.5)),)},
+        "out",
+    ),
+    "a number of a mask that is kept": (
+        Case(mask=MASK + "n0 >= (q_idx - kv_idx).abs()\n", tables=(STEP,), kind="numbers",
+             steps=(Step(),) * 2, **SHAPES),
+        {"tables": (replace(STEP, values=(1, 1)),)},
+        "out",
+    ),
+    "the tanh of a large cap": (
+        Case(score=SCORE + "cap * torch.tanh(score / cap)\n", numbers=(("cap", 1e8),), kind="huge", **SHAPES),
+        {"score": SCORE + "cap * (torch.tanh(score / cap) + 1e-7 * (kv_idx % 2))\n"},
+        "out",
+    ),
+    "a row of low scores that differ": (
+        Case(score=SCORE + "torch.where(kv_idx < 5, score - 1e9, score - 2e9)\n", kind="huge", **SHAPES),
+        {"score": SCORE + "score - 1e9\n"},
+        "out",
+    ),
+    "a cast that is dropped": (
+        Case(mask=MASK + HASHED.format(".to(torch.int32)"), kind="integers", **SHAPES),
+        {"mask": MASK + HASHED.format("")},
+        "out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_results_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a call that is wrong, judged as those of the right one."""
+    case, wrong, shows = WRONG[name]
+    other = replace(case, **wrong)
+    run_of_it = session.run
+    calls = {draw: run_of_it(case, draw) for draw in range(DRAWS + 1)}
+
+    def mistaken(case: Case, draw: int = 0) -> list[session.Made]:
+        made = run_of_it(other, draw)
+        return [each._replace(call=call.call) for each, call in zip(made, calls[draw], strict=True)]
+
+    monkeypatch.setattr(session, "run", mistaken)
+    assert any(f"{shows}:" in fault for fault in check(case).faults)
 
 
 def test_programs_follow_from_their_number() -> None:

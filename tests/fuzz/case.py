@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +19,10 @@ class Table:
     """A captured tensor: whole numbers from `low` to `high`; floats are sixteenths of them, exact anywhere.
 
     `layout` as in `laid_out`. `ascending`: sorted along the last dimension, as the numbers of documents are.
+    `values`: what all its elements are, call by call of a session, in place of what is random. `reach`: how
+    a mod gets at it, as a global, a closure, a default argument or a buffer (`module.name`). `on_cpu`: on the
+    CPU whatever the call's device is. `padding`: what the last element of the last dimension holds.
+    `pool`: what its elements are drawn from, in place of `low` to `high`.
     """
 
     name: str
@@ -27,18 +33,37 @@ class Table:
     layout: str = "plain"
     ascending: bool = False
     learned: bool = False
+    values: tuple[float, ...] = ()
+    reach: str = "global"
+    on_cpu: bool = False
+    padding: float = 0.0
+    pool: tuple[float, ...] = ()
+
+
+class Step(NamedTuple):
+    """One call of a session, and what happens before it and between its forward and its backward.
+
+    `events.py` lists what may happen.
+    """
+
+    before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call. Pairs are (queries', keys'): `batch` (B, B or 1), `heads` (Hq, Hkv), `lengths` (M, N).
+    """A call, or several with the same objects.
+
+    Pairs are (queries', keys'): `batch` (B, B or 1), `heads` (Hq, Hkv), `lengths` (M, N).
 
     `backend`: cpu, interpret, triton (the portable kernels), hopper, or python, which is Hopper's kernels on
     the CPU. `score` and `mask`: texts of functions ("": none), which read `numbers`, and tables, by name.
     `kv_dtype` is lower than `dtype` only without gradients. `layouts`: of query, key, value and the gradient
     of the output. `mask_sizes`: B and H of the mask, 0 for None; `mask_form`: built, without full tiles
     (partial), the complement of the complement, or given as lists. `wanted`: which of q, k, v want a
-    gradient; "" and no learned table: a forward alone.
+    gradient; "" and no learned table: a forward alone. `kind` is the kind of draw. `route`: flex_attention
+    (eager), or a handle, that is given its mask_mod or a block mask (handle with mask). `layout`: that of the
+    call.
     """
 
     backend: str
@@ -62,6 +87,10 @@ class Case:
     deterministic: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
+    kind: str = "plain"
+    route: str = "eager"
+    layout: str = "bhsd"
+    steps: tuple[Step, ...] = (Step(),)
 
 
 class Call(NamedTuple):
@@ -78,10 +107,17 @@ class Call(NamedTuple):
 Results = dict[str, Tensor]
 
 
-def call_of(case: Case, draw: int = 0) -> Call:
-    """`draw` changes what tensors of floats hold; whole numbers and truth values stay."""
-    device = "cuda" if case.backend in ("triton", "hopper") else "cpu"
-    random = torch.Generator().manual_seed(1000 * case.seed + draw)
+def device_of(case: Case) -> torch.device:
+    return torch.device("cuda" if case.backend in ("triton", "hopper") else "cpu")
+
+
+def call_of(case: Case, draw: int = 0, number: int = 0) -> Call:
+    """The tensors of call `number` of a session.
+
+    `draw` changes what tensors of floats hold; whole numbers, truth values and `values` stay.
+    """
+    device = device_of(case)
+    random = torch.Generator().manual_seed(1000 * case.seed + 100 * number + draw)
     same = torch.Generator().manual_seed(case.seed)
     (batch, kv_batch), (heads, kv_heads), (rows, columns) = case.batch, case.heads, case.lengths
     dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype or case.dtype)
@@ -93,12 +129,23 @@ def call_of(case: Case, draw: int = 0) -> Call:
     tables = {}
     for table in case.tables:
         of = getattr(torch, table.dtype)
+        if table.values:
+            number_now = table.values[number % len(table.values)]
+            tables[table.name] = torch.full(
+                table.shape, number_now, dtype=of, device="cpu" if table.on_cpu else device
+            )
+            continue
         drawn = torch.randint(
             table.low, table.high + 1, table.shape, generator=random if of.is_floating_point else same
         )
+        if table.pool:
+            chosen = torch.randint(0, len(table.pool), table.shape, generator=same)
+            drawn = torch.tensor(table.pool)[chosen]
         if table.ascending:
             drawn = drawn.sort(-1).values
-        values = drawn / 16 if of.is_floating_point else drawn
+        values = drawn / 16 if of.is_floating_point and not table.pool else drawn
+        if table.padding:
+            values[..., -1] = table.padding
         tables[table.name] = laid_out(values.to(device, of), table.layout)
     return Call(
         normal((batch, heads, rows, case.dims[0]), dtype, q_layout),
@@ -145,61 +192,34 @@ def mod_of(
     rows, columns = case.lengths
     space: dict[str, Any] = {"torch": functions, "F": torch.nn.functional, "M": rows, "N": columns}
     space |= dict(zip(names, dtypes, strict=True)) | dict(case.numbers) | tables
-    exec(compile(text, f"<{text[4:12]}>", "exec"), space)
-    return space[text[4 : text.index("(")]]
+    space |= {"flexmod": flexmod, "module": _module(case, tables)}
+    if not text.startswith("def "):  # an expression: a mod of the library
+        return eval(text, space)
+    name = text[4 : text.index("(")]
+    reached = {t.name: t.reach for t in case.tables if re.search(rf"\b{t.name}\b", text)}
+    defaults = "".join(f", {name}={name}" for name, reach in reached.items() if reach == "default")
+    text = text.replace("kv_idx):", f"kv_idx{defaults}):", 1)
+    closure = ", ".join(name for name, reach in reached.items() if reach == "closure")
+    if closure:
+        inner = "".join(f"    {line}\n" for line in text.splitlines())
+        text = f"def make({closure}):\n{inner}    return {name}\n{name} = make({closure})\n"
+    exec(compile(text, f"<{name}>", "exec"), space)
+    return space[name]
 
 
-def compiled(case: Case, call: Call) -> Results:
-    """flexmod's results, from memory that held NaN before."""
-    if case.backend != "python":
-        return _compiled(case, call)
-    from plain_gluon import on_python  # not on every path of a script
-
-    with on_python(seed=case.seed, ordered=case.seed % 2 == 1):
-        return _compiled(case, call)
-
-
-def _compiled(case: Case, call: Call) -> Results:
-    device = call.q.device
-    tables = {
-        t.name: call.tables[t.name].detach().requires_grad_(t.learned)
-        for t in case.tables
-    }
-    inputs = {n: getattr(call, n).detach().requires_grad_(n in case.wanted) for n in "qkv"}
-    mask, options = None, dict(case.options)
-    backends = {
-        "interpret": {"BACKEND": "INTERPRET"}, "python": {"BACKEND": "INTERPRET", "TEMPLATE": "hopper"},
-        "triton": {"TEMPLATE": "portable"}, "hopper": {"TEMPLATE": "hopper"},
-    }  # fmt: skip
-    options |= backends.get(case.backend, {})
-    if case.mask:
-        mask_mod = mod_of(case.mask, case, {name: x.detach() for name, x in tables.items()})
-        mask = block_mask(case, mask_mod, device)
-    leaves = {name: x for name, x in (inputs | tables).items() if x.requires_grad}
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(case.deterministic)  # torch fills what it allocates with NaN then
-    try:
-        poison(call.q, call.grad_out, call.grad_lse)
-        out, lse = flexmod.flex_attention(
-            inputs["q"], inputs["k"], inputs["v"], mod_of(case.score, case, tables), mask, scale=case.scale,
-            enable_gqa=case.heads[0] != case.heads[1], return_lse=True, kernel_options=options,
-        )  # fmt: skip
-        found = {"out": out.detach(), "lse": lse.detach()}
-        if leaves:
-            results, incoming = [out], [call.grad_out]
-            if case.grad_lse:
-                results, incoming = [out, lse], [call.grad_out, call.grad_lse]
-            poison(call.q, call.k, call.v, call.grad_lse, call.q.float(), *leaves.values())
-            gradients = torch.autograd.grad(
-                results, list(leaves.values()), incoming, allow_unused=True, materialize_grads=True
-            )
-            found |= dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(before)
-    return found
+def _module(case: Case, tables: dict[str, Tensor]) -> torch.nn.Module:
+    """A module whose buffers are the tables that mods reach as such."""
+    module = torch.nn.Module()
+    for table in case.tables:
+        if table.reach == "buffer" and table.name in tables:
+            module.register_buffer(table.name, tables[table.name])
+    return module
 
 
-def block_mask(case: Case, mask_mod: Any, device: torch.device) -> flexmod.BlockMask:
+def block_mask(
+    case: Case, mask_mod: Any, device: torch.device, lists: Callable[[str, Any], Any] = lambda name, x: x
+) -> flexmod.BlockMask:
+    """The block mask of a case; `lists` changes those that it is given as."""
     sizes = [size or None for size in case.mask_sizes]
     facts: dict[str, Any] = {"device": device, "BLOCK_SIZE": case.block}
     if case.mask_form == "complement":
@@ -212,10 +232,11 @@ def block_mask(case: Case, mask_mod: Any, device: torch.device) -> flexmod.Block
     mask = flexmod.create_block_mask(mask_mod, *sizes, *case.lengths, **facts)
     if case.mask_form != "lists":
         return mask
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    parts = (lists(name, getattr(mask, name)) for name in names)
     return flexmod.BlockMask.from_kv_blocks(
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        BLOCK_SIZE=case.block, mask_mod=mask_mod, seq_lengths=case.lengths,
-    )  # fmt: skip
+        *parts, BLOCK_SIZE=case.block, mask_mod=mask_mod, seq_lengths=case.lengths
+    )
 
 
 def poison(*likes: Tensor) -> None:

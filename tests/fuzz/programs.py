@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fuzz import mods
 from fuzz.case import Case, Table
@@ -72,10 +72,25 @@ MASK_FORMS = ("built", "built", "built", "partial", "complement", "lists")
 SCALES = (None, None, None, 1.0, 0.25, -0.125)
 
 
+class Mods(NamedTuple):
+    """The mods of a program: texts, tables, Python numbers (name -> kind), what positions a mask reads."""
+
+    score: str
+    mask: str
+    forms: list[mods.TableForm]
+    numbers: dict[str, str]
+    reads: frozenset[str]
+
+
 def program(draw: Drawn, backend: str) -> Cases:
     """The calls of one program."""
+    return calls_of(draw, backend, drawn_mods(draw, SIZES[backend].steps))
+
+
+def calls_of(draw: Drawn, backend: str, mods_of_it: Mods) -> Cases:
+    """All else of a program whose mods are drawn, and its calls."""
     sizes = SIZES[backend]
-    score, mask, forms, numbers, reads = _mods(draw, sizes.steps)
+    score, mask, forms, numbers, reads = mods_of_it
     kv_heads = draw.whole(1, sizes.heads)
     heads = kv_heads * draw.one([1, 1, *range(2, sizes.group + 1)])
     dtype = draw.one(sizes.dtypes)
@@ -100,8 +115,9 @@ def program(draw: Drawn, backend: str) -> Cases:
     return tuple(_call(draw, sizes, forms, numbers, reads, aligned, apart, shared) for _ in range(calls))
 
 
-def _mods(draw: Drawn, steps: int) -> tuple[str, str, list[mods.TableForm], dict[str, str], frozenset[str]]:
-    which = draw.one(["both", "both", "both", "score", "score", "mask", "mask", "none"])
+def drawn_mods(draw: Drawn, steps: int, which: str = "") -> Mods:
+    """`which` of them there are: both, score, mask or none."""
+    which = which or draw.one(["both", "both", "both", "score", "score", "mask", "mask", "none"])
     score = mask = ""
     drawn: list[mods.Mod] = []
     reads: frozenset[str] = frozenset()
@@ -114,7 +130,7 @@ def _mods(draw: Drawn, steps: int) -> tuple[str, str, list[mods.TableForm], dict
     used = set(re.findall(r"\w+", score + mask))
     forms = [form for mod in drawn for form in mod.tables if form.name in used]
     numbers = {name: kind for mod in drawn for name, kind in mod.numbers.items() if name in used}
-    return score, mask, forms, numbers, reads
+    return Mods(score, mask, forms, numbers, reads)
 
 
 def _options(draw: Drawn, backend: str, block: Any) -> tuple[tuple[str, Any], ...]:
