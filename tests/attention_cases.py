@@ -97,15 +97,20 @@ def score_grad(grad, score, b, h, q_idx, kv_idx):
 
 
 class Lists:
-    """The parts of a BlockMask that a launch reads. `form` is what it launches from, "lists" or "runs"."""
+    """The parts of a MaskSnapshot that a launch reads. `form` is what it launches from, "lists" or "runs"."""
 
     def __init__(self, **parts: Any) -> None:
         self.form = "lists"
+        self.derived: dict[object, Any] = {}
         self.__dict__.update(parts)
 
     @property
     def held(self) -> Lists:
         return self
+
+    def list(self, name: str) -> Tensor | None:
+        found: Tensor | None = getattr(self, name)
+        return found
 
     @property
     def by_column(self) -> bool:
@@ -124,7 +129,7 @@ class Lists:
 
 
 def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> Lists:
-    """The attributes of a BlockMask that the backend reads, from a dense mask [Bm, Hm, M, N] of bool."""
+    """The attributes of a MaskSnapshot that the backend reads, from a dense mask [Bm, Hm, M, N] of bool."""
     q_block, kv_block = block
     m, n = dense.shape[2:]
     padded = torch.nn.functional.pad(dense, (0, -n % kv_block, 0, -m % q_block))

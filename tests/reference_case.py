@@ -113,7 +113,8 @@ def make_case(
 def problem_of(case: Case, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None) -> Problem:
     """The problem as backends get it, with the derivative."""
     traced = None if score_mod is None else trace(score_mod, "score", case.q.device)
-    return Problem(traced, differentiate(traced.graph) if traced else None, block_mask, case.scale)
+    mask = None if block_mask is None else block_mask.snapshot()
+    return Problem(traced, differentiate(traced.graph) if traced else None, mask, case.scale)
 
 
 def expected(

@@ -362,7 +362,7 @@ def test_a_list_that_is_no_tensor_is_refused_at_once(name: str, part: Any) -> No
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("mode", ["eager", "handle"])
+@IN_MODES
 def test_lists_that_do_not_fit_are_refused_by_the_call(mode: str, backend: str) -> None:
     """Also where the new list lies at the place of an old one that is gone."""
     case = Case(mode, backend, "lists")

@@ -285,7 +285,7 @@ def test_the_long_ones_go_first_where_a_backward_has_few_programs(
     """Sixteen on each processor, here: 8 heads of 40 tiles of keys. A forward has an order always."""
     chosen: list[Any] = []
     case = make_case(q_len=128, kv_len=keys, head_dim=64, dtype=HALF, heads=8, kv_heads=8)
-    mask = create_block_mask(far, None, None, 128, keys, device="cpu")
+    mask = create_block_mask(far, None, None, 128, keys, device="cpu").snapshot()
     spec = triton.kernel_spec(*case.inputs, mask, scale=1.0, precision="ieee", backward=True)
     lowered = lower(mask.traced.graph, (1, 8, 128, keys), split=False)
     kernels = HopperKernels(kernels_for(spec, None, lowered))

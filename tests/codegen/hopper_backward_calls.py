@@ -155,7 +155,8 @@ class Call:
         extents = (case.batch[0], case.heads[0], *case.lengths)
         lowered = {kind: lower(x.graph, extents, split=False) if x else None for kind, x in traced.items()}
         half = torch.bfloat16 if case.dtype == EXACT else case.dtype
-        mask = self.mask()
+        block_mask = self.mask()
+        mask = None if block_mask is None else block_mask.snapshot()
         spec = kernel_spec(
             *(x.to(half) for x in self.inputs), mask, scale=case.scale, precision="ieee", backward=True
         )

@@ -107,7 +107,7 @@ class Call:
         lowered = {kind: lower(x.graph, self.extents, split=False) for kind, x in self.traced.items()}
         kernels = HopperKernels(kernels_for(spec, lowered.get("score"), lowered.get("mask")))
         captured = {f"{kind}_captured": Captured(x.tensors) for kind, x in self.traced.items()}
-        mask = self.mask() if case.mask else None
+        mask = self.mask().snapshot() if case.mask else None
         with on_python(changed, ordered=case.ordered):
             return hopper.forward(
                 kernels, self.q, self.k, self.v, scale=case.scale, mask=mask, want_max=True, shape=shape,
