@@ -78,7 +78,7 @@ def made(
 ) -> tuple[HopperKernels, dict[str, Any]]:
     """Kernels for a call with a score mod, and the call's arguments."""
     case = make_case(q_len=300, kv_len=260, head_dim=head_dim, dtype=HALF, **other)
-    block_mask = create_block_mask(far, None, None, 300, 260, device="cpu") if mask else None
+    block_mask = create_block_mask(far, None, None, 300, 260, device="cpu").snapshot() if mask else None
     spec = triton.kernel_spec(
         *case.inputs, block_mask, scale=case.scale, precision="ieee", backward=way == "backward"
     )
