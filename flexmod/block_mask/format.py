@@ -62,6 +62,9 @@ class BlockMask(Drawn):
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
 
+    A mask can be copied, pickled and sent by a DataLoader's worker. A pickle holds the graph in place of the
+    mask_mod, and the captured tensors; torch.load reads one with weights_only=False.
+
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
     together, and what tracing a mask_mod raises.
     """
