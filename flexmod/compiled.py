@@ -81,7 +81,7 @@ class CompiledAttention(Shown):
     A copy attends as this handle does: its mods are what they were when they were traced. copy.deepcopy
     copies captured tensors where it copies the mod (a method, a module, a partial, an object that is called)
     and shares them where the mod is a function. A pickle holds graphs and captured tensors in place of the
-    mods. What a handle remembers of its calls is not copied.
+    mods; torch.load reads one with weights_only=False. What a handle remembers of its calls is not copied.
     """
 
     __name__ = "CompiledAttention"  # a __torch_function__ may ask for that of the function it sees

@@ -68,6 +68,9 @@ class BlockMask(Refreshed, Drawn):
     The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
     an earlier call does not. `traced` is the graph of `mask_mod`, taken when it was assigned.
 
+    A mask can be copied, pickled and sent by a DataLoader's worker. A pickle holds the graph in place of the
+    mask_mod, and the captured tensors; torch.load reads one with weights_only=False.
+
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
     together, and what tracing a mask_mod raises.
     """
