@@ -99,10 +99,10 @@ def flex_attention(
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
-    tensor_kinds.refuse_nested(query, key, value)
     if not torch.compiler.is_compiling() and tensor_kinds.overridden(given[:3]):
         rest = (*given[3:7], return_lse, kernel_options)
         return by_override(flex_attention, given[:3], *rest, return_aux=return_aux, layout=layout)
+    tensor_kinds.refuse_nested(query, key, value)
     attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
 

@@ -123,10 +123,10 @@ class CompiledAttention(Shown):
 
         A `block_mask` takes the place of the one that the mask_mod makes.
         """
-        tensor_kinds.refuse_nested(query, key, value)
         given = (query, key, value)
         if not torch.compiler.is_compiling() and tensor_kinds.overridden(given):
             return by_override(self, given, block_mask, return_lse, return_aux=return_aux)
+        tensor_kinds.refuse_nested(query, key, value)
         # inside torch.compile it runs as it does outside: the graph breaks around it
         attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)

@@ -8,7 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from odd_tensors import Seeing, Wrapper, freed
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,11 @@ Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
 
 def x(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(shape or (2, 4, 32, 16), **options)
+
+
+def elsewhere() -> Tensor:
+    """A tensor, without values, of a device that this machine need not have."""
+    return FakeTensor(FakeTensorMode(), x(device="meta"), torch.device("xpu:0"))
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -251,6 +258,53 @@ TENSORS: list[Row] = [
         "  Instead: split the call along the batch.",
     ),
     (
+        errors.TensorKindError,
+        lambda: captured_by_mask(Wrapper(x(32))),
+        "limits, captured by mask_mod, is of the class Wrapper, which alone can reach its elements; no "
+        "kernel can read it.\n"
+        "  Instead: pass the tensor inside of it.",
+    ),
+    (
+        errors.TensorKindError,
+        lambda: captured_by_score("bias", x(4).as_subclass(Seeing)),
+        "bias is of the class Seeing, whose own __torch_function__ may change what is read; no kernel can "
+        "read it.\n"
+        "  Instead: pass bias.as_subclass(torch.Tensor), if its storage holds the elements.",
+    ),
+    (
+        errors.TensorKindError,
+        lambda: parts(kv_indices=torch.zeros(1, 1, 1, 1, dtype=torch.int32).to_sparse()),
+        "kv_indices is a tensor of layout torch.sparse_coo; no kernel can read it.\n"
+        "  Instead: pass kv_indices.to_dense().",
+    ),
+    (
+        errors.FreedStorageError,
+        lambda: call(value=freed(x())),
+        "value needs 16384 bytes, but its storage has 0: it was freed or shrunk, as FSDP does with a "
+        "module's parameters after its forward.\n"
+        "  Instead: allocate it again before the call, e.g. module.unshard(), or "
+        "value.untyped_storage().resize_(16384) and write to it.",
+    ),
+    (
+        errors.OperationTensorError,
+        lambda: captured_by_score("bias", Wrapper(x(4, 1), shape=(4,), strides=(1,))),
+        "torch.ops.flexmod.attention was given bias as torch.float32 of 2 dimensions; this call has "
+        "torch.float32 of 1 there.\n"
+        "  Instead: let a __torch_dispatch__ hand on all tensors as they were given, or none.",
+    ),
+    (
+        errors.ScaleError,
+        lambda: call(scale=torch.tensor(0.5)),
+        "scale is a Tensor; it is a number, fixed at the call, without a gradient.\n"
+        "  Instead: multiply the score by it in a score_mod, which reads it at each call: score * scale.",
+    ),
+    (
+        errors.ScaleError,
+        lambda: call(scale="0.5"),
+        "scale is a str; it is a number, fixed at the call, without a gradient.\n"
+        "  Instead: give a number, or None for 1/sqrt(head_dim).",
+    ),
+    (
         errors.NestedTensorInput,
         lambda: call(torch.nested.nested_tensor([x(4, 5, 16)], layout=torch.jagged)),
         "query is a nested tensor; flex_attention takes strided ones.\n"
@@ -306,8 +360,8 @@ TENSORS: list[Row] = [
     ),
     (
         errors.UnsupportedDevice,
-        lambda: call(x(device="meta")),
-        "query is on meta; flexmod runs on cuda and cpu.\n"
+        lambda: call(*[elsewhere()] * 3),
+        "query is on xpu:0; flexmod runs on cuda and cpu.\n"
         "  Instead: move query, key and value to one of them.",
     ),
     (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 
@@ -122,7 +120,8 @@ def shrunk(tensor: Tensor) -> Tensor:
 
 
 def nested(tensor: Tensor, **layout: Any) -> Tensor:
-    return torch.nested.nested_tensor(list(tensor), **layout)
+    rows = tensor if tensor.dim() > 1 else tensor[:, None]
+    return torch.nested.nested_tensor(list(rows), **layout)
 
 
 # dispatched, or read as they are: equal results
@@ -136,6 +135,7 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "negative": negative,
     "functional": torch._to_functional_tensor,
 }
+DISPATCHED = ("wrapper", "subclass with __torch_dispatch__", "asynchronous", "functional")
 # what the elements are is not in a storage that a kernel could read
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": nested,
@@ -151,9 +151,3 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "shrunk": shrunk,
     "meta": lambda x: x.to("meta"),
 }
-
-
-@contextlib.contextmanager
-def fake(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    with FakeTensorMode() as mode:
-        yield [mode.from_tensor(tensor) for tensor in tensors]

@@ -97,7 +97,7 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
     if counts is None or indices is None:
         there, missing = names if indices is None else names[::-1]
         problem = f"{there} is given without {missing}"
-    elif counts.is_floating_point() or indices.is_floating_point():
+    elif any(part.is_floating_point() or part.is_complex() for part in (counts, indices)):
         problem = f"{names[0]} is {counts.dtype} and {names[1]} {indices.dtype}, but both hold integers"
     elif counts.shape != indices.shape[:-1] or indices.shape[:-1] != rows:
         problem = f"{names[0]} has shape {tuple(counts.shape)} and {names[1]} {tuple(indices.shape)}"

@@ -94,7 +94,7 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
     if tensor.is_neg() or is_wrapped(tensor):
         return None
     pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    if not (pointer and size) and tensor.numel():
+    if not (pointer and size) and tensor.numel() and not tensor.is_meta:
         return None
     return (
         tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, pointer % 16, size
