@@ -54,6 +54,8 @@ def video(length: int, device: torch.device) -> MaskMod:
     """Tiles of 4 frames of 8 x 8, as nearly a cube of them as there can be, and all that are next to one."""
     tiles = length // 256
     wide = max(4, 1 << (tiles.bit_length() - 1) // 3)
+    while tiles % wide**2:
+        wide //= 2
     deep = tiles // wide**2
     return masks.sliding_tiles((4 * deep, 8 * wide, 8 * wide), (4, 8, 8), (3 if deep > 2 else 1, 3, 3))
 

@@ -31,7 +31,7 @@ METADATA = {
     torch.Tensor.is_floating_point,
     *(
         getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_nested")
     ),
 }  # fmt: skip
 

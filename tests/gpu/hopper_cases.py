@@ -248,7 +248,7 @@ def measure(case: HopperCase) -> list[str]:
     with (
         mock.patch.object(hopper, "settle", at_rung(case.rung)),
         # a call of another rung has the same tape
-        mock.patch.object(Repeated, "__call__", lambda self, run, given, beside=(): run(*given)),
+        mock.patch.object(Repeated, "__call__", lambda self, run, given, beside=(), kinds=(): run(*given)),
     ):
         poison(call.grad_out, statistics)
         out, lse = flex_attention(
