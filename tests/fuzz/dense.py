@@ -153,7 +153,10 @@ class Dense:
         dead = (modified == -torch.inf).all(-1, keepdim=True)
         alive = modified.masked_fill(dead, 0.0)
         weights = torch.softmax(alive, -1).masked_fill(dead, 0.0)
-        return weights, torch.logsumexp(alive, -1).masked_fill(dead.squeeze(-1), -torch.inf)
+        # torch's own logsumexp takes its derivative from the rounded sum, which large scores leave no digits
+        largest = alive.amax(-1, keepdim=True).detach()
+        lse = ((alive - largest).exp().sum(-1, keepdim=True).log() + largest).squeeze(-1)
+        return weights, lse.masked_fill(dead.squeeze(-1), -torch.inf)
 
     def _modified(self, scores: Tensor) -> Tensor:
         mod = mod_of(self.case.score, self.case, self.tables, not self.exact, self.functions)

@@ -145,6 +145,14 @@ OTHER_NUMBERS = ("freed", "quantized", "complex", "conjugated", "float8", "whole
                  "none", "uninitialized")  # fmt: skip
 
 
+# how torch, or the class of a tensor, refuses what such a tensor meets; as it refuses torch's own operations
+OWN_REFUSALS = (
+    "Inference tensors cannot be saved", "Multiple dispatch failed",
+    "Attempted to use an uninitialized parameter",
+    "Please convert all Tensors to FakeTensors first", "Mixing fake modes",
+)  # fmt: skip
+
+
 def disguised(x: Any, kind: str) -> Any:
     if not kind:
         return x

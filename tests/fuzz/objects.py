@@ -79,7 +79,9 @@ def writes(draw: Drawn, backend: str) -> Cases:
             kinds += [*lists, *["assign mask_mod"] * 4]
     steps = [Step()] * draw.one([0, 1, 2, 3])
     between = tuple(draw.one(kinds) for _ in range(draw.whole(1, 2)))
-    steps.append(Step(between=tuple(dict.fromkeys(between))))
+    # other calls come first: what is written or assigned would be theirs
+    between = tuple(sorted(dict.fromkeys(between), key=lambda text: not text.startswith("another")))
+    steps.append(Step(between=between))
     wanted = draw.one(["qkv", "qkv", "q", "kv"])
     return tuple(
         replace(_routed(case, route), kind="writes", steps=tuple(steps), wanted=wanted, kv_dtype="")

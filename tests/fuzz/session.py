@@ -170,11 +170,10 @@ class Session:
         """Is it an error that a user may get where the session is?"""
         if isinstance(error, FlexmodError | hostile.NotMade):
             return self.stage in REFUSABLE.get(self.case.kind, ())
-        if type(error) is not RuntimeError:
-            return False
-        if self.case.kind == "hostile" and "Inference tensors cannot be saved" in str(error):
+        if self.case.kind == "hostile" and any(text in str(error) for text in hostile.OWN_REFUSALS):
             return True
-        return bool(step.between) and any(text in str(error) for text in WRITTEN)
+        written = type(error) is RuntimeError and any(text in str(error) for text in WRITTEN)
+        return written and bool(step.between)
 
     def forward(self, call: Call) -> Forward:
         case = self.case
@@ -184,6 +183,7 @@ class Session:
         for name, place in zip("qkv", ("query", "key", "value"), strict=True):
             x = hostile.disguised(getattr(call, name).detach(), self.disguises.get(place, ""))
             wants = name in case.wanted and isinstance(x, Tensor) and x.is_floating_point()
+            wants = wants and not x.is_inference()
             inputs[name] = x.detach().requires_grad_() if wants else x
         poison(call.q, call.grad_out, call.grad_lse)
         query, key, value = (self._laid_out(x) for x in inputs.values())
@@ -207,16 +207,17 @@ class Session:
     def finish(self, forward: Forward, twice: bool = False) -> Made:
         """The backward, and all results."""
         call, _, out, lse, leaves, found = forward
-        if leaves:
-            results, incoming = [out], [call.grad_out]
-            if self.case.grad_lse:
-                results, incoming = [out, lse], [call.grad_out, call.grad_lse]
+        given = [(out, call.grad_out), (lse, call.grad_lse)][: 1 + self.case.grad_lse]
+        given = [(result, grad) for result, grad in given if result.requires_grad]
+        if leaves and not given:  # a number that no derivative reaches, say of a comparison
+            found |= {f"d{name}": torch.zeros_like(x) for name, x in leaves.items()}
+        elif leaves:
             learned = (call.tables[t.name] for t in self.case.tables if t.learned)
             poison(call.q, call.k, call.v, call.grad_lse, call.q.float(), *learned)
             for again in (True, False) if twice else (False,):
                 gradients = torch.autograd.grad(
-                    results, list(leaves.values()), incoming, retain_graph=again, allow_unused=True,
-                    materialize_grads=True,
+                    [result for result, _ in given], list(leaves.values()), [grad for _, grad in given],
+                    retain_graph=again, allow_unused=True, materialize_grads=True,
                 )  # fmt: skip
             shown = map(hostile.revealed, gradients)
             found |= dict(zip((f"d{name}" for name in leaves), shown, strict=True))
