@@ -331,7 +331,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.given, ctx.lists = given, [len(given.captured), len(given.tiles), len(given.mask_captured)]
     tensors = (*given.captured, *given.tiles, *given.mask_captured)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
-    ctx.save_for_backward(query, key, value, out, lse, *kept, *tensors)
+    kept_all = (query, key, value, out, lse, *kept, *tensors)
+    ctx.versions = saved.versions_of(kept_all)
+    ctx.save_for_backward(*kept_all)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_scores, *kept)
 

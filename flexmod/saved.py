@@ -21,6 +21,7 @@ WRITTEN = "modified by an inplace operation"  # in torch's own message
 
 def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tensor]) -> None:
     """Saves tensors and a mask; `call` is a hash of all else that the backward depends on."""
+    ctx.versions = versions_of(tensors)
     if mask is not None:
         mask = _copied(mask) if mask.in_inference_mode else mask
         ctx.states = mask.states()
@@ -30,7 +31,7 @@ def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tenso
         ctx.save_for_backward(*tensors)
         return
     ctx.facts = (call, 0 if mask is None else mask.facts)
-    versions = () if mask is None else _versions(mask.tensors)
+    versions = () if mask is None else versions_of(mask.tensors)
     extra = () if mask is None else mask.tensors
     facts = torch.tensor([*ctx.facts, *versions], dtype=torch.int64, device="cpu")
     ctx.place = (place(facts),)
@@ -57,14 +58,14 @@ def restored(ctx: Any, names: Callable[[], Sequence[str]]) -> tuple[MaskSnapshot
 
 
 def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
-    """ctx.saved_tensors, with an error that names the tensor that was written to."""
+    """ctx.saved_tensors, with an error that names the tensor that was written to since `ctx.versions`."""
     try:
         return list(ctx.saved_tensors)
     except RuntimeError as error:
         if WRITTEN not in str(error):
             raise
-        for name, saved in zip(names(), getattr(ctx, "_raw_saved_tensors", ()), strict=False):
-            if _is_written(saved):
+        for name, saved, version in zip(names(), ctx._raw_saved_tensors, ctx.versions, strict=False):
+            if saved.data._version != version:
                 raise _written(name) from error
         raise
 
@@ -95,7 +96,8 @@ def _copied(mask: MaskSnapshot) -> MaskSnapshot:
     return mask.with_tensors((*mask.tensors[:count], *copies))
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to: torch's own error names no tensor. -1 in inference mode."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -117,19 +119,11 @@ def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequen
     check_places(mask.names, [place(tensor) for tensor in mask.tensors], found)
     for name, tensor, own, version in zip(mask.names, found, mask.tensors, versions, strict=True):
         same_memory = tensor.data_ptr() == own.data_ptr() and tensor.numel() > 0
-        if same_memory and _versions((own,)) != [version]:
+        if same_memory and versions_of((own,)) != [version]:
             raise _written(name)
     if all(tensor is own for tensor, own in zip(found, mask.tensors, strict=True)):
         return mask
     return mask.with_tensors(found)
-
-
-def _is_written(saved: Any) -> bool:
-    try:
-        saved.unpack()
-    except RuntimeError as error:
-        return WRITTEN in str(error)
-    return False
 
 
 def _written(name: str) -> ModifiedBeforeBackwardError:
