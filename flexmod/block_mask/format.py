@@ -57,7 +57,8 @@ class BlockMask(Drawn):
     `mask_mod` may be assigned. `traced` is its graph, taken when it was assigned.
 
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
-    together, and what tracing a mask_mod raises.
+    together, TensorKindError and FreedStorageError where no kernel can read one, and what tracing a mask_mod
+    raises.
     """
 
     kv_num_blocks = ListPart()
