@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
@@ -91,6 +91,9 @@ def flex_attention(
 
     and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
 
+    A tensor whose class has a __torch_function__, or an active TorchFunctionMode, sees this function; a class
+    or a mode with a __torch_dispatch__ (DTensor, FakeTensor, make_fx) sees torch.ops.flexmod.attention.
+
     Source: Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496.
 
     Example:
@@ -99,11 +102,12 @@ def flex_attention(
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
-    if not torch.compiler.is_compiling() and tensor_kinds.overridden(given[:3]):
+    compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
+    if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
         rest = (*given[3:7], return_lse, kernel_options)
-        return by_override(flex_attention, given[:3], *rest, return_aux=return_aux, layout=layout)
+        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, layout=layout)
     tensor_kinds.refuse_nested(query, key, value)
-    attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
+    attend = _attend_in_graph if compiling else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from flexmod import autograd, calls, errors, library, tensor_kinds
 from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, by_override, results_of
@@ -123,12 +124,12 @@ class CompiledAttention(Shown):
 
         A `block_mask` takes the place of the one that the mask_mod makes.
         """
-        given = (query, key, value)
-        if not torch.compiler.is_compiling() and tensor_kinds.overridden(given):
-            return by_override(self, given, block_mask, return_lse, return_aux=return_aux)
+        compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
+        if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
+            return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux)
         tensor_kinds.refuse_nested(query, key, value)
         # inside torch.compile it runs as it does outside: the graph breaks around it
-        attend = torch.compiler.disable(self._attend) if torch.compiler.is_compiling() else self._attend
+        attend = torch.compiler.disable(self._attend) if compiling else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:

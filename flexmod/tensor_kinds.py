@@ -43,13 +43,11 @@ _RECORDING = (_KINDS_OF_MODES.FAKE, _KINDS_OF_MODES.PROXY, _KINDS_OF_MODES.FUNCT
 
 
 def overridden(tensors: Sequence[Any]) -> bool:
-    """Whether a class's __torch_function__, or an active TorchFunctionMode, shall see a call with these.
+    """Of tensors for which torch's has_torch_function is true: does a class or a mode have to see the call?
 
     The mode of torch.set_default_device changes factory functions alone. A mod may call one, so the mode has
     to stay active.
     """
-    if not torch.overrides.has_torch_function(tensors):
-        return False
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     if any(type(mode) is not DeviceContext for mode in modes):
         return True

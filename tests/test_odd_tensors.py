@@ -28,6 +28,11 @@ BACKENDS = pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "in
 ALL = pytest.mark.parametrize(
     "options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"]
 )
+FORMS = pytest.mark.parametrize(
+    ("form", "options"),
+    [("eager", None), ("eager", INTERPRET), ("eager", REFERENCE), ("handle", INTERPRET)],
+    ids=["cpu", "interpret", "reference", "handle"],
+)
 PLACES = ("query", "key", "value", "bias", "documents", "lists")
 NAMED = (
     errors.TensorKindError, errors.FreedStorageError, errors.NestedTensorInput, errors.NotStrided,
@@ -73,8 +78,7 @@ def attended(form: str, options: Any, **changed: Tensor) -> tuple[Tensor, Tensor
     return result  # type: ignore[no-any-return]
 
 
-@ALL
-@pytest.mark.parametrize("form", ["eager", "handle"])
+@FORMS
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", odd.TAKEN)
 def test_dispatched_or_read(kind: str, place: str, form: str, options: Any) -> None:
@@ -90,8 +94,7 @@ def test_dispatched_or_read(kind: str, place: str, form: str, options: Any) -> N
         torch.testing.assert_close(odd.plain(one), other, rtol=0, atol=1e-6)
 
 
-@ALL
-@pytest.mark.parametrize("form", ["eager", "handle"])
+@FORMS
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", odd.REFUSED)
 def test_refused(kind: str, place: str, form: str, options: Any) -> None:

@@ -51,10 +51,12 @@ def create_block_mask(
     `B` and `H` are batch entries and query heads, None where the mask is the same for all; `Q_LEN` and
     `KV_LEN` numbers of positions; `BLOCK_SIZE` those of a tile, one number or (queries, keys). `device` None
     is the current accelerator, else the CPU. `separate_full_blocks` False lists every tile as partial.
-    `_compile` changes nothing: there is nothing to compile.
+    `_compile` changes nothing: there is nothing to compile. On the device "meta", or in a FakeTensorMode, the
+    mask has shapes alone.
 
     Raises LengthError, MaskExtentError, BlockSizeError, DeviceMismatch where a captured tensor is elsewhere,
-    MaskCaptureGradientError, and what tracing raises.
+    MaskCaptureGradientError, TensorKindError and FreedStorageError where no kernel can read one, and what
+    tracing raises.
 
     Source: Dong et al., Flex Attention, 2024.
 

@@ -72,7 +72,8 @@ class BlockMask(Refreshed, Drawn):
     mask_mod, and the captured tensors; torch.load reads one with weights_only=False.
 
     Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
-    together, and what tracing a mask_mod raises.
+    together, TensorKindError and FreedStorageError where no kernel can read one, and what tracing a mask_mod
+    raises.
     """
 
     kv_num_blocks = ListPart()

@@ -89,16 +89,18 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
     the negative of, a wrapper of torch.func, one without storage of its own. The size of the storage is in
     the key: a call that is known is not checked again, and a storage may shrink.
     """
-    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_nested:
-        return None
-    if tensor.is_neg() or is_wrapped(tensor):
+    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
         return None
     pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if not (pointer and size) and tensor.numel() and not tensor.is_meta:
         return None
-    return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, pointer % 16, size
-    )  # fmt: skip
+    try:
+        return (
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+            pointer % 16, size,
+        )  # fmt: skip
+    except RuntimeError:  # a nested tensor, strided as it says, has no shape
+        return None
 
 
 class _Sight:
