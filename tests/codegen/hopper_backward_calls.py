@@ -61,7 +61,14 @@ MASKS: dict[str, Any] = {
     "listed": listed, "same": same, "holes": holes, "by head": by_head,
     "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0,
 }  # fmt: skip
-SCORES: dict[str, Any] = {"": None, "softcap": mods.softcap(20.0), "alibi": mods.alibi(4), "gate": gate}
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """The first of four heads."""
+    return mods.alibi(4)(score, b, h + 0, q_idx, kv_idx)
+
+
+SCORES: dict[str, Any] = {"": None, "softcap": mods.softcap(20.0), "alibi": alibi, "gate": gate}
 
 
 @dataclass(frozen=True)
