@@ -68,7 +68,7 @@ def moved(case: Case, call: Call) -> list[Results]:
 
 def as_written(case: Case, call: Call) -> Results:
     """In float64, but for the mod: it sees float32 scores and rounds where it says so."""
-    work = Dense(case, call, torch.float64, False)
+    work = Dense(case, call, torch.float64, False, rounds=case.kind == "numbers")
     return work.results(work.scores)
 
 
@@ -94,16 +94,23 @@ def eager(case: Case, call: Call) -> Results:
 class Dense:
     """Attention in `dtype`. `exact`: nothing of the mod is rounded to less than float64.
 
-    `functions` stands for torch in the score mod.
+    `functions` stands for torch in the score mod. `rounds`: the mod of a float64 call may round as others do,
+    since torch computes with a number of a lower dtype in that.
     """
 
     def __init__(
-        self, case: Case, call: Call, dtype: torch.dtype, exact: bool, functions: Any = torch
+        self,
+        case: Case,
+        call: Call,
+        dtype: torch.dtype,
+        exact: bool,
+        functions: Any = torch,
+        rounds: bool = False,
     ) -> None:
         self.functions, self.rounded_to = functions, dtype
         self.real = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         # float64 calls compute their mods in float64 throughout
-        exact = exact or self.real == torch.float64
+        exact = exact or (self.real == torch.float64 and not rounds)
         self.case, self.call, self.exact = case, call, exact
         self.inputs = {n: getattr(call, n).detach().to(dtype).requires_grad_(n in case.wanted) for n in "qkv"}
         self.tables, self.leaves = {}, {n: x for n, x in self.inputs.items() if n in case.wanted}
@@ -162,7 +169,7 @@ class Dense:
         mod = mod_of(self.case.score, self.case, self.tables, not self.exact, self.functions)
         if mod is None:
             return scores
-        seen = scores if self.exact else scores.float()
+        seen = scores if self.exact else scores.to(self.real)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self.exact else default)
         try:
