@@ -203,7 +203,7 @@ class Shown:
             spec = replace(spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype)
         if spec.q_dtype not in KERNEL_DTYPES:
             raise errors.UnsupportedDtype(
-                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON", example=torch.bfloat16,
+                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON", advice=f"to({torch.bfloat16})",
                 accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
             )  # fmt: skip
         return spec

@@ -102,7 +102,8 @@ def test_seeds_of_past_failures(case: Case) -> None:
 def found() -> dict[str, list[str]]:
     """By fault, the results that were wrong; in another process, whose kernels no other test meets."""
     outcomes = workers.run(find, [list(FAULTS)], workers=1, case_seconds=200, total_seconds=250)
-    return {outcome.case: outcome.value or [outcome.error] for outcome in outcomes}
+    named = {outcome.case: outcome.value or [outcome.error] for outcome in outcomes}
+    return {fault: [str(name).split(", ")[-1] for name in names] for fault, names in named.items()}
 
 
 def test_a_wrong_derivative_is_found(found: dict[str, list[str]]) -> None:

@@ -30,7 +30,7 @@ def sliced(mask: BlockMask, index: Any) -> BlockMask:
         "q_idx": block_positions(q, size, mask.device),
     }  # fmt: skip
     needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
-    unmoved = all(move is KEPT for move in needed.values())
+    unmoved = all(move == KEPT for move in needed.values())
     mask_mod = mask.mask_mod if unmoved else Rebased(mask.mask_mod, *needed.values())
     table = mask.table()
     chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]

@@ -40,6 +40,7 @@ class Held:
         lists: Parts,
         separate: bool = True,
     ) -> None:
+        self._versions: dict[str, float] = {}
         self.batch = batch
         self.grid = grid
         self._separate = separate
@@ -49,7 +50,6 @@ class Held:
             self._tensors = tuple(part for name in LISTS if (part := lists[name]) is not None)
         else:
             self._tensors = tuple(t for r in by_axis.values() if r is not None for t in r.tensors())
-        self._versions: dict[str, float] = {}
 
     @classmethod
     def of_lists(cls, lists: Parts) -> Held:

@@ -68,7 +68,18 @@ class InBlocks:
         return InBlocks(self.blocks.to(device), self.size)
 
 
-KEPT = Affine(0)
+@dataclass(frozen=True)
+class Same:
+    """Every position stays, and there are as many."""
+
+    def __call__(self, index: Any) -> Any:
+        return index
+
+    def to(self, device: torch.device | str) -> Positions:
+        return self
+
+
+KEPT = Same()
 MODS = ("mask_mod", "first", "second")  # the fields of a Derived that are mask_mods
 
 
@@ -87,8 +98,10 @@ def positions(chosen: Sequence[int], size: int, device: torch.device) -> Positio
 def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
     """The same for positions whose blocks of `size` are chosen."""
     blocks = positions(chosen, len(chosen), device)
+    if blocks == KEPT:
+        return KEPT
     if isinstance(blocks, Affine) and blocks.step == 1:
-        return KEPT if blocks is KEPT else Affine(blocks.start * size)
+        return Affine(blocks.start * size)
     return InBlocks(blocks, size)
 
 

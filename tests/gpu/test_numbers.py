@@ -165,7 +165,7 @@ def test_a_mask_reads_its_number(options: str, way: str, direct: list[Any]) -> N
         assert near(attend(*tensors, mask), wanted), value
         assert near(of_mask(*tensors), wanted), value
         fresh = create_block_mask(
-            masks.sliding_window(value, causal=False), None, None, LENGTH, LENGTH, DEVICE
+            masks.sliding_window(value + 1, causal=False), None, None, LENGTH, LENGTH, DEVICE
         )
         assert torch.equal(mask.table(), fresh.table())
         assert str(mask).splitlines()[1:] == str(fresh).splitlines()[1:]

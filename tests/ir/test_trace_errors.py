@@ -811,5 +811,6 @@ def test_every_refusal_of_a_mod_is_here() -> None:
         "LibraryArgumentError",
         "CallSizeError",
         "NoDerivativeError",
+        "NotPicklableError",
     }
     assert classes - elsewhere == {r.error.__name__ for r in itertools.chain(ROWS.values())}
