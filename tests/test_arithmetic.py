@@ -16,7 +16,8 @@ from torch import Tensor
 
 import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention
-from flexmod.ir.record import Record
+from flexmod.ir.constants import encoded
+from flexmod.ir.record import record_of
 
 SIZES = (1, 4, 24, 40)
 ON_CPU = ("AUTO", "INTERPRET", "REFERENCE")
@@ -101,7 +102,8 @@ def test_zeros_of_both_signs_are_two_numbers(backend: str) -> None:
 
 def test_zeros_of_both_signs_are_two_numbers_of_a_compiled_graph() -> None:
     step = ("__mul__", ("tuple", (("value", 3), ("real", 0))), ())
-    record = Record("mask", (step, ("__ge__", ("tuple", (("value", 4), ("real", 1))), ())), ("value", 5))
+    steps = (step, ("__ge__", ("tuple", (("value", 4), ("real", 1))), ()))
+    record = record_of(encoded(("mask", steps, ("value", 5))))
     for numbers in ((0.0, 1.0), (-0.0, 1.0), (math.nan, 1.0), (0.0, 1.0)):
         traced, _ = record.traced((), (), numbers, torch.device("cpu"))
         found = [node.value for node in traced.graph.nodes if node.is_const]

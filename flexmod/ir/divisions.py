@@ -17,8 +17,6 @@ def _safe(divide: Callable[[Any, Any], Any], *, rest: bool = False) -> Callable[
     """A division of whole numbers takes 0 for 1, and wraps, as kernels do it."""
 
     def safe(a: Any, b: Any) -> Any:
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-            raise TypeError("a division of the table takes tensors")
         if a.dtype.is_floating_point:
             return divide(a, b)
         if not a.dtype.is_signed:

@@ -39,18 +39,25 @@ def operand(dtype: Any) -> Any:
     return dtype(1) if isinstance(dtype, type) else torch.tensor(1, dtype=dtype)
 
 
+# of rows whose own function divides by no 0
+DIVISIONS = {
+    "floor_divide": torch.floor_divide, "remainder": torch.remainder, "fmod": torch.fmod,
+    "trunc_divide": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+}  # fmt: skip
+
+
 def torch_dtype(row: Op, dtypes: tuple[Any, ...]) -> torch.dtype | None:
     """The dtype that torch gives, None where it refuses."""
     first = [torch.tensor(True)] if row.name == "where" else []
     operands = [operand(d) for d in dtypes]
     try:
-        return row.torch(*first, *operands).dtype
+        return DIVISIONS.get(row.name, row.torch)(*first, *operands).dtype
     except TypeError:  # this function takes tensors alone: what would it be if it took numbers too?
         pass
     except (RuntimeError, NotImplementedError):
         return None
     try:
-        row.torch(*first, *map(torch.as_tensor, operands))
+        DIVISIONS.get(row.name, row.torch)(*first, *map(torch.as_tensor, operands))
     except (RuntimeError, NotImplementedError):
         return None
     is_truth = row.dtype is ops.OPS["eq"].dtype
