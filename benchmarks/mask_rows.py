@@ -57,7 +57,8 @@ def video(length: int, device: torch.device) -> MaskMod:
     while tiles % wide**2:
         wide //= 2
     deep = tiles // wide**2
-    return masks.sliding_tiles((4 * deep, 8 * wide, 8 * wide), (4, 8, 8), tuple(3 if side > 2 else 1 for side in (deep, wide, wide)))
+    across, along = (3 if side > 2 else 1 for side in (wide, deep))
+    return masks.sliding_tiles((4 * deep, 8 * wide, 8 * wide), (4, 8, 8), (along, across, across))
 
 
 def tree(length: int, device: torch.device) -> MaskMod:

@@ -203,8 +203,8 @@ class Shown:
             spec = replace(spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype)
         if spec.q_dtype not in KERNEL_DTYPES:
             raise errors.UnsupportedDtype(
-                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON", advice=f"to({torch.bfloat16})",
-                accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
+                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON",
+                advice=f"to({torch.bfloat16})", accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
             )  # fmt: skip
         return spec
 

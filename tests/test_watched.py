@@ -317,9 +317,8 @@ def test_a_mask_of_a_number() -> None:
     )
     for size in (3, 3, 3, 17, 0, 39):
         window.fill_(size)
-        wanted = create_block_mask(
-            masks.sliding_window(size + 1, causal=False), None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16
-        )
+        near = masks.sliding_window(size + 1, causal=False)
+        wanted = create_block_mask(near, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
         found = flex_attention(*tensors, block_mask=mask)
         assert torch.equal(found, flex_attention(*tensors, block_mask=wanted))
         assert torch.equal(mask.table(), wanted.table())

@@ -247,7 +247,8 @@ class BlockMask(Refreshed, Drawn):
         these are all.
         """
         self.refresh()
-        own = {"_seen": self._lists_now() == self._seen, "_snapshot": None, "_watched": None, "_in_graphs": ()}
+        seen = self._lists_now() == self._seen
+        own = {"_seen": seen, "_snapshot": None, "_watched": None, "_in_graphs": ()}
         return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
 
     @property
