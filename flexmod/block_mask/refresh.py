@@ -49,7 +49,8 @@ class Refreshed:
         traced = mask._traced if watched.same_kinds() else trace_mask(mask.mask_mod, mask.device)
         watched = Watched(traced.tensors, strict=False)  # before tiles are found: a write meanwhile counts
         held = self.find_tiles(mask, traced)
-        mask._know(traced)
+        if traced is not mask._traced:
+            mask._know(traced)
         mask._held, mask.full_tiles_padded, self._watched = held, False, watched
         mask._seen = mask._lists_now()
         return True
