@@ -18,7 +18,7 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
-from flexmod.ir.record import of_graph, record, traced_of
+from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.trace import Traced
 
 # A graph needs the size of the runs before they are known: each tile might be one. On a GPU a line of tiles
@@ -52,11 +52,8 @@ def create(
     separate: bool,
 ) -> GraphMask:
     """As `create_block_mask`. Raises InGraphMaskError for masks of very many tiles."""
-    most_runs(sizes, *map(tile_count, sizes[2:], block))
     mod = record(mask_mod, "mask", device)
-    tiles = build_tiles(
-        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
-    )
+    tiles = _tiles_of(mod, sizes, block, device, separate)
     return GraphMask(
         list(tiles), mod.text, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block
     )
@@ -73,14 +70,24 @@ def outside(
     """The mask of a mask_mod that was traced, by the operation. For tensors without values, and where torch
     makes a graph of what runs. Raises InGraphMaskError for masks of very many tiles.
     """
+    tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-    most_runs(sizes, *grid)
-    mod = of_graph(traced)
-    tiles = build_tiles(
-        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
-    )
     held = held_of(tiles, traced.graph, sizes[:2], grid)
     return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
+
+
+def _tiles_of(
+    mod: Recorded,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operation on a recorded mod. Raises InGraphMaskError before it runs."""
+    most_runs(sizes, *map(tile_count, sizes[2:], block))
+    return build_tiles(
+        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
+    )
 
 
 @torch.library.custom_op("flexmod::block_mask", mutates_args=())

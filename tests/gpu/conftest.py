@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from tabulate import tabulate
 
 from benchmarks import workers
+from flexmod.runtime.direct import Direct
 from gpu.accuracy import Case, measure, summary
 
 HEADER = ["mask", "dtype", "cases", "faults", "out", "lse", "dq", "dk", "dv"]
@@ -39,6 +41,20 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     if "OUT" in os.environ:
         (Path(os.environ["OUT"]) / "accuracy.json").write_text(json.dumps(found, indent=1))
     return found
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The launches of recorded calls that are played, not through Triton's launcher."""
+    launches: list[Any] = []
+    call = Direct.__call__
+
+    def watch(self: Direct, tensors: Any) -> None:
+        launches.append(self)
+        call(self, tensors)
+
+    monkeypatch.setattr(Direct, "__call__", watch)
+    yield launches
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 import flexmod
 from flexmod import compiler, create_block_mask, flex_attention, masks, mods
 from flexmod.runtime import counters, tape
-from flexmod.runtime.direct import Direct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -42,20 +41,6 @@ def code(text: str) -> str:
 
 def near(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.double() - wanted.double()).norm() <= 0.02 * wanted.double().norm())
-
-
-@pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The launches that do not go through Triton's launcher."""
-    launches: list[Any] = []
-    call = Direct.__call__
-
-    def watch(self: Direct, tensors: Any) -> None:
-        launches.append(self)
-        call(self, tensors)
-
-    monkeypatch.setattr(Direct, "__call__", watch)
-    yield launches
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

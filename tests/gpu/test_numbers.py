@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import flexmod
 from flexmod import create_block_mask, errors, flex_attention, masks
-from flexmod.runtime.direct import Direct
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -79,20 +78,6 @@ def window_mask(window: Tensor) -> tuple[Callable[..., Any], Any]:
         return window >= (q - k).abs()
 
     return near_ones, create_block_mask(near_ones, None, None, LENGTH, LENGTH, DEVICE)
-
-
-@pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The launches of recorded calls that were replayed."""
-    launches: list[Any] = []
-    call = Direct.__call__
-
-    def watch(self: Direct, tensors: Any) -> None:
-        launches.append(self)
-        call(self, tensors)
-
-    monkeypatch.setattr(Direct, "__call__", watch)
-    yield launches
 
 
 @pytest.mark.parametrize("form", SCORES)
