@@ -44,13 +44,14 @@ FINITE = {
     "runtime.offline._flags": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
+# `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
     "calls._without_mask": calls.KNOWN,
     "ir.traces._known": traces.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
     "ir.kept._KNOWN": kept.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,
-    "codegen.cache._users": 2 * cache.KEPT,
+    "codegen.cache._users": cache.KEPT,
     "codegen.cache._dead": cache.KEPT,
 }
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
@@ -92,11 +93,14 @@ def test_no_registry_grows_beyond_its_limit(launches: str) -> None:
     dtype = torch.float16 if launches == "stubbed" else torch.float32
     with context:
         long_run.run(len(long_run.KINDS), dtype, len(long_run.KINDS))
+        gc.collect()
         before = registries()
         long_run.run(200, dtype, 200)
+        gc.collect()
     grown = {name: size for name, size in registries().items() if size > before.get(name, 0)}
+    others = {name: before[name] for name in ("codegen.cache._users", "codegen.cache._dead")}
     assert grown.keys() <= LIMITS.keys()
-    assert all(size <= LIMITS[name] for name, size in grown.items())
+    assert {name: size for name, size in grown.items() if size > LIMITS[name] + others.get(name, 0)} == {}
 
 
 def test_masks_and_calls_leave_no_cycles() -> None:
