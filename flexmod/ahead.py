@@ -45,7 +45,7 @@ TYPES = {
     torch.bool: "i1",
 }  # fmt: skip
 OPERANDS = ("Q", "K", "V", "OUT", "GRAD_OUT", "GRAD_Q", "GRAD_K", "GRAD_V")
-STATISTICS = ("LSE", "LSE2", "PEAK", "TOTAL", "DELTA")
+STATISTICS = ("LSE", "LSE2", "LARGE", "PEAK", "PEAKS", "TOTAL", "REST", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")

@@ -47,6 +47,7 @@ from flexmod.ir.graph import Graph, Structure
 from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.ranges import as_ranges
 from flexmod.ir.reductions import Term, terms_of
+from flexmod.ir.tanhs import choose_tanhs
 from flexmod.locks import Lock
 
 Numbers = tuple[bool | int | float, ...]
@@ -103,7 +104,8 @@ def lower(
     checked: bool = False,
 ) -> Lowered:
     """A traced graph through the graph stages. `numbers` are places and values of its parameters."""
-    return _lower(fitted(_own(graph), extents, numbers), split, checked)
+    whole = fitted(_own(graph), extents, numbers)
+    return _lower(choose_tanhs(whole, dict(numbers)) if graph.kind == "score" else whole, split, checked)
 
 
 def _own(graph: Graph) -> Graph:

@@ -300,7 +300,7 @@ def _empty(query: Tensor, value: Tensor, variant: Variant, track: bool) -> tuple
     """Tensors for the results, as they lie in memory."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     generated = query.device.type == "cuda" or variant.backend == "INTERPRET"
-    kept = track and generated and dtype == query.dtype
+    kept = track and generated and query.dtype != torch.float64
 
     def rows(there: bool) -> Tensor:
         return query.new_empty(query.shape[:3] if there else 0, dtype=dtype)
@@ -378,7 +378,7 @@ def _gradient(
         call, mask, places = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
         _check_gradient(query, value, {**named, "first": first, "second": second})
-        kept = (first, second) if first.numel() and call.problem.precision == "ieee" else ()
+        kept = tuple(tensor for tensor in (first, second) if tensor.numel())
         of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
         captured = [given.captured[place] for place in places]
         found = call.backward(

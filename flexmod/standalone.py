@@ -46,9 +46,10 @@ LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 NO_TILES: Mapping[KernelName, Tile] = {}
 # Names that the template has at the places where captured tensors have theirs.
 TAKEN = {
-    "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "peak", "total", "row", "column", "length", "dtype",
-    "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h", "q_idx", "kv_idx",
-    "score", "keep", "kept", "start", "positions", "pairs", "full", "partial", "arguments", "exact", "dense",
+    "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "rest", "peak", "total", "row", "column",
+    "length", "dtype", "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h",
+    "q_idx", "kv_idx", "score", "keep", "kept", "start", "positions", "pairs", "full", "partial",
+    "arguments", "exact", "dense",
     "operands", "results", "truths", "names", "agrees", "error", "name", "result", "truth", "shapes", "sizes",
     "interpreted", "largest", "weight", "torch", "triton", "tl", "os", "sys", "warnings", "attention",
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",

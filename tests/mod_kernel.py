@@ -108,9 +108,9 @@ def run_exponent(
     batch, heads, length, keys = extents
     mod = write_exponent(graph)
     factor = "1.0" if mod.in_base_2 else "1.4426950408889634"
-    value = f"value, shift = {{mod.call}}\n    value = value * {factor} + shift"
-    if not mod.shift:
-        value = f"value = {{mod.call}} * {factor}"
+    names = "value, shift" if mod.shift else "value"
+    sum_of_row = f"(value{' + shift' if mod.shift else ''}) * {factor} * ({mod.unit or '1.0'})"
+    value = f"{names} = {{mod.call}}\n    value = {sum_of_row}"
     kernel = EXPONENT_KERNEL.replace("value = {mod.call}", value)
     out = torch.empty(extents)
     values = {p.name: p.value([t.detach() for t in tensors], ()) for p in mod.parameters}

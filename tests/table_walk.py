@@ -39,8 +39,8 @@ TOLERANCE = {
     "log": (1e-6, 3e-7), "log2": (1e-6, 3e-7), "log1p": (2e-6, 1e-38),
     "sqrt": (2e-7, 1e-22), "rsqrt": (4e-7, 0.0),
     "sin": (1e-6, 3e-7), "cos": (1e-6, 3e-7), "tan": (2e-5, 3e-7),
-    "tanh": (0.0, 3e-7), "sigmoid": (5e-6, 2e-38), "logistic": (2e-6, 2e-38), "erf": (1e-6, 2e-7),
-    "erfc": (0.0, 3e-7), "tanh_approximate": (0.0, 3e-7),
+    "tanh": (0.0, 3e-7), "tanh_relative": (5e-7, 2e-38), "sigmoid": (5e-6, 2e-38), "logistic": (2e-6, 2e-38),
+    "erf": (1e-6, 2e-7), "erfc": (0.0, 3e-7), "tanh_approximate": (0.0, 3e-7),
 }  # fmt: skip
 # the chip's own texts; the logistic stops at 2^-60
 TOLERANCE_ON_SM_90 = {"tanh": (0.0, 5e-7), "logistic": (2e-6, 1e-18), "tanh_approximate": (2.0**-11, 1e-7)}
@@ -50,7 +50,7 @@ ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # what lies at a 
 
 # Triton's -x is 0 - x; others meet 0 on their way to a result that is 0
 SIGN_OF_ZERO_LOST = {"neg", "round", "floor_divide", "trunc_divide", "remainder", "fmod", "pow", "tanh",
-                     "tanh_approximate"}  # fmt: skip
+                     "tanh_relative", "tanh_approximate"}  # fmt: skip
 # which of 0.0 and -0.0 is the smaller is the chip's; so is the sign of what is too small for it
 SIGN_OF_ZERO_IS_A_CHIPS = SIGN_OF_ZERO_LOST | {"minimum", "maximum", "sin", "tan", "erf", "expm1", "log1p"}
 
@@ -131,7 +131,8 @@ DIFFERENCES = (
     Difference(
         (
             "div", "floor_divide", "trunc_divide", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p",
-            "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "sigmoid", "logistic", "erf", "floor", "ceil",
+            "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "tanh_relative", "sigmoid", "logistic", "erf",
+            "floor", "ceil",
         ),
         "denormal numbers of float32, which may count as 0",
         lambda a, b, y: _denormal(a) | _denormal(b) | _denormal(y)

@@ -32,6 +32,7 @@ ROOMS = (
     ("ir.integers",),
     ("ir.positions",),
     ("ir.passes",),
+    ("ir.tanhs",),
     ("ir.exponents",),
     ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),
     ("ir.ranges",),

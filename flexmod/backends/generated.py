@@ -52,7 +52,7 @@ class Generated:
         found = None
         if self._for_hopper("forward", compiled, q, k, v):
             try:
-                found = hopper.forward(hopper_kernels(compiled.kernels), q, k, v, **given)
+                found = hopper.forward(hopper_kernels(compiled.kernels), q, k, v, keep=keep, **given)
             except hopper.NoShape as none:
                 _portable("forward", compiled.kernels, str(none))
         if found is None:
@@ -79,7 +79,7 @@ class Generated:
         if self._for_hopper("backward", compiled, q, k, v):
             try:
                 own = replace(compiled, fused=True) if compiled.wanted else compiled
-                found = hopper.backward(hopper_kernels(own.kernels), *tensors, **given)
+                found = hopper.backward(hopper_kernels(own.kernels), *tensors, kept, **given)
                 compiled = own
             except hopper.NoShape as none:
                 _portable("backward", compiled.kernels, str(none))

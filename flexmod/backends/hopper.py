@@ -5,6 +5,7 @@ The backward sums dQ in memory, all programs in any order: two runs may differ i
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -110,11 +111,13 @@ def forward(
     score_captured: Captured = NOTHING,
     mask_captured: Captured = NOTHING,
     want_max: bool = False,
+    keep: list[Tensor] | None = None,
     shape: Shape | None = None,
 ) -> Forward:
     """Attention of the variant that `kernels` were made for. `call_obstacle` must have found none.
 
-    `shape`: this one, not one of the ladder. Raises NoShape before anything runs.
+    `keep`: as `triton.forward` has it. `shape`: this one, not one of the ladder. Raises NoShape before
+    anything runs.
     """
     batch, heads, length, _ = q.shape
     spec = kernels.spec
@@ -125,6 +128,7 @@ def forward(
         "Q": tiles(q, 64, spec.head_tile),
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
+        **triton.statistics_kept(kernels.portable, lse, keep),
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
         **mask_arguments(mask, "kv"),
@@ -159,6 +163,7 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs: tuple[bool, bool, bool],
+    kept: tuple[Tensor, ...] = (),
     *,
     scale: float,
     mask: MaskSnapshot | None = None,
@@ -181,11 +186,17 @@ def backward(
     lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
     row = sum_row(spec.head_tile)
     blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
-    sum_grad_q = q.new_empty(blocks, dtype=torch.float32)
+    numbers_of_sum = math.prod(blocks)
+    # heads are marked beside the sums of dQ: one thing to set to zero
+    zeros = q.new_empty(numbers_of_sum + batch * heads, dtype=torch.float32)
+    sum_grad_q = zeros[:numbers_of_sum].view(blocks)
+    saved = dict(zip(kernels.portable.kept, kept, strict=True))
+    made = {"PEAKS": torch.empty_like(lse2), "LARGE": zeros[numbers_of_sum:]} if saved else {}
     buffers, sums = _sums(kernels, lse, keys)
     ordered = grid(kv_batch, kv_heads, keys, 128)[0] <= ORDERED * processors(q.device)
     shared = {
         **buffers,
+        **made,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **mask_arguments(mask, "q"),
@@ -211,9 +222,12 @@ def backward(
         }
 
     shape = shape or settle(kernels, "backward", q.device, arguments)
-    for grows in (sum_grad_q, *sums["diagonal"], *(sums["column"] if wide(spec) else ())):
+    for grows in (zeros, *sums["diagonal"], *(sums["column"] if wide(spec) else ())):
         grows.zero_()
-    programs, statistics = triton.statistics_arguments(spec, out, lse, grad_out, grad_lse, lse2, delta, pitch)
+    weights = {"LSE2": lse2, **saved, **made}
+    programs, statistics = triton.statistics_arguments(
+        spec, out, lse, grad_out, grad_lse, delta, pitch, weights
+    )
     start(kernels, "statistics_kernel", q.device, programs, statistics)
     # whole blocks where the mask has an order: see `count_tiles`
     whole = spec.mask_block[1] if spec.mask_block and shared.get("Q_ORDER") is not None else 1
@@ -235,7 +249,7 @@ def backward(
     if kernels.portable.captures.besides_columns:
         lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
         beside = triton.sums_beside(
-            kernels.portable, q, k, v, grad_out, lse2, delta,
+            kernels.portable, q, k, v, grad_out, {**(saved or {"LSE2": lse2}), "DELTA": delta}, lse,
             scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
         )  # fmt: skip
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})

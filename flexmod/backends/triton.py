@@ -32,6 +32,9 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
 from flexmod.ir.reductions import Along
 from flexmod.runtime.launch import launch, start
 
+# What `statistics_kernel` may make of scores that may be large: kernels that read PEAK and REST want nothing.
+NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
+
 
 class Found(NamedTuple):
     """What a backward finds: gradients where they were asked for, and the sums of captured tensors' terms."""
@@ -84,7 +87,8 @@ def forward(
 ) -> Forward:
     """Attention of the variant that `kernels` were made for.
 
-    An exact spec keeps each row's largest score and sum: the lse, one number for both, is too coarse there.
+    The lse, one number that is rounded, is too coarse for a backward where it is large: `keep` gets two
+    numbers a row in its place.
 
     Raises:
         NoTileFits: see `launch`.
@@ -94,8 +98,6 @@ def forward(
     out = allocate(q, v.shape[3])
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     max_scores = torch.empty_like(lse) if want_max else None
-    if keep is not None and kernels.spec.exact:
-        keep += [torch.empty_like(lse), torch.empty_like(lse)]
     arguments = {
         **strided("Q", "q", "m", q),
         **strided("K", "k", "n", k),
@@ -103,13 +105,21 @@ def forward(
         **strided("OUT", "o", "m", out),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        **(dict(zip(("PEAK", "TOTAL"), keep or (None, None), strict=True)) if kernels.spec.exact else {}),
+        **statistics_kept(kernels, lse, keep),
         **mask_arguments(mask, "kv"),
         **kernels.mod_arguments("forward", score_captured, mask_captured),
         **sizes(q, k, scale),
     }
     launch(kernels, "forward", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
     return Forward(out, lse, max_scores)
+
+
+def statistics_kept(kernels: Kernels, lse: Tensor, keep: list[Tensor] | None) -> Arguments:
+    """The arguments for what a backward needs besides the lse, which is in `keep` then."""
+    names = kernels.kept
+    if keep is not None:
+        keep += [torch.empty_like(lse) for _ in names]
+    return dict(zip(names, keep if keep else (None, None), strict=False))
 
 
 def backward(
@@ -140,7 +150,7 @@ def backward(
     batch, heads, length, _ = q.shape
     captures, keys = kernels.captures, k.shape[2]
     delta = torch.empty_like(lse)
-    weights = dict(zip(("PEAK", "TOTAL"), kept, strict=True)) if kept else {"LSE2": torch.empty_like(lse)}
+    weights = dict(zip(kernels.kept, kept, strict=True)) or {"LSE2": torch.empty_like(lse)}
     grad_q = grad_k = grad_v = None
     sums: dict[Along, list[Tensor]] = {}
     arguments = _of_backward(
@@ -154,7 +164,7 @@ def backward(
         launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **grad_lse_arguments(grad_lse)})
     else:
         programs, given = statistics_arguments(
-            kernels.spec, out, lse, grad_out, grad_lse, weights["LSE2"], delta, pitch=length
+            kernels.spec, out, lse, grad_out, grad_lse, delta, length, NO_PEAKS if kept else weights
         )
         start(kernels, "statistics_kernel", q.device, programs, given)
     if needs[0] or captures.row:
@@ -184,8 +194,8 @@ def sums_beside(
     k: Tensor,
     v: Tensor,
     grad_out: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
+    statistics: Mapping[str, Tensor],
+    lse: Tensor,
     *,
     scale: float,
     mask: MaskSnapshot | None = None,
@@ -194,16 +204,16 @@ def sums_beside(
 ) -> dict[Along, list[Tensor]]:
     """The sums that `kernels.captures` name but for those by column: what a backward by other kernels lacks.
 
-    `lse2` and `delta`, [B, Hq, M] float32, are as `statistics_kernel` makes them. Raises as `backward` does.
+    `statistics` are arguments, [B, Hq, M] float32: DELTA as `statistics_kernel` makes it, and LSE2 or what
+    the forward kept. Raises as `backward` does.
     """
-    statistics = {"LSE2": lse2, "DELTA": delta}
     arguments = _of_backward(
         kernels, q, k, v, grad_out, statistics, scale, mask, score_captured, mask_captured
     )
     sums: dict[Along, list[Tensor]] = {}
     if kernels.captures.row:
-        sums["row"] = _by_query(kernels, lse2, None, arguments)
-    return sums | _apart(kernels, lse2, k.shape[2], mask, score_captured, arguments)
+        sums["row"] = _by_query(kernels, lse, None, arguments)
+    return sums | _apart(kernels, lse, k.shape[2], mask, score_captured, arguments)
 
 
 def _of_backward(
@@ -282,19 +292,22 @@ def statistics_arguments(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    lse2: Tensor,
     delta: Tensor,
     pitch: int,
+    weights: Mapping[str, object],
 ) -> tuple[tuple[int], Arguments]:
-    """The grid and the arguments of the kernel that fills lse2 and delta, [B, Hq, pitch] float32 each."""
+    """The grid and the arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
+
+    These are LSE2 alone where scores are small, else those of NO_PEAKS.
+    """
     batch, heads, length = lse.shape
     rows = statistics_rows(spec)
     arguments = {
         **strided("OUT", "o", "m", out),
         **strided("GRAD_OUT", "g", "m", grad_out),
         "LSE": lse,
+        **weights,
         **grad_lse_arguments(grad_lse),
-        "LSE2": lse2,
         "DELTA": delta,
         "HQ": heads,
         "M": length,

@@ -1,4 +1,4 @@
-"""A score_mod's exponent, see `ir/exponents.py`, as device functions."""
+"""A score_mod as Hopper's forward computes it, see `ir/exponents.py`, as device functions."""
 
 from __future__ import annotations
 
@@ -6,40 +6,51 @@ import textwrap
 from dataclasses import replace
 from typing import Literal
 
+import torch
+
+from flexmod.codegen.expressions import literal
 from flexmod.codegen.functions import Function
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.triton_text import Writer
-from flexmod.ir.exponents import exponent, score_bounds
-from flexmod.ir.graph import Graph
+from flexmod.ir.exponents import STEEP, exponent, score_bounds
+from flexmod.ir.graph import Graph, Node
 
 INDENT = "    "
 
 
 def write_exponent(graph: Graph, checked: bool = False) -> ModText:
     """That of an optimized score graph."""
-    found = exponent(graph)
-    text = _ExponentWriter(found.graph, checked).write()
+    found = exponent(graph, choose=not checked)  # one text has all the checks
+    writer = _ExponentWriter(found.graph, found.parts, checked)
+    text = writer.write()
+    of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]
+    unit = of_program.pop() if found.has_unit else ""
+    steep = " | ".join(f"(gl.abs({name}) > {STEEP})" for name in of_program)
+    if found.steep:
+        steep = "True"
+    as_written = _Writer(graph, taken=writer.hoisted.values()).write() if of_program else None
+    parameters = (*writer.parameters.values(), *(as_written.parameters if as_written else ()))
     return replace(
         text,
-        shift=_shift(found.graph),
+        parameters=tuple(dict.fromkeys(parameters)),
+        shift=_shift(found.graph, found.parts),
+        unit=unit,
         in_base_2=found.in_base_2,
+        steep=steep,
+        as_written=as_written,
         bounds=score_bounds(graph),
         linear_column=found.linear and "," not in text.column.partition(" = ")[0],
     )
 
 
-def _shift(graph: Graph) -> Literal["", "row", "tile"]:
-    if len(graph.results) == 1:
+def _shift(graph: Graph, parts: int) -> Literal["", "row", "tile"]:
+    if parts == 1:
         return ""
-    of_row = Graph("score", graph.results[1:])
+    of_row = Graph("score", graph.results[1:parts])
     return "row" if any(n.op == "input" and n.value == "q_idx" for n in of_row.nodes) else "tile"
 
 
-class _ExponentWriter(Writer):
-    def __init__(self, graph: Graph, checked: bool) -> None:
-        super().__init__(graph, "score_exponent", checked=checked)
-        self.owner = "score_mod"
-
+class _Writer(Writer):
     def called(self, function: Function) -> str:
         """On lines of its own where it is long: calls stand far to the right in a kernel."""
         call = super().called(function)
@@ -48,5 +59,22 @@ class _ExponentWriter(Writer):
         name, inside = call.removesuffix(")").split("(", 1)
         return f"{name}(\n{textwrap.fill(inside, 84, initial_indent=INDENT, subsequent_indent=INDENT)}\n)"
 
+
+class _ExponentWriter(_Writer):
+    def __init__(self, graph: Graph, parts: int, checked: bool) -> None:
+        super().__init__(graph, "score_exponent", checked=checked)
+        self.owner = "score_mod"
+        self.parts = parts
+
+    def of_program(self, node: Node) -> str:
+        """In a kernel, a number that b and h decide."""
+        if node.is_const:
+            return literal(node.value, torch.float32)
+        if node.op == "param":
+            self.value(Function(self.main, []), node)  # makes it a parameter of the kernel
+            return self.parameters["number", node.value, 0].name
+        return self.hoisted[node] + self.suffix
+
     def returned(self, main: Function) -> list[str]:
-        return [*super().returned(main), *[self.value(main, row) for row in self.graph.results[1:]]]
+        rows = self.graph.results[1 : self.parts]
+        return [*super().returned(main), *[self.value(main, row) for row in rows]]

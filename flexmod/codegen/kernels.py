@@ -63,6 +63,16 @@ class Kernels:
     def module(self) -> ModuleType:
         return self.build(self.spec)
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The forward's arguments for what the backward needs besides the lse, [B, Hq, M] float32 each.
+
+        Small scores, whatever the operands are, do without.
+        """
+        if self.spec.exact:
+            return "PEAK", "TOTAL"
+        return () if self.score is not None and self.score.small else ("PEAK", "REST")
+
     @cached_property
     def tiles(self) -> dict[tuple[KernelName, torch.device], Tile]:
         """The tile that each kernel has settled on, on each device; the launcher keeps it."""

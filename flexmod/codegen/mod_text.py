@@ -17,9 +17,11 @@ a mask gives an int1 tile, that of a score or of its derivative a float32 tile, 
 
 An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
 `offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
-all of a row of it, [rows, 1] or one number. `in_base_2`: what it gives for a tile is the exponent, and not
-the score. `bounds` are those of the score. `linear_column`: the column statement makes one number, a multiple
-of `offset`.
+all of a row of it, [rows, 1] or one number. `steep`: a condition, known once a program, under which the
+largest score is to be subtracted first, and `as_written`, the score as the mod has it, to be called.
+`unit`: a number of the program, by which the call divides the score. `in_base_2`: the call gives the score
+times log2(e). `bounds` are those of the score. `linear_column`: the column statement makes one number, a
+multiple of `offset`.
 
 `checks` are there where FLEXMOD_CHECK_BOUNDS asks for them, in the order of their places.
 """
@@ -34,6 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flexmod.errors import Where
+from flexmod.ir.exponents import is_small
 from flexmod.ir.reductions import Along
 
 Kind = Literal["pointer", "size", "stride", "number", "found"]
@@ -110,10 +113,18 @@ class ModText:
     arguments: tuple[str, ...] = ()
     terms: tuple[TermText, ...] = ()
     shift: Literal["", "row", "tile"] = ""
+    steep: str = ""
+    unit: str = ""
     in_base_2: bool = False
+    as_written: ModText | None = None
     linear_column: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
     checks: tuple[Check, ...] = ()
+
+    @property
+    def small(self) -> bool:
+        """Is the score small, whatever the operands are? Then float32 has digits enough."""
+        return is_small(self.bounds)
 
 
 @dataclass(frozen=True)

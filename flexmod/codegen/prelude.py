@@ -160,6 +160,23 @@ def tanh(x):
     """1 - 2 / (1 + e^2x): an absolute error near 1e-7, and right at both infinities."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 ''',
+    "tanh_relative": '''
+@triton.jit
+def tanh_relative(x):
+    """Cephes' tanhf: a polynomial where 1 - 2 / (1 + e^2x) would cancel. A relative error near 2e-7."""
+    if x.dtype == tl.float64:
+        grown = expm1(2.0 * tl.minimum(x, 30.0, propagate_nan=tl.PropagateNan.ALL))
+        result = grown / (grown + 2.0)
+    else:
+        large = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+        square = x * x
+        series = -5.70498872745e-3 * square + 2.06390887954e-2
+        series = series * square - 5.37397155531e-2
+        series = series * square + 1.33314422036e-1
+        series = series * square - 3.33332819422e-1
+        result = tl.where(tl.abs(x) < 0.625, series * square * x + x, large)
+    return result
+''',
     "tanh_approximate": '''
 @triton.jit
 def tanh_approximate(x):
@@ -263,18 +280,11 @@ def check_bounds(found, index, size, live):
 
 # Where inputs are float32, what is near enough for half types is not.
 EXACT: dict[str, str] = {
-    "tanh": '''
+    "tanh": """
 @triton.jit
 def tanh(x):
-    """Cephes' tanhf: a polynomial where 1 - 2 / (1 + e^2x) would cancel."""
-    square = x * x
-    series = -5.70498872745e-3 * square + 2.06390887954e-2
-    series = series * square - 5.37397155531e-2
-    series = series * square + 1.33314422036e-1
-    series = series * square - 3.33332819422e-1
-    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-    return tl.where(tl.abs(x) < 0.625, series * square * x + x, large)
-''',
+    return tanh_relative(x)
+""",
 }
 
 

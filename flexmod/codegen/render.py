@@ -15,7 +15,7 @@ import torch
 from flexmod.codegen import prelude, schedule
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.spec import KernelSpec, lowest_peak
+from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, lowest_peak
 
 
 def render(
@@ -42,7 +42,8 @@ def render(
         raise ValueError("a backward takes a score_mod's text and its derivative's, or neither")
     grads = captures.by_kernel(grad)
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
-    mods = [mod for mod in (score, *dict.fromkeys(grads.values()), mask) if mod]
+    texts = (score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
+    mods = [mod for mod in texts if mod]
     return _tidy(
         _environment()
         .get_template(template)
@@ -61,6 +62,9 @@ def render(
             in_pairs=score is not None and prelude.in_pairs(score.text, target),
             lowest_peak=lowest_peak(spec, score.bounds) if score else None,
             lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
+            small_scores=score is not None and score.small,
+            largest_exact=LARGEST_EXACT,
+            large=LARGE,
             **facts,
         )
     )
@@ -114,6 +118,7 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
     )
     environment.filters["block"] = _block
+    environment.filters["far_keys"] = lambda line: re.sub(r"\bkv_idx\b", "far_kv_idx", line)
     environment.globals.update(
         hoisted=_hoisted,
         shared_out=_shared_out,

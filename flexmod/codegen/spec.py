@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from flexmod.errors import BlockSizeError, OptionValueError
+from flexmod.ir.exponents import is_small
 
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
@@ -88,12 +89,21 @@ class Tile:
 SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 
 
+# The largest score, in base 2, whose product with a factor may be rounded: by 8, so that a weight is at most
+# 2^8. Beyond, two scores that differ are 16 apart at least.
+LARGEST_EXACT = 2.0**28
+# The lse, in base 2, from which on it is one number too few for the backward: rounding takes 2^-13 of it.
+LARGE = 2048.0
+
+
 def lowest_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
     """The least that a row's peak may be, in base 2, if that of its first tile is to serve the whole row.
 
     Scores lie between `bounds`. None where weights would leave the range of the operands' dtype: float16 has
-    too little of it, always.
+    too little of it, always; and where scores are large, so that a peak has few digits.
     """
+    if not is_small(bounds):
+        return None
     low, high = (end * math.log2(math.e) for end in bounds)
     # not `>`: where both ends are the same infinity, the difference is no number
     if spec.q_dtype is not torch.bfloat16 or not high - low <= LARGEST_WEIGHT - SMALLEST_WEIGHT:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -84,8 +84,12 @@ class Writer:
         arguments: Sequence[str] = (),
         places: Sequence[str] = POSITIONS,
         checked: bool = False,
+        taken: Collection[str] = (),
     ) -> None:
-        """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on."""
+        """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on.
+
+        `taken` are names that another text of the kernel has given to what it hoists.
+        """
         self.checked = checked
         self.checks: list[Check] = []
         self.graph = graph
@@ -97,7 +101,7 @@ class Writer:
         self.numbers, self.found = "number", "found"
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
-        self.taken = RESERVED | {*self.captures, *self.arguments, *self.given}
+        self.taken = RESERVED | {*self.captures, *self.arguments, *self.given, *taken}
         self.users = count_users(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)

@@ -1,25 +1,29 @@
-"""A score_mod as what the softmax takes it for: the exponent of a weight.
+"""A score_mod as Hopper's forward computes it: the score itself, in few instructions for an element.
 
-weight = 2^(exponent - peak), for exponent = log2(e) * score_mod(scale * product, ...). `exponent` rewrites a
-score's graph so that a kernel's inner loop has few instructions for an element:
+weight = 2^(log2(e) * (score - largest)). `exponent` rewrites a score's graph where that costs no digits:
 
-    factors     the scale, log2(e) and factors of the mod that b and h decide are multiplied once a program
     squashing   tanh and sigmoid of the score become `logistic`, 1 / (1 + 2^x), whose argument and result take
-                such factors too
-    rows        what is added along a whole row (kv_idx has no part in it) is a result of its own: it is taken
-                from the row's peak, not added to elements
+                the scale and the mod's factors
+    rows        what is added along a whole row (kv_idx has no part in it) is a result of its own: it is added
+                to the row's largest score, not to elements
     indices     a multiple of an index like q_idx - kv_idx is split where the tile starts, at the key `start`:
                 q_idx - start belongs to the row, and to the column `offset`, kv_idx - start, which is
                 the same in every tile. Both are small whole numbers, exact in float32
 
-A sum without the score in it stays as the user wrote it, since regrouping it may lose what cancels. float32
-rounds at other places than in the mod as written, as often as there.
+    unit        the last factor of all scores is multiplied by log2(e) once a program
+    base 2      where it costs no element a multiplication, bounded scores come multiplied by log2(e)
+
+All other scores are computed as written, in the order of the mod. So does the backward, and float32 rounds
+scores near 1e9 to multiples of 64: weights of both agree where their scores do. Rewritten are scores that
+are small (`SMALL`), and an index times a slope up to `STEEP` beside a plain score. For slopes that are known
+at run time alone the graph gives the numbers to compare with it.
 
 `score_bounds` is what the interval rules know of the score.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -30,33 +34,46 @@ from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
+from flexmod.ir.tanhs import SMALL
 
 # Rules that hold for floats, of which those that are no number are left out.
 FLOAT_RULES = bounds.ROUNDED | {bounds.within_one, bounds.share}
+# Slopes of an index up to this one may be split at a tile's start: an offset times a slope is up to 1024.
+STEEP = 8.0
 
 
 @dataclass(frozen=True)
 class Exponent:
-    """`graph` has the result of an element, and where there is one that of its row.
+    """`graph` has the score of an element, and where there is one what is added along its row.
 
-    Their sum is the exponent, once the element's result is multiplied by log2(e), if it is not `in_base_2`:
-    where elements that are not the score's own would each need a multiplication for it. Beside a score's
-    inputs, of which `score` is the product of a query and a key, the graph may read `scale`, `start` and
-    `offset`. `linear`: what it adds by column is multiples of `offset`.
+    Their sum is the score; `has_unit`: the score divided by the last result, which is positive and decided by
+    b and h; `in_base_2`: the score times log2(e). Beside a score's inputs, of which `score` is the product of
+    a query and a key, the graph may read `scale`, `start` and `offset`. The other results after the first
+    `parts` are slopes, decided by b and h: where one is beyond STEEP, the score is to be computed as written.
+    `steep`: so it is, for a slope that is a number. `linear`: what it adds by column is multiples of
+    `offset`.
     """
 
     graph: Graph
-    in_base_2: bool
+    parts: int
     linear: bool = False
+    has_unit: bool = False
+    in_base_2: bool = False
+    steep: bool = False
 
 
-def exponent(graph: Graph) -> Exponent:
-    """Of an optimized score graph."""
-    in_base_2 = _Rewriter(graph, LOG2_E)
-    if not in_base_2.extra:
-        return Exponent(in_base_2.graph(), True, in_base_2.linear)
-    natural = _Rewriter(graph, 1.0)
-    return Exponent(natural.graph(), False, natural.linear)
+def exponent(graph: Graph, choose: bool = True) -> Exponent:
+    """Of an optimized score graph. Without `choose` no slopes are split that are known at run time alone."""
+    if is_small(score_bounds(graph)):
+        in_base_2 = _Rewriter(graph, choose, LOG2_E)
+        if not in_base_2.extra:
+            return in_base_2.found()
+    return _Rewriter(graph, choose).found()
+
+
+def is_small(bounds: Bounds) -> bool:
+    """Are scores between these bounds small?"""
+    return bounds[0] >= -SMALL and bounds[1] <= SMALL
 
 
 @dataclass(frozen=True)
@@ -71,12 +88,14 @@ class _Factor:
 
 
 class _Rewriter:
-    """`unit` is what the score is to be multiplied by, `extra` counts the terms for which this is one
+    """`base` is what a bounded score is to be multiplied by, `extra` counts the terms for which this is one
     multiplication of an element more."""
 
-    def __init__(self, graph: Graph, unit: float) -> None:
+    def __init__(self, graph: Graph, choose: bool, base: float = 1.0) -> None:
         self.given = graph
-        self.unit = _Factor(unit)
+        self.choose = choose
+        self.base = base
+        self.known = node_bounds(graph)
         self.builder = Builder()
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
@@ -84,19 +103,105 @@ class _Rewriter:
         self.elements: list[Node] = []
         self.columns: list[Node] = []
         self.rows: list[Node] = []
+        self.slopes: list[Node] = []
+        self.unit: Node | None = None
+        self.steep = False
         self.extra = 0
         self.linear = True
-        for factor, node in self._terms(graph.result, self.unit):
-            self._place(factor, node)
-        self.linear &= bool(self.columns)
+        rest, factor = graph.result, _Factor(1.0)
+        if not is_small(self.known[rest]):
+            rest, factor = self._without_indices(rest)
+        if self._is_small(rest):
+            factor = factor.times(base)
+            for own, node in self._terms(rest, factor):
+                self._place(own, node)
+        else:
+            self.elements.append(self._in_units(rest) if rest is graph.result else self._scaled(factor, rest))
 
-    def graph(self) -> Graph:
+    def found(self) -> Exponent:
         columns = [self._sum(self.columns)] if self.columns else []
         element = self._sum([*self.elements, *columns] or [self._number(0.0)])
         rows = [self._sum(self.rows)] if self.rows else []
-        return self.given.of([element, *rows])
+        others = [*self.slopes, *([self.unit] if self.unit else [])]
+        return Exponent(
+            self.given.of([element, *rows, *others]), 1 + len(rows), self.linear and bool(self.columns),
+            self.unit is not None, self.base != 1.0, self.steep,
+        )  # fmt: skip
 
-    # what a score is a sum of
+    def _in_units(self, node: Node) -> Node:
+        """The node without its last factor, whose size is the unit. Its sign stays."""
+        number = next((a for a in node.args if a.home <= UNIFORM), None)
+        if node.op != "mul" or number is None or "score" not in node.home or node.dtype != torch.float32:
+            return self._scaled(_Factor(1.0), node)
+        (rest,) = (a for a in node.args if a is not number)
+        # a unit is not 0, by which -inf is no number
+        if number.is_const:
+            value = float(number.value)  # type: ignore[arg-type]
+            self.unit = self._number(max(abs(value), 1e-30))
+            return self._scaled(_Factor(math.copysign(bool(value), value)), rest)
+        size = self.builder.node("abs", (self._float(number),), torch.float32)
+        self.unit = self.builder.node("maximum", (size, self._number(1e-30)), torch.float32)
+        sign = self.builder.node("sign", (self._float(number),), torch.float32)
+        return self._scaled(_Factor(1.0, (sign,)), rest)
+
+    # multiples of indices beside a score
+
+    def _without_indices(self, node: Node) -> tuple[Node, _Factor]:
+        """What is left of the sum, and its sign; multiples of indices have become columns and rows.
+
+        All of it is left where that is more than the plain score or a small one: a sum with what may be large
+        is rounded as it is written.
+        """
+        rest, sign, found = node, 1.0, list[tuple[_Factor, Node]]()
+        while rest.op in ("add", "sub", "neg") and rest.dtype == torch.float32 and "score" in rest.home:
+            if rest.op == "neg":
+                rest, sign = rest.args[0], -sign
+                continue
+            of_second = -sign if rest.op == "sub" else sign
+            (first, second) = rest.args
+            if "score" in first.home and (index := self._index(second, of_second)):
+                rest = first
+            elif "score" in second.home and (index := self._index(first, sign)):
+                rest, sign = second, of_second
+            else:
+                break
+            found.append(index)
+        if not found or not (_is_score(rest) or self._is_small(rest)):
+            return node, _Factor(1.0)
+        for factor, one in found:
+            self._place_index(factor, one)
+        return rest, _Factor(sign)
+
+    def _index(self, node: Node, sign: float) -> tuple[_Factor, Node] | None:
+        """A multiple of an index, or a small number of the row, as a factor and a node."""
+        ((factor, one),) = [*self._terms(node, _Factor(sign))]
+        if one.home <= ROW and self._is_small(node):
+            return factor, one
+        steps = _steps_of_kv(one)
+        if not steps or (factor.nodes and not self.choose):
+            return None
+        self.steep |= not factor.nodes and abs(factor.number * steps) > STEEP
+        return None if self.steep else (factor, one)
+
+    def _place_index(self, factor: _Factor, node: Node) -> None:
+        if factor.nodes and not node.home <= ROW:
+            number = factor.number * (_steps_of_kv(node) or 0)
+            parts = [*factor.nodes, *([self._number(number)] if number != 1 else [])]
+            self.slopes.append(self._product(parts))
+        self._place(factor, node)
+
+    def _is_small(self, node: Node) -> bool:
+        """By the interval rules; a multiple of a plain tanh is: see `tanhs.py`."""
+        if is_small(self.known[node]):
+            return True
+        while node.op in ("mul", "div", "neg") and node.dtype == torch.float32:
+            free = [a for a in node.args if not a.home <= UNIFORM]
+            if len(free) != 1:
+                return False
+            node = free[0]
+        return node.op == "tanh"
+
+    # what a small score is a sum of
 
     def _terms(self, node: Node, factor: _Factor) -> Iterator[tuple[_Factor, Node]]:
         """The node as a sum of factors times nodes; only a sum that the score is in is taken apart."""
@@ -132,18 +237,15 @@ class _Rewriter:
         elif (steps := _steps_of_kv(node)) is not None and steps:
             offset = self._as_float(self.builder.input("offset", torch.int32))
             self.columns.append(self._times(offset, factor.times(float(steps))))
-            self._add_to_row(self._as_float(self._at_start(node)), factor)
+            self.rows.append(self._times(self._as_float(self._at_start(node)), factor))
         elif node.home <= ROW:
-            self._add_to_row(self._float(node), factor)
+            self.rows.append(self._times(self._float(node), factor))
         elif node.home <= COLUMN:
             self.columns.append(self._scaled(factor, node))
             self.linear = False
         else:
-            self.extra += not _is_score(node) and factor == self.unit
+            self.extra += not _is_score(node) and factor == _Factor(self.base)
             self.elements.append(self._scaled(factor, node))
-
-    def _add_to_row(self, node: Node, factor: _Factor) -> None:
-        self.rows.append(self._times(node, factor.times(LOG2_E / self.unit.number)))
 
     def _place_squashed(self, factor: _Factor, node: Node) -> None:
         """tanh(x) = 1 - 2 / (1 + e^2x), sigmoid(x) = 1 / (1 + e^-x)."""
@@ -151,7 +253,7 @@ class _Rewriter:
         argument = self._sum([self._scaled(f, n) for f, n in self._terms(node.args[0], inner)])
         squashed = self.builder.node("logistic", (argument,), torch.float32, None, node.where)
         if node.op == "tanh":
-            self._add_to_row(self._number(1.0), factor)
+            self.rows.append(self._times(self._number(1.0), factor))
             factor = factor.times(-2.0)
         self.elements.append(self._times(squashed, factor))
 
@@ -256,10 +358,15 @@ def _is_tame(node: Node) -> bool:
 
 def score_bounds(graph: Graph) -> Bounds:
     """What a score lies between, whatever the product is; what is no number is left out."""
+    return node_bounds(graph)[graph.result]
+
+
+def node_bounds(graph: Graph) -> dict[Node, Bounds]:
+    """`score_bounds` of each node."""
     known: dict[Node, Bounds] = {}
     for node in graph.nodes:
         known[node] = _without_nan(_bounds_of(node, known))
-    return known[graph.result]
+    return known
 
 
 def _bounds_of(node: Node, known: dict[Node, Bounds]) -> Bounds:

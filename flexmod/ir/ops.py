@@ -316,6 +316,10 @@ _ROWS = [
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high", finite=True),
+    # a tanh that a large number is multiplied by, see `tanhs.py`; torch has no other name for it
+    Op("tanh_relative", (), "result", promote_float, "tanh_relative({0})",
+       torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
+       cost="high", finite=True),
     # of `approximate.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",

@@ -90,6 +90,7 @@ def made(
     if way == "backward":
         out, lse = torch.empty_like(case.grad_out), torch.empty(q.shape[:3])
         call |= {"out": out, "lse": lse, "grad_out": case.grad_out, "grad_lse": None, "needs": (True,) * 3}
+        call["kept"] = (lse,) * len(kernels_for(spec, *lowered).kept)
     return HopperKernels(kernels_for(spec, *lowered)), call
 
 
@@ -294,7 +295,8 @@ def test_the_long_ones_go_first_where_a_backward_has_few_programs(
     q, k, v = case.inputs
     call = {"q": q, "k": k, "v": v, "scale": 1.0, "mask": mask}
     hopper.forward(kernels, **call, shape=kernels.ladder("forward")[-1])
-    out = {"out": case.grad_out, "lse": torch.empty(q.shape[:3]), "grad_out": case.grad_out}
+    lse = torch.empty(q.shape[:3])
+    out = {"out": case.grad_out, "lse": lse, "grad_out": case.grad_out, "kept": (lse, lse)}
     hopper.backward(
         kernels, **call, **out, grad_lse=None, needs=(True,) * 3, shape=kernels.ladder("backward")[-1]
     )
@@ -326,13 +328,14 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(kernels: Any, name: str, device: Any, programs: Any, arguments: Any) -> None:
         given = arguments if isinstance(arguments, dict) else arguments(kernels.ladder(name)[0])
         assert set(getattr(kernels.module, f"{name}_kernel").arg_names) - {"BLOCK_M", "BLOCK_N"} <= set(given)
-        assert given["LSE2"].shape == given["DELTA"].shape == (2, 4, 300)
+        assert given["PEAK"].shape == given["REST"].shape == given["DELTA"].shape == (2, 4, 300)
         launched.append(name)
 
     monkeypatch.setattr(hopper, "start", start)
     monkeypatch.setattr(triton, "launch", launch)
     monkeypatch.setattr(triton_captured, "launch", launch)
     captured = Captured(traced.tensors)
+    call["kept"] = (call["lse"], call["lse"])
     found = hopper.backward(kernels, **call, score_captured=captured, shape=kernels.ladder("backward")[-1])
     assert launched == ["statistics_kernel", "backward_kernel", "round_kernel", "dq", "scatter"]
     assert [x.shape for x in found.sums["column"]] == [(2, 4, 260)] * 2

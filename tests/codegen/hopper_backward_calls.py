@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +150,12 @@ class Call:
         gradients = torch.autograd.grad(results, wanted, incoming, allow_unused=True, materialize_grads=True)
         return out.detach(), lse.detach(), list(gradients)
 
+    @staticmethod
+    def kept(lse: Tensor) -> tuple[Tensor, Tensor]:
+        """What the forward leaves of rows that are not large."""
+        lse2 = (lse * math.log2(math.e)).float()
+        return torch.zeros_like(lse2), torch.where(lse == -torch.inf, torch.inf, lse2)
+
     def run(
         self, out: Tensor, lse: Tensor, changed: Callable[[str], str] = lambda text: text, seed: int = 0
     ) -> list[Tensor]:
@@ -177,7 +184,8 @@ class Call:
         with on_python(changed, seed, case.ordered):
             found = hopper.backward(
                 HopperKernels(portable), q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
-                self.grad_lse, (True, True, True), scale=case.scale, mask=mask, shape=case.shape, **given,
+                self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
+                shape=case.shape, **given,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
         if wanted:

@@ -33,6 +33,8 @@ MODS = {
     "table": lambda s, b, h, q, k: s + table[h, q - k + 64],
     "table, row, steps": lambda s, b, h, q, k: s + table[h, q - k + 64] + of_row[q] - 3 * k,
     "capped sum": lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + q,
+    "learned cap": lambda s, b, h, q, k: slopes[h] * torch.tanh(s / slopes[h]),
+    "large cap": lambda s, b, h, q, k: 1e8 * torch.tanh(s / 1e8),
     "gate": lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]),
     "no score": lambda s, b, h, q, k: q * 1.5,
     "a number": lambda s, b, h, q, k: 0.5,
@@ -70,14 +72,17 @@ def test_the_text_of_a_softcap() -> None:
 
 def test_the_text_of_alibi() -> None:
     text = write_exponent(lowered(mods.alibi(slopes))[0])
-    assert text.column == "mul_kv_of_score = score_exponent_column(b, h, kv_idx, offset, mul_bh_1_of_score)"
-    assert (text.shift, text.in_base_2) == ("row", True)
-    assert "return score * mul_bh + mul_kv, (start.to(tl.float32) - cast_q) * mul_bh_1" in text.text
+    assert text.column == "mul_kv_of_score = score_exponent_column(b, h, kv_idx, offset, table_bh_of_score)"
+    assert (text.shift, text.in_base_2, text.steep) == ("row", False, "(gl.abs(table_bh_of_score) > 8.0)")
+    assert "return score * scale + mul_kv, (start.to(tl.float32) - cast_q) * table_bh" in text.text
+    assert text.as_written is not None and "table_bh_1 * (" in text.as_written.text
+    assert text.small is False and write_exponent(lowered(mods.softcap(16.0))[0]).small
 
 
 def test_a_capture_may_have_the_name_of_what_a_kernel_gives() -> None:
     scale, offset, start = slopes, of_row, of_column
-    graph, tensors = lowered(lambda s, b, h, q, k: s * scale[h] + offset[q] + start[k] + (q - k))
+    score_mod = lambda s, b, h, q, k: torch.tanh(s * scale[h] + offset[q] + start[k]) + (q - k)  # noqa: E731
+    graph, tensors = lowered(score_mod)
     text = write_exponent(graph)
     names = {p.name for p in text.parameters if p.kind == "pointer"}
     assert names == {"scale_1_of_score", "offset_1_of_score", "start_1_of_score"}
@@ -95,6 +100,9 @@ def test_a_capture_may_have_the_name_of_what_a_kernel_gives() -> None:
         (BF16, (-20.0, 20.0), 20.0 * LOG2_E - 50.0),  # the largest weight is 2^50
         (BF16, (-50.0, 50.0), 50.0 * LOG2_E - 50.0),
         (BF16, (-60.0, 60.0), None),
+        (BF16, (1000.0, 1020.0), 1020.0 * LOG2_E - 50.0),
+        (BF16, (1e9, 1e9 + 64), None),  # a peak has too few digits
+        (BF16, (-1e9, -1e9), None),
         (BF16, (-float("inf"), 20.0), None),
         (BF16, (0.0, float("inf")), None),
         (BF16, (-float("inf"), -float("inf")), None),

@@ -1,4 +1,4 @@
-"""Scores as exponents: the same numbers, in fewer steps for an element; and their bounds."""
+"""Scores as Hopper's forward computes them: the same numbers, in fewer steps; and their bounds."""
 
 from __future__ import annotations
 
@@ -29,29 +29,37 @@ def random(*shape: int) -> torch.Tensor:
 slopes, of_batch, of_row, of_column = random(H), random(B).exp(), random(64), random(64)
 table = random(H, 128)
 
-# name: (score_mod, how many steps an element takes, is it in base 2)
-MODS: dict[str, tuple[Callable[..., Any], int, bool]] = {
-    "alibi": (mods.alibi(slopes), 2, True),
-    "alibi of a number": (mods.alibi(H), 2, True),
-    "softcap": (mods.softcap(16.0), 3, True),
-    "relative": (mods.relative_position(), 2, True),
-    "the other way": (lambda s, b, h, q, k: s + (k - q + 3) * 0.5, 2, True),
-    "negated": (lambda s, b, h, q, k: -(s - slopes[h] * -(q - k)) / 2, 2, True),
-    "temperature": (lambda s, b, h, q, k: s * slopes[h] / of_batch[b] * 3, 1, True),
-    "row": (lambda s, b, h, q, k: s + of_row[q], 1, True),
-    "row and column": (lambda s, b, h, q, k: 0.5 * (s + of_row[q] - of_column[k]), 2, True),
-    "a difference": (lambda s, b, h, q, k: s + (of_row[q] - of_column[k]), 3, False),
-    "table": (lambda s, b, h, q, k: s + table[h, q - k + 64], 5, False),
-    "table, row, steps": (lambda s, b, h, q, k: s + table[h, q - k + 64] + of_row[q] - 3 * k, 6, False),
-    "scaled table": (lambda s, b, h, q, k: 2 * (s + table[h, q - k + 64]), 6, True),
-    "distance": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), 5, True),
-    "capped sum": (lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + q, 6, True),
-    "cap of captured": (lambda s, b, h, q, k: 9 * torch.tanh(s + of_column[k]), 4, True),
-    "gate": (lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]), 3, True),
-    "square": (lambda s, b, h, q, k: s * s, 2, False),
-    "-inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3, False),
-    "no score": (lambda s, b, h, q, k: q * 1.5, 0, True),
-    "a number": (lambda s, b, h, q, k: 0.5, 0, True),
+# name: (score_mod, how many steps an element takes, what there is beside an element and its row)
+MODS: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "alibi": (mods.alibi(slopes), 2, "slope"),
+    "alibi of a number": (mods.alibi(H), 2, "slope"),
+    "softcap": (mods.softcap(16.0), 3, "base 2"),
+    "relative": (mods.relative_position(), 2, ""),
+    "the other way": (lambda s, b, h, q, k: s + (k - q + 3) * 0.5, 2, ""),
+    "negated": (lambda s, b, h, q, k: -(s - slopes[h] * -(q - k)) / 2, 6, "unit"),
+    "minus": (lambda s, b, h, q, k: slopes[h] * (q - k) - s, 2, "slope"),
+    "steep": (lambda s, b, h, q, k: s + 9 * (k - q), 4, ""),
+    "capped, slopes": (lambda s, b, h, q, k: 9 * torch.tanh(s / 9) + slopes[h] * (k - q), 4, "slope"),
+    "temperature": (lambda s, b, h, q, k: s * slopes[h] / of_batch[b] * 3, 3, "unit"),
+    "one factor": (lambda s, b, h, q, k: s * slopes[h], 1, "unit"),
+    "row": (lambda s, b, h, q, k: s + of_row[q], 2, ""),
+    "row and column": (lambda s, b, h, q, k: 0.5 * (s + of_row[q] - of_column[k]), 3, "unit"),
+    "a difference": (lambda s, b, h, q, k: s + (of_row[q] - of_column[k]), 3, ""),
+    "table": (lambda s, b, h, q, k: s + table[h, q - k + 64], 5, ""),
+    "table, row, steps": (lambda s, b, h, q, k: s + table[h, q - k + 64] + of_row[q] - 3 * k, 7, ""),
+    "scaled table": (lambda s, b, h, q, k: 2 * (s + table[h, q - k + 64]), 5, "unit"),
+    "distance": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), 5, ""),
+    "capped sum": (lambda s, b, h, q, k: 30 * torch.tanh((s + slopes[h] * (q - k)) / 30) + 7, 6, "base 2"),
+    "cap of captured": (lambda s, b, h, q, k: 9 * torch.tanh(s + of_column[k]), 4, "base 2"),
+    "large cap": (lambda s, b, h, q, k: 1e8 * torch.tanh(s / 1e8), 3, "unit"),
+    "learned cap": (lambda s, b, h, q, k: slopes[h] * torch.tanh(s / slopes[h]), 4, "unit"),
+    "gate": (lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]), 3, "base 2"),
+    "square": (lambda s, b, h, q, k: s * s, 2, ""),
+    "-inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3, ""),
+    "-1e9": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), 3, ""),
+    "+1e9": (lambda s, b, h, q, k: s + 1e9, 2, ""),
+    "no score": (lambda s, b, h, q, k: q * 1.5, 0, ""),
+    "a number": (lambda s, b, h, q, k: 0.5, 0, "base 2"),
 }
 
 
@@ -70,11 +78,13 @@ def element_steps(found: Exponent) -> int:
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_an_exponent_is_the_score_in_base_2(name: str) -> None:
-    score_mod, steps, in_base_2 = MODS[name]
+def test_its_sum_is_the_score(name: str) -> None:
+    score_mod, steps, made = MODS[name]
     graph, tensors = lowered(score_mod)
     found = exponent(graph)
-    assert (element_steps(found), found.in_base_2) == (steps, in_base_2)
+    slopes_found = len(found.graph.results) - found.parts - found.has_unit
+    facts = {"base 2": found.in_base_2, "unit": found.has_unit, "slope": slopes_found > 0}
+    assert (element_steps(found), {fact for fact, there in facts.items() if there}) == (steps, {made} - {""})
 
     product, scale = random(B, H, M, N).double() * 40, 0.3
     q_idx, offset = torch.arange(M)[:, None] + 8, torch.arange(N)
@@ -91,12 +101,15 @@ def test_an_exponent_is_the_score_in_base_2(name: str) -> None:
         "offset": offset,
         "start": torch.tensor(START),
     }
-    parts = evaluate(found.graph, tensors, score=product, others=others, **given)
+    results = evaluate(found.graph, tensors, score=product, others=others, **given)
+    parts = results[: found.parts]
     for row in parts[1:]:
         assert row.shape[-1:] in ((), (1,))
-    expected = (expected * LOG2_E).expand(B, H, M, N)
-    total = sum((parts[0] * (1.0 if in_base_2 else LOG2_E), *parts[1:])).expand(B, H, M, N)
-    torch.testing.assert_close(total.double(), expected.double(), rtol=1e-12, atol=1e-10)
+    total = sum(parts).expand(B, H, M, N) / (LOG2_E if found.in_base_2 else 1.0)
+    if found.has_unit:
+        assert (results[-1] > 0).all()
+        total = total * results[-1]
+    torch.testing.assert_close(total.double(), expected.expand(B, H, M, N).double(), rtol=1e-12, atol=1e-10)
 
 
 def test_the_texts_of_graphs() -> None:
@@ -112,17 +125,42 @@ def test_the_texts_of_graphs() -> None:
     graph, _ = lowered(mods.relative_position())
     assert without_lines(exponent(graph).graph) == (
         "score():\n"
-        "  %0: float32 = mul(scale, 1.4426950408889634)\n"
-        "  %1: float32 = mul(score, %0)\n"
-        "  %2: float32 = cast(offset)\n"
-        "  %3: float32 = mul(%2, -1.4426950408889634)\n"
-        "  %4: float32 = add(%1, %3)\n"
-        "  %5: float32 = cast(q_idx)\n"
-        "  %6: float32 = cast(start)\n"
-        "  %7: float32 = sub(%5, %6)\n"
-        "  %8: float32 = mul(%7, 1.4426950408889634)\n"
-        "  return %4, %8"
+        "  %0: float32 = mul(score, scale)\n"
+        "  %1: float32 = cast(offset)\n"
+        "  %2: float32 = mul(%1, -1.0)\n"
+        "  %3: float32 = add(%0, %2)\n"
+        "  %4: float32 = cast(q_idx)\n"
+        "  %5: float32 = cast(start)\n"
+        "  %6: float32 = sub(%4, %5)\n"
+        "  return %3, %6"
     )
+
+
+LARGE = {
+    "+1e9": lambda s, b, h, q, k: s + 1e9,
+    "a row of 1e9": lambda s, b, h, q, k: s + 1e9 * of_row[q] - of_column[k],
+    "one of two": lambda s, b, h, q, k: torch.where(q > k, -1e9, s) + slopes[h] * (q - k),
+    "times 1e9": lambda s, b, h, q, k: s * slopes[h] * 1e9 + of_row[q],
+    "steep": lambda s, b, h, q, k: s + 1e5 * (k - q),
+    "a cap of 1e8": lambda s, b, h, q, k: 1e8 * torch.tanh(s / 1e8) + of_row[q],
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_scores_are_rounded_as_written(name: str) -> None:
+    """The backward computes them as written: near 1e9 another order is another multiple of 64."""
+    graph, tensors = lowered(LARGE[name])
+    found = exponent(graph)
+    assert len(found.graph.results) == 1
+    given = {
+        "b": torch.arange(B)[:, None, None, None], "h": torch.arange(H)[:, None, None],
+        "q_idx": torch.arange(M)[:, None], "kv_idx": START + torch.arange(N),
+    }  # fmt: skip
+    product, scale = random(B, H, M, N), torch.tensor(0.3)
+    others = {"scale": scale, "offset": torch.arange(N), "start": torch.tensor(START)}
+    (element,) = evaluate(found.graph, tensors, score=product, others=others, **given)
+    (score,) = evaluate(graph, tensors, score=product * scale, **given)
+    assert torch.equal(*torch.broadcast_tensors(element, score))
 
 
 def without_lines(graph: Graph) -> str:
@@ -153,8 +191,8 @@ def test_an_index_is_exact_far_from_the_start() -> None:
     zero = torch.zeros(2, 128)
     element, row = evaluate(found.graph, tensors, score=zero, others=others, **given)
     distance = (q_idx - (start + offset)).double()
-    error = (element.double() + row.double()) / LOG2_E - distance
-    assert error[0].abs().max() < 1e-5
+    error = element.double() + row.double() - distance
+    assert error[0].abs().max() == 0
     assert (error[1] / distance[1]).abs().max() < 2**-23
 
 

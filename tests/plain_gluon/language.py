@@ -12,7 +12,7 @@ import numpy as np
 from plain_gluon import products
 from plain_gluon.memory import Descriptor, Pointer, Shared
 from plain_gluon.order import Actor, Barrier, Program, Race, here, source_line
-from plain_gluon.tiles import plain, tile
+from plain_gluon.tiles import plain, real, tile
 
 UNKNOWN_NUMBER = -12345  # in shared memory that nobody has written
 
@@ -171,6 +171,11 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: tile(function(*map(plain, given)))
 
 
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return np.asarray(real(a), np.float64) * real(b) + c
+
+
 LAYOUTS = (
     "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout", "SwizzledSharedLayout",
 )  # fmt: skip
@@ -180,12 +185,13 @@ TYPES = ("float32", "int32", "int64")
 def language(programs: int) -> SimpleNamespace:
     """`gl`, in a launch of so many programs."""
     return SimpleNamespace(
-        **{name: elementwise(getattr(np, name)) for name in ("ceil", "exp2", "log2", "maximum", "minimum")},
+        **{name: elementwise(getattr(np, name)) for name in ("abs", "ceil", "exp2", "log2", "maximum")},
         **dict.fromkeys(LAYOUTS, lambda *given: None), **{name: name for name in TYPES},
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *given: None),
         constexpr=lambda x: x, static_range=range, to_tensor=lambda x: x,
         program_id=lambda axis: here.program.number, num_programs=lambda axis: programs,
         where=where, load=load, store=store, atomic_add=atomic_add, full=full, gather=gather, permute=permute,
+        minimum=elementwise(np.fmin), fma=elementwise(fused),
         max=reduced("max"), sum=reduced("sum"), cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
         arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),
         allocate_shared_memory=allocate, warp_specialize=specialize,

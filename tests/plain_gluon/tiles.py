@@ -1,14 +1,29 @@
-"""Tiles in registers. Arithmetic is float64; layouts mean nothing here.
+"""Tiles in registers. Arithmetic is float64, or float32 in `single()`; layouts mean nothing here.
 
-A tile is rounded where a text rounds it to the dtype of a tensor, and to no other; by mods to theirs.
+A tile of float64 is rounded where a text rounds it to the dtype of a tensor, and to no other; by mods to
+theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+_REAL: list[type] = [np.float64]
+
+
+@contextmanager
+def single() -> Iterator[None]:
+    """Here tiles are float32, as a chip has them: each operation rounds its result."""
+    _REAL.append(np.float32)
+    try:
+        yield
+    finally:
+        _REAL.pop()
 
 
 class Tile(np.ndarray):
@@ -28,10 +43,18 @@ class Tile(np.ndarray):
         return tile(rounded(plain(self), dtype))
 
 
+def real(x: Any) -> Any:
+    """A number as a tile holds it."""
+    return x if np.ndim(x) else _REAL[-1](x)
+
+
 def tile(x: Any, product: Any = None) -> Any:
     if np.ndim(x) == 0:
         return x
-    made = np.asarray(x).view(Tile)
+    made = np.asarray(x)
+    if made.dtype.kind == "f":
+        made = made.astype(_REAL[-1], copy=False)
+    made = made.view(Tile)
     made.product = product
     return made
 
