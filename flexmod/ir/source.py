@@ -89,10 +89,13 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
         raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=EXAMPLES[kind])
 
 
-def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
+def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int | str:
     if not callable(mod):
         raise errors.NotCallable(mod=what, type=type(mod).__name__, expected=expected)
-    return positional_count(mod)
+    try:
+        return positional_count(mod)
+    except ValueError:  # a function or class of C may not say what it takes
+        return "an unknown number of"
 
 
 def mod_name(mod: Callable[..., Any]) -> str:

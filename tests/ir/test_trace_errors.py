@@ -756,6 +756,15 @@ def test_arity_without_a_kind() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["score", "mask"])
+def test_a_function_that_does_not_say_what_it_takes(kind: str) -> None:
+    with pytest.raises(errors.ModArityError) as caught:
+        trace(dict, kind)
+    assert str(caught.value).startswith(
+        f"{kind}_mod dict takes an unknown number of positional arguments without defaults; a score_mod takes"
+    )
+
+
 def test_an_operation_without_a_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_derivative(s, b, h, q, k):
         return torch.sin(s)  # <-
