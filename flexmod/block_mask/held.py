@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask import tiles
-from flexmod.block_mask.parts import plain_list
+from flexmod.block_mask.parts import as_int32, plain_list
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 from flexmod.errors import BlockMaskPartsError
@@ -183,9 +183,7 @@ class Held:
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
         part = plain_list(name, part)
-        if part is not None:
-            part = part if part.is_floating_point() else part.to(torch.int32)
-        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: part})
+        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: as_int32(part)})
 
     def as_lists(self) -> Held:
         """The same tiles as lists."""

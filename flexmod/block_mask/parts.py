@@ -13,6 +13,8 @@ from flexmod import tensor_kinds, transforms
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import BlockMaskPartsError, BlockSizeError, DeviceMismatch, LengthError
 
+INT32 = torch.iinfo(torch.int32)
+
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """BLOCK_SIZE as (queries, keys). Raises BlockSizeError."""
@@ -67,7 +69,21 @@ def checked_lists(parts: Parts) -> Parts:
                 name=name,
             )
     with transforms.paused():
-        return {name: None if x is None else x.to(torch.int32) for name, x in zip(LISTS, lists, strict=True)}
+        return dict(zip(LISTS, map(as_int32, lists), strict=True))
+
+
+def as_int32(part: Tensor | None) -> Tensor | None:
+    """A list as int32. What int32 cannot hold becomes its largest number, which no list may have.
+
+    A list of another kind than integers stays as it is, for `checked_lists` to refuse.
+    """
+    if part is None or part.dtype == torch.int32 or not _is_of_integers(part):
+        return part
+    return (part.long().clamp(INT32.min, INT32.max) if part.dtype.itemsize > 2 else part).to(torch.int32)
+
+
+def _is_of_integers(part: Tensor) -> bool:
+    return not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
 
 
 def plain_list(name: str, part: Any) -> Tensor | None:
@@ -97,7 +113,7 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
     if counts is None or indices is None:
         there, missing = names if indices is None else names[::-1]
         problem = f"{there} is given without {missing}"
-    elif any(part.is_floating_point() or part.is_complex() for part in (counts, indices)):
+    elif not (_is_of_integers(counts) and _is_of_integers(indices)):
         problem = f"{names[0]} is {counts.dtype} and {names[1]} {indices.dtype}, but both hold integers"
     elif counts.shape != indices.shape[:-1] or indices.shape[:-1] != rows:
         problem = f"{names[0]} has shape {tuple(counts.shape)} and {names[1]} {tuple(indices.shape)}"
@@ -131,7 +147,8 @@ def check_lengths(
 def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int]) -> bool:
     """Do full tiles reach over the end of a length? Kernels must look for the end in those too.
 
-    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist.
+    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist, and
+    for a count of more or fewer tiles than a list can have.
     """
     rows, columns = map(tile_count, lengths, block)
     ragged = {"kv": lengths[1] % block[1] > 0, "q": lengths[0] % block[0] > 0}
@@ -145,13 +162,17 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
         width = max(
             count, indices.shape[-1]
         )  # lists made for longer keys may be cropped by assigning seq_lengths
-        wrong = (listed & ((indices < 0) | (indices >= width))).any() | (counts > indices.shape[-1]).any()
+        wrong = (listed & ((indices < 0) | (indices >= width))).any()
+        miscounted = ((counts < 0) | (counts > indices.shape[-1])).any()
         whole = count - ragged[axis]  # tiles that end before the length does
         over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]
-        faulty, reaches_over = torch.stack([wrong, over]).tolist()
-        if faulty:
+        faulty, miscounts, reaches_over = torch.stack([wrong, miscounted, over]).tolist()
+        if faulty or miscounts:
             raise BlockMaskPartsError(
-                problem=f"{name} lists a tile that is not one of the {width}",
+                problem=f"{name} lists a tile that is not one of the {width}"
+                if faulty
+                else f"{name.replace('indices', 'num_blocks')} has a count that is not from 0 to "
+                f"{indices.shape[-1]}",
                 advice=f"list tiles from 0 to {width - 1}, and count no more than are listed",
             )
         padded.append(reaches_over and name.startswith("full"))

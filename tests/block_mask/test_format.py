@@ -377,7 +377,50 @@ def test_values_of_lists_are_looked_at():
         "  Instead: list tiles from 0 to 1, and count no more than are listed."
     )
     refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS, INDICES - 1))
+    assert refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS - 9, INDICES)) == (
+        "kv_num_blocks has a count that is not from 0 to 2.\n"
+        "  Instead: list tiles from 0 to 1, and count no more than are listed."
+    )
     refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS + 1, INDICES))
+
+
+WRONG_VALUES = {
+    "bool": lambda part: part.bool(),
+    "complex": lambda part: part.to(torch.complex64),
+    "beyond int32": lambda part: part.long() + 2**32,
+    "below int32": lambda part: part.long() - 2**32,
+    "uint32": lambda part: (part.long() + 2**31).to(torch.uint32),
+    "negative int8": lambda part: (part - 100).to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_VALUES)
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize("name", ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"])
+def test_lists_are_of_integers_that_int32_holds(name, assigned, kind):
+    parts = {
+        "kv_num_blocks": COUNTS, "kv_indices": INDICES,
+        "full_kv_num_blocks": COUNTS * 0 + 1, "full_kv_indices": INDICES,
+    }  # fmt: skip
+    wrong = {name: WRONG_VALUES[kind](parts[name])}
+
+    def use():
+        if not assigned:
+            return BlockMask.from_kv_blocks(**parts | wrong)
+        mask = BlockMask.from_kv_blocks(**parts, compute_q_blocks=False)
+        setattr(mask, name, wrong[name])
+        return mask.look()
+
+    assert name.removesuffix("_indices").removesuffix("_num_blocks") in refusal(
+        errors.BlockMaskPartsError, use
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64], ids=str)
+def test_lists_of_other_integers_are_taken(dtype):
+    mask = BlockMask.from_kv_blocks(COUNTS.to(dtype), INDICES.to(dtype))
+    assert mask.kv_num_blocks.dtype == mask.kv_indices.dtype == torch.int32
+    assert torch.equal(mask.to_dense(), BlockMask.from_kv_blocks(COUNTS, INDICES).to_dense())
 
 
 @pytest.mark.parametrize(("lengths", "padded"), [((384, 256), False), ((384, 200), True), ((300, 256), True)])
