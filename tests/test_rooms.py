@@ -24,7 +24,7 @@ ROOMS = (
     ("ir.graph",),
     ("ir.bounds",),
     ("ir.divisions", "ir.ops", "ir.formulas"),
-    ("ir.sizes", "ir.approximate", "ir.source", "ir.proxy", "ir.names", "ir.eager", "ir.trace", "ir.copies"),
+    ("ir.sizes", "ir.approximate", "ir.source", "ir.proxy", "ir.names", "ir.torch_calls", "ir.eager", "ir.trace", "ir.copies"),
     ("ir.host_numbers",),
     ("ir.evaluate",),
     ("ir.replay", "ir.composed"),

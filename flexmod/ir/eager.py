@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from flexmod.ir.names import METADATA
 from flexmod.ir.proxy import mentions_traced
+from flexmod.ir.torch_calls import refuse_impure
 
 if TYPE_CHECKING:
     from flexmod.ir.trace import Tracer
@@ -44,7 +45,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
             return self.tracer.call(func, args, kwargs)
-        self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
+        refuse_impure(getattr(func, "__name__", ""), kwargs)
         if func not in METADATA:
             self.tracer.eager = True
         elif args and isinstance(args[0], torch.Tensor):
