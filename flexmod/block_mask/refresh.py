@@ -54,3 +54,9 @@ class Refreshed:
         mask._held, mask.full_tiles_padded, self._watched = held, False, watched
         mask._seen = mask._lists_now()
         return True
+
+
+def fresh(mask: Any) -> BlockMask:
+    """The mask, with tiles of what its mask_mod captures now."""
+    mask.refresh()
+    return cast("BlockMask", mask)
