@@ -54,23 +54,25 @@ def safe_divisor(b):
         return tl.where((b == 0) | (b == -1), 1, b).to(b.dtype)
     return tl.where(b == 0, 1, b).to(b.dtype)
 ''',
+    "negated_by_minus_one": '''
+@triton.jit
+def negated_by_minus_one(quotient, b):
+    """The quotient by b of that by `safe_divisor(b)`, which is 1 in place of -1."""
+    if b.dtype.is_int_signed():
+        quotient = tl.where(b == -1, -quotient, quotient)
+    return quotient
+''',
     "safe_floor_divide": '''
 @triton.jit
 def safe_floor_divide(a, b):
     """Python's a // b on integers; 0 counts as 1."""
-    quotient = floor_divide(a, safe_divisor(b))
-    if b.dtype.is_int_signed():
-        quotient = tl.where(b == -1, -quotient, quotient)
-    return quotient
+    return negated_by_minus_one(floor_divide(a, safe_divisor(b)), b)
 ''',
     "safe_trunc_divide": '''
 @triton.jit
 def safe_trunc_divide(a, b):
     """a / b on integers, towards 0; 0 counts as 1."""
-    quotient = a // safe_divisor(b)
-    if b.dtype.is_int_signed():
-        quotient = tl.where(b == -1, -quotient, quotient)
-    return quotient
+    return negated_by_minus_one(a // safe_divisor(b), b)
 ''',
     "safe_remainder": '''
 @triton.jit
