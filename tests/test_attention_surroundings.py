@@ -198,6 +198,28 @@ def test_a_default_dtype_changes_no_picture(dtype: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
+def test_a_default_dtype_is_that_of_the_trace(backend: str) -> None:
+    """An eager call sees another one; a handle keeps that of flexmod.compile."""
+    large = torch.full((40,), 2**24 + 1)
+
+    def by_quotient(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (large[kv_idx] / 1 - 2**24) * 0.5  # 0.5 in float64, 0 in float32
+
+    tensors, options = inputs(), {"BACKEND": backend}
+    attend = flexmod.compile(by_quotient, kernel_options=options)
+    plain = flex_attention(*tensors, return_lse=True, kernel_options=options)[1]
+    for dtype, added in ((torch.float32, 0.0), (torch.float64, 0.5), (torch.float32, 0.0)):
+        torch.set_default_dtype(dtype)
+        try:
+            eager = flex_attention(*tensors, by_quotient, return_lse=True, kernel_options=options)[1]
+            kept = attend(*tensors, return_lse=True)[1]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(eager, plain + added)
+        torch.testing.assert_close(kept, plain)
+
+
 @pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
 @pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
 def test_a_default_device_is_not_that_of_the_inputs(backend: str, handle: bool) -> None:
