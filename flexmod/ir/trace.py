@@ -7,7 +7,8 @@ in-place writes. What touches no Proxy runs eagerly, as Python would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,11 +65,21 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    # a call may come from a __torch_function__, where torch leaves those of other classes out
-    with torch._C._EnableTorchFunction(), Watch(tracer):
+    with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
+
+
+@contextmanager
+def watching(tracer: Tracer) -> Iterator[None]:
+    """Torch functions on traced values go to the tracer, whatever the caller's state of torch.
+
+    A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
+    switched off, and a mode of the caller must not see traced values.
+    """
+    with torch._C._EnableTorchFunction(), Watch(tracer):
+        yield
 
 
 class Tracer:
