@@ -508,13 +508,13 @@ BLOCK_MASKS: list[Row] = [
         errors.BlockMaskPartsError,
         written_list,
         "kv_indices lists a tile that is not one of the 1.\n"
-        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+        "  Instead: list tiles from 0 to 0.",
     ),
     (
         errors.BlockMaskPartsError,
         assigned_list,
-        "kv_indices lists a tile that is not one of the 1.\n"
-        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+        "kv_num_blocks has a count that is not one from 0 to 1, the width of kv_indices.\n"
+        "  Instead: count how many entries of each row are tiles, 0 where there are none.",
     ),
     (
         errors.LengthError,

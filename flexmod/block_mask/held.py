@@ -182,10 +182,7 @@ class Held:
                 problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
-        part = plain_list(name, part)
-        if part is not None:
-            part = part if part.is_floating_point() else part.to(torch.int32)
-        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: part})
+        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: plain_list(name, part)})
 
     def as_lists(self) -> Held:
         """The same tiles as lists."""
