@@ -106,7 +106,7 @@ class CompiledAttention(Shown):
         self._on: dict[torch.device, _Variant] = {}
         self._bound: dict[object, _Bound] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self._first = torch.empty(0, device=accelerator).device
+        self._first = torch.empty(0, device=accelerator or "cpu").device
         self._variant(self._first)
         self._latest = self._described(dtype, head_dim, value_dim)
 

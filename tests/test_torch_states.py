@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import odd_tensors as odd
@@ -13,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import flexmod
-from flexmod import compiler, create_block_mask, flex_attention
+from flexmod import compiler, create_block_mask, flex_attention, masks, mods
 from flexmod.ir.proxy import mentions_traced
 
 LENGTH, BLOCK = 32, 16
@@ -62,15 +66,12 @@ def dense(tensors: list[Tensor], change: Callable[[Any], Any], bias: Tensor) -> 
     return torch.softmax(scores.masked_fill(~near(i, j), -torch.inf), -1) @ value
 
 
-@pytest.fixture
-def nothing_derived() -> Iterator[None]:
+def forget_graphs() -> None:
     for function in vars(compiler).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-    yield
 
 
-@pytest.mark.usefixtures("nothing_derived")
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("state", [*FUNCTION_STATES, *IN_BACKWARD])
 @pytest.mark.parametrize(
@@ -92,6 +93,7 @@ def test_functions_of_torch_that_a_caller_has_switched_off(
     tensors, plain = qkv(), qkv()
     of_plain = torch.linspace(-1, 1, LENGTH).requires_grad_()
     wanted = dense(plain, change, of_plain)
+    forget_graphs()
     query = tensors[0].as_subclass(odd.Renamed) if state == "subclass" else tensors[0]  # type: ignore[arg-type]
     with FUNCTION_STATES.get(state, nullcontext)():
         if route == "handle":
@@ -112,3 +114,123 @@ def test_functions_of_torch_that_a_caller_has_switched_off(
     wanted.square().sum().backward()
     for found, true in zip((*tensors, bias), (*plain, of_plain), strict=True):
         torch.testing.assert_close(found.grad, true.grad, rtol=1e-4, atol=1e-4)
+
+
+# where tensors are made
+
+
+DEVICE_STATES = ("with", "set")
+
+
+@contextmanager
+def meta_by_default(how: str) -> Iterator[None]:
+    if how == "with":
+        with torch.device("meta"):
+            yield
+        return
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+BIASES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "folded": lambda: lambda s, b, h, i, j: s + torch.full_like(s, 2.0).tanh() * (i - j),
+    "split": lambda: lambda s, b, h, i, j: torch.where(i // 7 >= j // 7, s, -torch.inf),
+    "softcap": lambda: mods.softcap(5.0),
+    "alibi": lambda: mods.alibi(2),
+    "sandwich": lambda: mods.sandwich(2, LENGTH, device="cpu"),
+    "t5": lambda: mods.t5_bias(torch.linspace(0, 1, 64, device="cpu").view(32, 2)),
+}
+
+
+@pytest.mark.parametrize("how", DEVICE_STATES)
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize(
+    ("route", "options"),
+    [("eager", None), ("eager", INTERPRET), ("eager", REFERENCE), ("handle", None), ("compiled", None)],
+    ids=["cpu", "interpret", "reference", "handle", "compiled"],
+)
+def test_a_default_device_changes_no_call(route: str, options: Any, name: str, how: str) -> None:
+    documents = torch.arange(LENGTH) // 5
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (documents[q_idx] == documents[kv_idx]) | (q_idx > kv_idx + 3)
+
+    def attended(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        bias = BIASES[name]()
+        if route == "handle":
+            out: Any = flexmod.compile(bias, mask_mod, kernel_options=options)(*tensors)
+        else:
+            mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+            attend: Any = flex_attention
+            if route == "compiled":
+                torch._dynamo.reset()
+                attend = torch.compile(flex_attention, backend="aot_eager")
+            out = attend(*tensors, bias, mask, kernel_options=options)
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    wanted = attended(qkv())
+    tensors = qkv()
+    forget_graphs()
+    with meta_by_default(how):
+        found = attended(tensors)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "lists": lambda mask: mask.q_indices,
+    "text": str,
+    "svg": lambda mask: mask.to_svg(),
+    "dense": lambda mask: mask.to_dense(),
+    "slice": lambda mask: mask[0, :, [0, 1]].to_dense(),
+    "resize": lambda mask: mask.resize(20, 20).to_dense(),
+    "both": lambda mask: (mask & ~mask).to_dense(),
+    "facts": lambda mask: mask.facts(),
+    "scalars": lambda mask: pickle.loads(pickle.dumps(mask.mask_mod)).function(
+        torch.tensor(0, device="cpu"), 0, 20, 3
+    ),
+    "elements": lambda mask: flexmod.create_mask(mask.mask_mod, None, None, LENGTH, LENGTH, device="cpu"),
+    "copy": lambda mask: copy.deepcopy(mask).to_dense(),
+}
+
+
+@pytest.mark.parametrize("how", DEVICE_STATES)
+@pytest.mark.parametrize("use", USES)
+def test_a_default_device_changes_no_mask(use: str, how: str) -> None:
+    documents = torch.arange(LENGTH) // 5
+
+    def used() -> Any:
+        mask_mod = masks.document(documents) & masks.causal()
+        return USES[use](create_block_mask(mask_mod, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK))
+
+    wanted = used()
+    with meta_by_default(how):
+        found = used()
+    if isinstance(wanted, Tensor):
+        assert found.device.type == "cpu"
+        assert torch.equal(found, wanted)
+    else:
+        assert found == wanted
+
+
+FACTORIES = [
+    f"torch.{name}" for name in (
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    )
+]  # fmt: skip
+
+
+def test_every_tensor_is_made_on_a_device_that_the_code_names() -> None:
+    """torch's default device is the user's: a tensor of the library that goes by it may have no values."""
+    unnamed = []
+    for file in Path(flexmod.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            made = isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
+            if made and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                unnamed.append(f"{file}:{node.lineno}: {ast.unparse(node)}")
+    assert not unnamed

@@ -375,4 +375,4 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
 def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:
     """A Python number as a 0-d tensor; one that an integer dtype does not hold wraps, as torch has it."""
     widest = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
-    return torch.tensor(value, dtype=widest).to(dtype)
+    return torch.tensor(value, dtype=widest, device="cpu").to(dtype)
