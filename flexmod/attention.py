@@ -80,8 +80,8 @@ def flex_attention(
         tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
                  NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
                  BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
-                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError;
-                 CaptureBoundsError, which kernels find
+                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
+                 ScaleValueError, FakeTensorError; CaptureBoundsError, which kernels find
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
@@ -209,6 +209,10 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         options = parse_options(kernel_options)
         if options.backend == "REFERENCE":
             why = "the REFERENCE backend runs outside of a graph"
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
+            why = "the scale of a graph is a plain number"
+        elif isinstance(scale, int) and abs(scale) > calls.LARGEST_SCALE:
+            why = "the scale of a graph is a number of 64 bits"
         else:
             checks.check_tensors(query, key, value, enable_gqa)
             asked = library.Asked(scale, enable_gqa, options.backend, options.tiles, want_max)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import odd_tensors as odd
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import flexmod
-from flexmod import compiler, create_block_mask, flex_attention, masks, mods
+from flexmod import compiler, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir.proxy import mentions_traced
 
 LENGTH, BLOCK = 32, 16
@@ -234,3 +237,79 @@ def test_every_tensor_is_made_on_a_device_that_the_code_names() -> None:
             if made and not any(keyword.arg in ("device", None) for keyword in node.keywords):
                 unnamed.append(f"{file}:{node.lineno}: {ast.unparse(node)}")
     assert not unnamed
+
+
+# tensors without values, beside real ones; numbers that are none
+
+
+ROUTES = pytest.mark.parametrize(
+    ("route", "options"),
+    [("eager", None), ("eager", INTERPRET), ("eager", REFERENCE), ("handle", None), ("handle", INTERPRET)],
+    ids=["cpu", "interpret", "reference", "handle", "handle-interpret"],
+)
+
+
+@ROUTES
+@pytest.mark.parametrize("place", ["query", "value", "captured by score_mod", "number", "mask_mod", "all"])
+def test_fake_tensors_beside_real_ones_are_named(route: str, options: Any, place: str) -> None:
+    with FakeTensorMode() as mode:
+        fake = [tensor.clone() for tensor in map(mode.from_tensor, (*qkv(), torch.ones(LENGTH)))]
+        number = torch.ones(())
+    real = [*qkv(), torch.ones(LENGTH)]
+    query, key, value, bias = real
+    limits = torch.full((LENGTH,), LENGTH)
+    if place == "query":
+        query = fake[0]
+    elif place == "value":
+        value = fake[2]
+    elif place == "captured by score_mod":
+        bias = fake[3]
+    elif place == "mask_mod":
+        with mode:
+            limits = torch.full((LENGTH,), LENGTH)
+    factor = number if place == "number" else torch.ones(())
+
+    def changed(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * factor + bias[kv_idx]
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < limits[q_idx]
+
+    def attended() -> Any:
+        if route == "handle":
+            return flexmod.compile(changed, mask_mod, kernel_options=options)(query, key, value)
+        mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+        return flex_attention(query, key, value, changed, mask, kernel_options=options)
+
+    with pytest.raises(errors.FakeTensorError), mode if place == "all" else nullcontext():
+        attended()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("-inf"), 1e300, 10**400, True, "1", torch.ones(())])
+@pytest.mark.parametrize("route", ["eager", "handle", "compiled"])
+@pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])
+def test_a_scale_that_is_no_number_is_named(route: str, options: Any, scale: Any) -> None:
+    def attended(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return flex_attention(query, key, value, scale=scale, kernel_options=options)
+
+    torch._dynamo.reset()
+    attend: Any = {
+        "eager": lambda: attended,
+        "handle": lambda: flexmod.compile(scale=scale, kernel_options=options),
+        "compiled": lambda: torch.compile(attended, backend="aot_eager"),
+    }[route]()
+    with pytest.raises((errors.ScaleError, errors.ScaleValueError)):
+        attend(*[tensor.detach() for tensor in qkv()])
+
+
+@pytest.mark.parametrize("mod", [dict, max, torch.where, partial(max, 1), operator.itemgetter(0), int])
+def test_what_has_no_signature_is_named(mod: Any) -> None:
+    for use in (
+        lambda: flex_attention(*qkv(), score_mod=mod),
+        lambda: flexmod.compile(mod),
+        lambda: flexmod.compile(None, mod),
+        lambda: create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu"),
+        lambda: flexmod.create_mask(mod, None, None, LENGTH, LENGTH, device="cpu"),
+    ):
+        with pytest.raises(errors.NoSignatureError):
+            use()

@@ -31,7 +31,7 @@ from flexmod.block_mask.rebase import Derived, moved
 from flexmod.block_mask.refresh import Refreshed
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
-from flexmod.errors import NotABlockMask, SlicedTorchMaskError
+from flexmod.errors import FakeTensorError, NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import Mask
 from flexmod.ir.copies import deep_copied
 from flexmod.ir.kept import numbered
@@ -247,6 +247,11 @@ class BlockMask(Refreshed, Drawn):
         these are all.
         """
         self.refresh()
+        if any(getattr(tensor, "fake_mode", None) for tensor in self.held.tensors()):
+            raise FakeTensorError(
+                problem="block_mask has fake tensors, shapes without values, and is copied or pickled",
+                advice="build it again, outside of the FakeTensorMode",
+            )
         seen = self._lists_now() == self._seen
         own = {"_seen": seen, "_snapshot": None, "_watched": None, "_in_graphs": ()}
         return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
