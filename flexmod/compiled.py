@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
-from flexmod.ir.copies import deep_copied
+from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
@@ -199,13 +198,10 @@ class CompiledAttention(Shown):
         mods: dict[str, Any] = {}
         on: dict[torch.device, dict[str, Traced]] = {device: {} for device in state["_on"]}
         for kind, mod in self._mods.items():
-            traces = {device: traces[kind] for device, traces in state["_on"].items()}
-            tensors = [t for traced in traces.values() for t in (*traced.tensors, *traced.described)]
-            mods[kind], copied = deep_copied(mod, tensors, memo)
-            rest = iter(copied)
-            for device, traced in traces.items():
-                own = (tuple(islice(rest, len(part))) for part in (traced.tensors, traced.described))
-                on[device][kind] = Traced(traced.graph, next(own), traced.eager, next(own))
+            traces = [traces[kind] for traces in state["_on"].values()]
+            mods[kind], copied = deep_copied_traces(mod, traces, memo)
+            for of_device, traced in zip(on.values(), copied, strict=True):
+                of_device[kind] = traced
         new.__setstate__({**state, "_mods": mods, "_on": on})
         return new
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flexmod
 from flexmod import BlockMask, create_block_mask, flex_attention, masks
+from flexmod.ir.trace import trace
 from flexmod.ir.watched import Watched
 
 LENGTH = 40
@@ -77,9 +78,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, bias: Tensor | None = No
 @torch.no_grad()
 def test_a_handle_sees_what_becomes_of_its_mask(backend: str, change: str) -> None:
     doc, tensors = documents(2), inputs()
-    attend = flexmod.compile(
-        mask_mod=lambda b, h, q, k: doc[q] == doc[k], kernel_options=BACKENDS[backend]
-    )
+    attend = flexmod.compile(mask_mod=lambda b, h, q, k: doc[q] == doc[k], kernel_options=BACKENDS[backend])
     for count in (2, 2, 2, 5, 4):
         CHANGES[change](doc, documents(count))
         assert near(attend(*tensors), truth(*tensors, doc)), count
@@ -359,3 +358,92 @@ def test_a_write_between_forward_and_backward_is_refused() -> None:
     assert all(map(torch.equal, *grads))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.sum().backward()
+
+
+# what a mask_mod reads of tensors beside the elements that it loads
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": int,
+    "computed": lambda t: t * 1,
+    "an element": lambda t: t.view(1)[0],
+    "numpy": lambda t: int(t.numpy()),
+    "item of a sum": lambda t: (t + t).item() // 2,
+    "if": lambda t: 3 if t > 10 else 30,
+}
+
+
+class Near:
+    """A mask_mod that Python copies with its tensors."""
+
+    def __init__(self, read: Callable[[Tensor], Any], number: Tensor) -> None:
+        self.read, self.number = read, number
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= self.read(self.number)
+
+
+SAME_MASKS: dict[str, Callable[[BlockMask], BlockMask]] = {
+    "itself": lambda mask: mask,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "slice": lambda mask: mask[0],
+    "resize": lambda mask: mask.resize(LENGTH, LENGTH),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("made", SAME_MASKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_mask_sees_what_its_mask_mod_read(backend: str, made: str, read: str) -> None:
+    tensors, number = inputs(), torch.tensor(4)
+
+    def built(mod: Near) -> BlockMask:
+        return create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+
+    mask = SAME_MASKS[made](built(Near(READS[read], number)))
+    mod = mask.mask_mod
+    seen = getattr(mod, "mask_mod", mod).number  # of the copy, where the mask_mod was copied
+    for value in (4, 30, 1, 1, 12):
+        seen.fill_(value)
+        wanted = built(Near(READS[read], seen))
+        found = flex_attention(*tensors, block_mask=mask, kernel_options=BACKENDS[backend])
+        assert torch.equal(mask.table(), wanted.table()), value
+        assert torch.equal(
+            found, flex_attention(*tensors, block_mask=wanted, kernel_options=BACKENDS[backend])
+        )
+
+
+@pytest.mark.parametrize("made", ["itself", "copy", "slice", "resize"])
+@torch.no_grad()
+def test_a_mask_sees_the_size_of_a_tensor_that_it_does_not_load(made: str) -> None:
+    """Also where the trace was known from an earlier mask."""
+    tensors, number = inputs(), torch.zeros(4)
+
+    def built() -> BlockMask:
+        return create_block_mask(
+            lambda b, h, q, k: (q - k).abs() <= number.shape[0], None, None, LENGTH, LENGTH, device="cpu",
+            BLOCK_SIZE=16,
+        )  # fmt: skip
+
+    built()
+    mask = SAME_MASKS[made](built())
+    for size in (4, 30, 1):
+        number.resize_(size)
+        assert torch.equal(
+            flex_attention(*tensors, block_mask=mask), flex_attention(*tensors, block_mask=built())
+        )
+        assert torch.equal(mask.table(), built().table())
+
+
+def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
+    number, other = torch.tensor(3), torch.tensor(4)
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k <= ((number + other) * 2 + other).item()
+
+    read = trace(mod, "mask").read
+    assert [*map(id, read)] == [id(number), id(other)]

@@ -33,7 +33,7 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
 from flexmod.errors import FakeTensorError, NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import Mask
-from flexmod.ir.copies import deep_copied
+from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.kept import numbered
 from flexmod.ir.passes import fitted
 from flexmod.ir.replay import leaves, replay
@@ -61,8 +61,8 @@ class BlockMask(Refreshed, Drawn):
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
-    Where a tensor that mask_mod captures is written to, or gets other memory, the tiles of a mask that was
-    built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
+    Where a tensor that mask_mod captures or read (`t.item()`, `t.shape`) is written to, or gets other memory,
+    the tiles of a mask that was built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
@@ -224,9 +224,9 @@ class BlockMask(Refreshed, Drawn):
         new = memo[id(self)] = type(self).__new__(type(self))
         state = self._state()
         mask_mod, traced = state.pop("_mask_mod"), state.pop("_traced")
-        mask_mod, tensors = deep_copied(mask_mod, traced.tensors, memo)
+        mask_mod, (traced,) = deep_copied_traces(mask_mod, [traced], memo)
         state = {name: copy.deepcopy(value, memo) for name, value in state.items()}
-        new.__setstate__({**state, "_mask_mod": mask_mod, "_traced": Traced(traced.graph, tensors)})
+        new.__setstate__({**state, "_mask_mod": mask_mod, "_traced": traced})
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class BlockMask(Refreshed, Drawn):
                 advice="build it again, outside of the FakeTensorMode",
             )
         seen = self._lists_now() == self._seen
-        own = {"_seen": seen, "_snapshot": None, "_watched": None, "_in_graphs": ()}
+        own = {"_seen": seen, "_snapshot": None, "_watched": None, "_described": (), "_in_graphs": ()}
         return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
 
     @property
@@ -303,8 +303,8 @@ class BlockMask(Refreshed, Drawn):
 
     def _know(self, traced: Traced) -> None:
         graph, self.graph_number = numbered(traced.graph)
-        self._traced = Traced(graph, traced.tensors)
-        self.watch(traced.tensors, self.device)
+        self._traced = replace(traced, graph=graph)
+        self.watch(traced, self.device)
 
     @property
     def classified(self) -> bool:

@@ -47,6 +47,7 @@ class Watch(TorchFunctionMode):
         self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
         if func not in METADATA:
             self.tracer.eager = True
+            self.tracer.read_values(args, kwargs)
         elif args and isinstance(args[0], torch.Tensor):
             self.tracer.described[id(args[0])] = args[0]
         return func(*args, **kwargs)
@@ -66,6 +67,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
-            self.tracer.eager = True
-        return func(*args, **(kwargs or {}))
+        self.tracer.eager |= self.tracer.read_values(args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.tracer.computed |= {id(leaf): leaf for leaf in tree_leaves(result)}
+        return result

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from flexmod import errors, tensor_kinds
 from flexmod.errors import Where
@@ -46,13 +47,15 @@ class Traced:
     """A mod's graph and the tensors that its captures stand for, in their order.
 
     `eager`: the mod had torch work on something else than traced values, so that the graph may depend on what
-    a tensor holds. `described`: tensors whose shape, dtype or device the mod read.
+    a tensor holds. `described`: tensors whose shape, dtype or device the mod read. `read`: those whose values
+    the trace read.
     """
 
     graph: Graph
     tensors: tuple[torch.Tensor, ...] = ()
     eager: bool = False
     described: tuple[torch.Tensor, ...] = ()
+    read: tuple[torch.Tensor, ...] = ()
 
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
@@ -68,7 +71,8 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
-    return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
+    beside = (tuple(tensors.values()) for tensors in (tracer.described, tracer.read))
+    return Traced(graph, tuple(tracer.tensors), tracer.eager, *beside)
 
 
 @contextmanager
@@ -93,6 +97,8 @@ class Tracer:
         self.tensors: list[torch.Tensor] = []
         self.eager = False
         self.described: dict[int, torch.Tensor] = {}  # by id
+        self.read: dict[int, torch.Tensor] = {}
+        self.computed: dict[int, object] = {}  # what torch made of tensors during the trace
         self.expected: dict[ExpectedSize, None] = {}
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
@@ -103,6 +109,12 @@ class Tracer:
     def position(self, name: str) -> Proxy:
         dtype = torch.float32 if name in ("score", "grad") else torch.int32
         return Proxy(self, self.builder.input(name, dtype))
+
+    def read_values(self, *values: Any) -> bool:
+        """Notes tensors among arguments of torch's own work. Are there any?"""
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        self.read.update((id(tensor), tensor) for tensor in tensors if id(tensor) not in self.computed)
+        return bool(tensors)
 
     # captured tensors
 
