@@ -17,7 +17,7 @@ from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
-ScoreMod = Callable[..., Any]
+ScoreFunction = Callable[..., Any]
 
 
 class AuxRequest(NamedTuple):
@@ -45,7 +45,7 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -181,7 +181,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: ScoreMod | None,
+    score_mod: ScoreFunction | None,
     block_mask: Any,
     scale: float | None,
     enable_gqa: bool,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from flexmod import autograd, calls, errors, library, tensor_kinds
-from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, by_override, results_of
+from flexmod.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
@@ -34,7 +34,7 @@ BLOCK = (128, 128)  # of these masks
 
 
 def compile(
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     mask_mod: MaskMod | None = None,
     *,
     scale: float | None = None,
@@ -88,7 +88,7 @@ class CompiledAttention(Shown):
 
     def __init__(
         self,
-        score_mod: ScoreMod | None,
+        score_mod: ScoreFunction | None,
         mask_mod: MaskMod | None,
         scale: float | None,
         enable_gqa: bool,
@@ -310,7 +310,10 @@ class _Variant:
     """The mods of a handle on a device: their traces and the block masks, as long as these hold."""
 
     def __init__(
-        self, mods: Mapping[str, ScoreMod], device: torch.device, traced: Mapping[str, Traced] | None = None
+        self,
+        mods: Mapping[str, ScoreFunction],
+        device: torch.device,
+        traced: Mapping[str, Traced] | None = None,
     ) -> None:
         """`traced`: the traces of the mods, where they are there already."""
         self._mods, self._device = mods, device
