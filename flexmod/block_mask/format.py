@@ -62,7 +62,8 @@ class BlockMask(Refreshed, Drawn):
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
     Where a tensor that mask_mod captures or read (`t.item()`, `t.shape`) is written to, or gets other memory,
-    the tiles of a mask that was built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
+    the tiles of a mask that was built are found again at its next use (`refresh`). Lists that a user gave
+    stay as they are.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of

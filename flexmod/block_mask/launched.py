@@ -16,6 +16,7 @@ from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.host_numbers import captures_on_device
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
+from flexmod.ir.watched import version_of
 
 
 class SnapshotName:
@@ -83,10 +84,8 @@ class MaskSnapshot:
         found: list[object]
         if self.held.form == "lists":
             found = list(self.held.written())
-        elif self.in_inference_mode:
-            found = [-1] * len(self.held.tensors())
         else:
-            found = [tensor._version for tensor in self.held.tensors()]
+            found = [version_of(tensor) for tensor in self.held.tensors()]
         return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
 
     @cached_property

@@ -8,6 +8,13 @@ from torch import Tensor
 
 from flexmod.ir.fingerprint import tensor_key
 
+UNCOUNTED = -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch saw a write to the tensor; UNCOUNTED for one of inference mode."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
 
 class Watched:
     """Tensors as they were when this was made.
@@ -56,6 +63,6 @@ def _copied(tensors: Sequence[Tensor], strict: bool, unchanged: bool) -> Watched
 
 def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     """Kind, count of writes and address of a tensor; None where these do not tell that it is the same."""
-    uncounted = tensor.is_inference()
-    kind = None if uncounted and strict else tensor_key(tensor)
-    return None if kind is None else (kind, -1 if uncounted else tensor._version, tensor.data_ptr())
+    writes = version_of(tensor)
+    kind = None if writes == UNCOUNTED and strict else tensor_key(tensor)
+    return None if kind is None else (kind, writes, tensor.data_ptr())
