@@ -24,7 +24,7 @@ from flexmod import autograd, checks, config, errors, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import MaskSnapshot, SnapshotName
+from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
@@ -81,6 +81,7 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None,
 
 _without_mask: dict[object, Ready] = {}
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
+_in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
 NO_CALLS: dict[object, Ready] = {}
 
 
@@ -107,7 +108,9 @@ def attend(
     seen = asked.score.seen
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
-    mask = mask if ready.mask is None else ready.mask
+    if ready.mask is not None:
+        mask = ready.mask
+        _keep_for_graphs(mask)
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
@@ -208,7 +211,7 @@ def _attend_anew(
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
         # a mask that depends on what captured tensors hold is built each time
-        lasting = own is None or not own.traced.tensors
+        lasting = own is None or not (own.traced.tensors or is_captured(query.device))
         if facts is not None and lasting and (source is None or known is not None):
             places = known.places if known is not None and captured else ()
             remember(memory, facts, Ready(call, own, places, autocast), KNOWN)
@@ -367,7 +370,7 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
     """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
     batch, heads, length, keys = extents
     sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
-    if used_captures(split.graph.nodes):
+    if used_captures(split.graph.nodes) or is_captured(device):
         return create_block_mask(replay(split), *sizes, device=device).snapshot()
     return _remembered_mask(split.graph, sizes, device)
 
@@ -375,3 +378,9 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
 @lru_cache(64)
 def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     return create_block_mask(replay(Traced(graph)), *sizes, device=device).snapshot()
+
+
+def _keep_for_graphs(mask: MaskSnapshot) -> None:
+    """A CUDA graph that is captured reads the tiles at each replay, whatever is forgotten meanwhile."""
+    if is_captured(mask.device):
+        _in_graphs[id(mask)] = mask

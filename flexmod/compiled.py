@@ -14,7 +14,7 @@ from flexmod.attention import AuxOutput, AuxRequest, ScoreFunction, by_override,
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.launched import MaskSnapshot, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied_traces
@@ -104,6 +104,7 @@ class CompiledAttention(Shown):
         self._layout = layout_of(layout)
         self._on: dict[torch.device, _Variant] = {}
         self._bound: dict[object, _Bound] = {}
+        self._in_graphs: dict[int, Any] = {}  # masks that CUDA graphs read at each replay, by id
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator or "cpu").device
         self._variant(self._first)
@@ -137,6 +138,8 @@ class CompiledAttention(Shown):
         if bound is not None:
             if bound.holds():
                 self._latest = bound.latest
+                if bound.mask is not None and is_captured(query.device):
+                    self._in_graphs[id(bound.mask)] = bound.mask
                 return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
             self._bound = {}  # lets go of masks that are stale
         score, masks = calls.NO_SCORE, None
@@ -147,11 +150,14 @@ class CompiledAttention(Shown):
             if block_mask is None and traces.mask is not None and query.dim() == key.dim() == 4:
                 masks = variant.masks(traces.mask)
                 block_mask = masks.block_mask(query, key)
+                if is_captured(query.device):
+                    self._in_graphs[id(block_mask)] = block_mask
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
         result = calls.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
-        if ready is not None and not ready.autocast and not traces.eager:
+        lasting = not (traces.eager or is_captured(query.device))
+        if ready is not None and not ready.autocast and lasting:
             bound = _bound(ready, block_mask, traces, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
@@ -222,7 +228,7 @@ class CompiledAttention(Shown):
     def _state(self) -> dict[str, Any]:
         """Its attributes. Nothing of its calls: of its variants the traces alone."""
         on = {device: variant.traces.by_kind() for device, variant in [*self._on.items()]}
-        return {**self.__dict__, "_on": on, "_bound": {}}
+        return {**self.__dict__, "_on": on, "_bound": {}, "_in_graphs": {}}
 
 
 def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -302,7 +308,8 @@ class _Masks:
         mask = self._by_sizes.get(sizes)
         if mask is None:
             mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-            remember(self._by_sizes, sizes, mask, MASKS)
+            if not is_captured(self._device):  # or else its tiles are there after a replay alone
+                remember(self._by_sizes, sizes, mask, MASKS)
         return mask
 
 

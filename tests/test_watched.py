@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flexmod
-from flexmod import BlockMask, create_block_mask, flex_attention, masks
+from flexmod import BlockMask, calls, compiled, create_block_mask, flex_attention, masks
 from flexmod.ir.trace import trace
 from flexmod.ir.watched import Watched
 
@@ -447,3 +449,94 @@ def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
 
     read = trace(mod, "mask").read
     assert [*map(id, read)] == [id(number), id(other)]
+
+
+# masks that a CUDA graph reads at each replay; that one is captured is made believe
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    state = [False]
+    for module in (compiled, calls):
+        monkeypatch.setattr(module, "is_captured", lambda device: state[0])
+    return state
+
+
+def tiles_of(mask: Any) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(tensor) for tensor in mask.held.tensors()]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@torch.no_grad()
+def test_a_graph_keeps_the_tiles_of_a_handle(capturing: list[bool], known: bool) -> None:
+    number, tensors = torch.tensor(4), inputs()
+    attend = flexmod.compile(None, lambda b, h, q, k: (q - k).abs() <= number)
+    attend(*tensors)
+    if not known:  # the mask is known, the call is not
+        tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    (bound,) = attend._bound.values()
+    tiles = tiles_of(bound.mask)
+    del bound
+    capturing[0] = True
+    attend(*tensors)
+    capturing[0] = False
+    number.fill_(9)
+    attend(*tensors)
+    gc.collect()
+    assert all(tile() is not None for tile in tiles)
+    del attend
+    gc.collect()
+    assert not any(tile() is not None for tile in tiles)
+
+
+@torch.no_grad()
+def test_a_mask_that_a_graph_makes_is_for_the_graph_alone(capturing: list[bool]) -> None:
+    """Its tiles are there after a replay; a call outside of the graph makes its own."""
+    tensors = inputs()
+    attend = flexmod.compile(None, masks.sliding_window(7))
+    capturing[0] = True
+    wanted = attend(*tensors)
+    capturing[0] = False
+    assert not attend._bound
+    assert torch.equal(attend(*tensors), wanted)
+    (bound,) = attend._bound.values()
+    assert bound.mask is not None
+    made = {id(tensor) for mask in attend._in_graphs.values() for tensor in mask.held.tensors()}
+    assert made and not made & {id(tensor) for tensor in bound.mask.held.tensors()}
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@torch.no_grad()
+def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], handle: bool) -> None:
+    tensors = inputs()
+    far = 13 if handle else 17
+
+    def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q - k <= far, s, -math.inf)
+
+    attend: Any = flexmod.compile(near_ones) if handle else lambda *x: flex_attention(*x, near_ones)
+    calls._remembered_mask.cache_clear()
+    attend(*tensors)
+    attend(*tensors)
+    (mask,) = (ready.mask for ready in calls._without_mask.values())
+    tiles = tiles_of(mask)
+    del mask
+    capturing[0] = True
+    attend(*tensors)
+    capturing[0] = False
+    if handle:
+        attend._bound = {}  # as after other calls
+    calls.forget()
+    calls._remembered_mask.cache_clear()
+    gc.collect()
+    assert all(tile() is not None for tile in tiles)
+
+
+@torch.no_grad()
+def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: list[bool]) -> None:
+    def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q - k <= 19, s, -math.inf)
+
+    capturing[0] = True
+    flex_attention(*inputs(), near_ones)
+    assert not calls._without_mask

@@ -18,7 +18,7 @@ from flexmod.block_mask import combine, cuts, runs, tiles
 from flexmod.block_mask.drawn import Drawn
 from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
-from flexmod.block_mask.launched import MaskSnapshot, columns_of
+from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
     block_pair,
@@ -345,7 +345,7 @@ class BlockMask(Refreshed, Drawn):
 
         While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             return False
         if again or self._lists_now() != self._seen:
             checked_lists(self._parts(LISTS))

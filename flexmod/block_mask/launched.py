@@ -119,6 +119,15 @@ class MaskSnapshot:
         return replace(self, held=self.held.with_tensors(tiles), mod=mod, lists=(), derived={})
 
 
+def is_captured(device: torch.device) -> bool:
+    """Is a CUDA graph of the device's current stream being captured?
+
+    What is launched then runs at each replay, on the memory that it has now: nobody can wait for a value, and
+    what is made is the graph's.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def columns_of(held: Held, lengths: tuple[int, int], block: tuple[int, int]) -> int:
     """The number of columns of a mask's table."""
     return max(held.grid[1], tile_count(lengths[1], block[1]))

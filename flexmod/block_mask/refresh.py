@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.mask_mod import trace_mask
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
@@ -44,7 +45,7 @@ class Refreshed:
         watched, mask = self._watched, cast("BlockMask", self)
         if (watched is None and not self._described) or torch.compiler.is_compiling():
             return False
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and is_captured(mask.device):
             if not any(held is mask._held for held in self._in_graphs):
                 self._in_graphs += (mask._held,)
             return False
