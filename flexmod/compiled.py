@@ -23,7 +23,7 @@ from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
-from flexmod.ir.watched import Watched
+from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
 from flexmod.shown import CALL, Latest, Shown
@@ -47,11 +47,12 @@ def compile(
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
-    The mods are traced here, once for each device: a number that one captures stays what it is now, a
-    captured tensor stays this very tensor, of whatever values it holds when the handle is called. A tensor
-    that is assigned in its place (`module.window = other`) is not seen. A mod whose graph depends on values
-    (`t.item()`, `t[0]`, `if t > 3`) is traced at each call; any other one again after a captured tensor
-    became another in shape, strides, dtype or device. From `mask_mod` a block mask is built for each pair of
+    The mods are traced here, once for each device: a number that one captures stays what it is now, a tensor
+    that a function captures stays this very tensor, of whatever values it holds when the handle is
+    called. A tensor that is assigned to an attribute of an object (`module.window = other`,
+    `load_state_dict(assign=True)`) is seen: the mods are traced again, as after a captured tensor became
+    another in shape, strides, dtype or device. A mod whose graph depends on values (`t.item()`, `t[0]`,
+    `if t > 3`) is traced at each call. From `mask_mod` a block mask is built for each pair of
     lengths, and again after a captured tensor was written to or got other memory (`t.data = other`,
     `torch.utils.swap_tensors`). Writes that torch does not count are not seen: through `t.data` or
     `t.numpy()`, or by a kernel of one's own. Making a handle renders and compiles nothing.
@@ -158,7 +159,7 @@ class CompiledAttention(Shown):
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
         lasting = not (traces.eager or is_captured(query.device))
         if ready is not None and not ready.autocast and lasting:
-            bound = _bound(ready, block_mask, traces, masks, self._latest)
+            bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
 
@@ -325,13 +326,20 @@ class _Variant:
         """`traced`: the traces of the mods, where they are there already."""
         self._mods, self._device = mods, device
         self._masks: _Masks | None = None
+        self.links: Links | None
         self.traces = self._traces_of(self._trace() if traced is None else traced)
+        # of a copy not before its first call: the objects that its mods reach may not be copied yet
+        self.links = self._find_links() if traced is None else None
 
     def current(self) -> _Traces:
         """The traces, made again where a mod may have another graph by now."""
         traces = self.traces
-        if traces.eager or any(tensor_key(tensor) != kind for tensor, kind in traces.kinds):
+        changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
+        if traces.eager or changed or not hold(self.links or ()):
             traces = self.traces = self._traces_of(self._trace())
+            self.links = None
+        if self.links is None:
+            self.links = self._find_links()
         return traces
 
     def masks(self, traced: Traced) -> _Masks:
@@ -351,6 +359,11 @@ class _Variant:
         kinds = tuple([(tensor, tensor_key(tensor)) for tensor in read.values()])
         return _Traces(traced.get("score"), traced.get("mask"), kinds, object())
 
+    def _find_links(self) -> Links:
+        """Of traces that hold for more than one call."""
+        by_kind = {} if self.traces.eager else self.traces.by_kind()
+        return links_of([(self._mods[kind], (*x.tensors, *x.described)) for kind, x in by_kind.items()])
+
 
 class _Bound(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
@@ -363,6 +376,7 @@ class _Bound(NamedTuple):
     mask: MaskSnapshot | None
     captured: tuple[Tensor, ...]
     kinds: tuple[tuple[Tensor, object], ...]
+    links: Links
     watched: Watched | None
     latest: Latest
 
@@ -371,12 +385,13 @@ class _Bound(NamedTuple):
         for tensor, kind in self.kinds:
             if tensor_key(tensor) != kind:
                 return False
-        return self.watched is None or self.watched.unchanged()
+        return hold(self.links) and (self.watched is None or self.watched.unchanged())
 
 
 def _bound(
-    ready: calls.Ready, block_mask: BlockMask | None, traces: _Traces, masks: _Masks | None, latest: Latest
+    ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, masks: _Masks | None, latest: Latest
 ) -> _Bound:
+    traces = variant.traces
     of_score = traces.score.tensors if traces.score else ()
     mask = ready.mask
     if mask is None and block_mask is not None:
@@ -385,4 +400,4 @@ def _bound(
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
-    return _Bound(ready.call, mask, captured, kinds, watched, latest)
+    return _Bound(ready.call, mask, captured, kinds, variant.links or (), watched, latest)

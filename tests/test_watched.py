@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import weakref
@@ -540,3 +541,117 @@ def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: 
     capturing[0] = True
     flex_attention(*inputs(), near_ones)
     assert not calls._without_mask
+
+
+# attributes of the objects that a mod reads are assigned
+
+
+class Inner(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.bias = nn.Parameter(torch.rand(LENGTH, generator=generator))
+        self.register_buffer("width", torch.tensor(3 + 5 * seed))
+        self.scales = {"plain": torch.rand(LENGTH, generator=generator)}
+
+
+class Outer(nn.Module):
+    """Its mods read what a submodule holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(0)
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * self.inner.scales["plain"][q] + self.inner.bias[k]
+
+    def mask(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= self.inner.width
+
+
+HANDLES: dict[str, Callable[[Outer], tuple[Any, Any]]] = {
+    "method": lambda outer: (outer.score, outer.mask),
+    "closure": lambda outer: (
+        lambda s, b, h, q, k: outer.score(s, b, h, q, k), lambda b, h, q, k: outer.mask(b, h, q, k)
+    ),
+    "partial": lambda outer: (functools.partial(Outer.score, outer), functools.partial(Outer.mask, outer)),
+    "object": lambda outer: (CalledScore(outer.score), CalledMask(outer.mask)),
+}  # fmt: skip
+
+
+class Called:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+class CalledScore(Called):
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.function(s, b, h, q, k)
+
+
+class CalledMask(Called):
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.function(b, h, q, k)
+
+
+def assign_all(outer: Outer) -> None:
+    states = {name: state.clone() for name, state in Outer().state_dict().items()}
+    states["inner.width"].fill_(11)
+    outer.load_state_dict({**states, "inner.bias": torch.rand(LENGTH)}, assign=True)
+
+
+ASSIGNED: dict[str, Callable[[Outer], None]] = {
+    "a parameter": lambda outer: setattr(outer.inner, "bias", nn.Parameter(torch.rand(LENGTH))),
+    "a buffer": lambda outer: setattr(outer.inner, "width", torch.tensor(1)),
+    "an entry of a dict": lambda outer: outer.inner.scales.update(plain=torch.rand(LENGTH)),
+    "a dict": lambda outer: setattr(outer.inner, "scales", {"plain": torch.rand(LENGTH)}),
+    "a submodule": lambda outer: setattr(outer, "inner", Inner(2)),
+    "load_state_dict": assign_all,
+    "another size": lambda outer: setattr(outer.inner, "bias", nn.Parameter(torch.rand(LENGTH + 3))),
+}
+
+
+@pytest.mark.parametrize("way", ["itself", "copy", "deepcopy"])
+@pytest.mark.parametrize("assigned", ASSIGNED)
+@pytest.mark.parametrize("mods", HANDLES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_handle_sees_what_is_assigned_to_objects(backend: str, mods: str, assigned: str, way: str) -> None:
+    outer, tensors, options = Outer(), inputs(), BACKENDS[backend]
+    outer.attend = flexmod.compile(*HANDLES[mods](outer), kernel_options=options)
+    if way == "copy":
+        outer.attend = copy.copy(outer.attend)
+    elif way == "deepcopy" and mods != "closure":  # Python copies no function
+        outer = copy.deepcopy(outer)
+
+    def agree() -> bool:
+        mask = create_block_mask(outer.mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        wanted = flex_attention(*tensors, outer.score, mask, kernel_options=options)
+        return all(near(outer.attend(*tensors), wanted) for _ in range(3))
+
+    assert agree()
+    for _ in range(2):
+        ASSIGNED[assigned](outer)
+        assert agree()
+
+
+@torch.no_grad()
+def test_what_was_assigned_before_the_first_call_is_seen() -> None:
+    outer, tensors = Outer(), inputs()
+    attend = flexmod.compile(outer.score, outer.mask)
+    outer.inner = Inner(2)
+    again = flexmod.compile(outer.score, outer.mask)
+    assert torch.equal(attend(*tensors), again(*tensors))
+
+
+def test_a_known_call_does_not_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, tensors = Outer(), inputs()
+    outer.attend = flexmod.compile(outer.score, outer.mask)
+    outer.attend(*tensors)
+    monkeypatch.setattr(compiled, "trace", None)
+    for _ in range(3):
+        outer.attend(*tensors)
+    with torch.no_grad():
+        outer.inner.width.fill_(9)
+        outer.attend(*tensors)
+        outer.attend(*tensors)
