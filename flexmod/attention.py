@@ -17,7 +17,7 @@ from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
-ScoreMod = Callable[..., Any]
+ScoreFunction = Callable[..., Any]
 
 
 class AuxRequest(NamedTuple):
@@ -45,7 +45,7 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -80,8 +80,8 @@ def flex_attention(
         tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
                  NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
                  BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
-                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError;
-                 CaptureBoundsError, which kernels find
+                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
+                 ScaleValueError, FakeTensorError; CaptureBoundsError, which kernels find
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
@@ -181,7 +181,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: ScoreMod | None,
+    score_mod: ScoreFunction | None,
     block_mask: Any,
     scale: float | None,
     enable_gqa: bool,
@@ -209,6 +209,10 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         options = parse_options(kernel_options)
         if options.backend == "REFERENCE":
             why = "the REFERENCE backend runs outside of a graph"
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
+            why = "the scale of a graph is a plain number"
+        elif isinstance(scale, int) and abs(scale) > calls.LARGEST_SCALE:
+            why = "the scale of a graph is a number of 64 bits"
         else:
             checks.check_tensors(query, key, value, enable_gqa)
             asked = library.Asked(scale, enable_gqa, options.backend, options.tiles, want_max)

@@ -24,7 +24,7 @@ from flexmod import autograd, checks, config, errors, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import MaskSnapshot, SnapshotName
+from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.graph import Graph, used_captures
@@ -36,6 +36,7 @@ from flexmod.ir.traces import Known, remember
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
+LARGEST_SCALE = torch.finfo(torch.float32).max
 KNOWN = 1024  # calls that are kept without a mask, and for each mask
 
 
@@ -80,6 +81,7 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None,
 
 _without_mask: dict[object, Ready] = {}
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
+_in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
 NO_CALLS: dict[object, Ready] = {}
 
 
@@ -106,7 +108,9 @@ def attend(
     seen = asked.score.seen
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
-    mask = mask if ready.mask is None else ready.mask
+    if ready.mask is not None:
+        mask = ready.mask
+        _keep_for_graphs(mask)
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
@@ -190,27 +194,48 @@ def _attend_anew(
     with autograd.no_autocast(query.device.type):
         source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
         if source is not None:
-            names = (f"{capture.name}, captured by score_mod," for capture in source.graph.captures)
-            named = dict(zip(names, source.tensors, strict=True))
-            tensor_kinds.check(named)
+            named = _captured(source)
+            tensor_kinds.check({f"{name},": tensor for name, tensor in named.items()})
             if not reference:
-                transforms.check({name.rstrip(","): tensor for name, tensor in named.items()})
+                transforms.check(named)
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
         of_mask = () if mask is None else mask.tensors
-        if not reference and tensor_kinds.any_dispatched((*tensors, *of_mask)):
+        dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
+        if dispatched and not reference:
             _check(query, key, value, source, mask, _backend(options, query), track)
-            return dispatch(query, key, value, source, mask, asked)
+            with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+                return dispatch(query, key, value, source, mask, asked)
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
         # a mask that depends on what captured tensors hold is built each time
-        lasting = own is None or not own.traced.tensors
+        lasting = own is None or not (own.traced.tensors or is_captured(query.device))
         if facts is not None and lasting and (source is None or known is not None):
             places = known.places if known is not None and captured else ()
             remember(memory, facts, Ready(call, own, places, autocast), KNOWN)
-        return autograd.run(call, mask, query, key, value, captured, plain=False)
+        if not dispatched:
+            return autograd.run(call, mask, query, key, value, captured, plain=False)
+        with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+            return autograd.run(call, mask, query, key, value, captured, plain=False)
+
+
+def _captured(source: Traced | None) -> dict[str, Tensor]:
+    """What a score_mod captures, by what a user calls it."""
+    if source is None:
+        return {}
+    names = [f"{capture.name}, captured by score_mod" for capture in source.graph.captures]
+    return dict(zip(names, source.tensors, strict=True))
+
+
+def _named(
+    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None
+) -> dict[str, Tensor]:
+    """All tensors of a call, by what a user calls them."""
+    of_mask = {} if mask is None else dict(zip(mask.names, mask.tensors, strict=True))
+    captured = {f"{name},": tensor for name, tensor in _captured(source).items()}
+    return {"query": query, "key": key, "value": value, **captured, **of_mask}
 
 
 def checked(
@@ -224,7 +249,8 @@ def checked(
 ) -> tuple[autograd.Call, MaskSnapshot | None]:
     """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
     backend = _backend(asked.options, query)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
+    scale = _scale(asked.scale)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, source, mask, backend, track)
     problem, own = _problem(query, key, source, mask, scale, track)
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
@@ -248,17 +274,22 @@ def _check(
 
 
 def _scale(scale: Any) -> float | None:
-    """Raises ScaleError: a tensor among others, whose gradient would be lost."""
+    """Raises ScaleError (a tensor among others, whose gradient would be lost) and ScaleValueError."""
     number = None
     if scale is not None and not isinstance(scale, Tensor):
         with suppress(TypeError):  # an array of several numbers
             number = plain_number(scale)
+    number = None if isinstance(number, bool) else number
     if number is None and scale is not None:
         of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
         raise errors.ScaleError(
             type=type(scale).__name__,
             advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",
         )
+    if number is not None and not abs(number) <= LARGEST_SCALE:
+        large = isinstance(number, int)
+        value = f"an integer of {number.bit_length()} bits" if large else number  # type: ignore[union-attr]
+        raise errors.ScaleValueError(value=value)
     return None if number is None else float(number)
 
 
@@ -339,7 +370,7 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
     """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
     batch, heads, length, keys = extents
     sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
-    if used_captures(split.graph.nodes):
+    if used_captures(split.graph.nodes) or is_captured(device):
         return create_block_mask(replay(split), *sizes, device=device).snapshot()
     return _remembered_mask(split.graph, sizes, device)
 
@@ -347,3 +378,9 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
 @lru_cache(64)
 def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     return create_block_mask(replay(Traced(graph)), *sizes, device=device).snapshot()
+
+
+def _keep_for_graphs(mask: MaskSnapshot) -> None:
+    """A CUDA graph that is captured reads the tiles at each replay, whatever is forgotten meanwhile."""
+    if is_captured(mask.device):
+        _in_graphs[id(mask)] = mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,20 +10,20 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from flexmod import autograd, calls, errors, library, tensor_kinds
-from flexmod.attention import AuxOutput, AuxRequest, ScoreMod, by_override, results_of
+from flexmod.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.launched import MaskSnapshot, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
-from flexmod.ir.copies import deep_copied
+from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.traces import Known, remember
-from flexmod.ir.watched import Watched
+from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
 from flexmod.shown import CALL, Latest, Shown
@@ -35,7 +34,7 @@ BLOCK = (128, 128)  # of these masks
 
 
 def compile(
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     mask_mod: MaskMod | None = None,
     *,
     scale: float | None = None,
@@ -48,11 +47,12 @@ def compile(
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
-    The mods are traced here, once for each device: a number that one captures stays what it is now, a
-    captured tensor stays this very tensor, of whatever values it holds when the handle is called. A tensor
-    that is assigned in its place (`module.window = other`) is not seen. A mod whose graph depends on values
-    (`t.item()`, `t[0]`, `if t > 3`) is traced at each call; any other one again after a captured tensor
-    became another in shape, strides, dtype or device. From `mask_mod` a block mask is built for each pair of
+    The mods are traced here, once for each device: a number that one captures stays what it is now, a tensor
+    that a function captures stays this very tensor, of whatever values it holds when the handle is
+    called. A tensor that is assigned to an attribute of an object (`module.window = other`,
+    `load_state_dict(assign=True)`) is seen: the mods are traced again, as after a captured tensor became
+    another in shape, strides, dtype or device. A mod whose graph depends on values (`t.item()`, `t[0]`,
+    `if t > 3`) is traced at each call. From `mask_mod` a block mask is built for each pair of
     lengths, and again after a captured tensor was written to or got other memory (`t.data = other`,
     `torch.utils.swap_tensors`). Writes that torch does not count are not seen: through `t.data` or
     `t.numpy()`, or by a kernel of one's own. Making a handle renders and compiles nothing.
@@ -89,7 +89,7 @@ class CompiledAttention(Shown):
 
     def __init__(
         self,
-        score_mod: ScoreMod | None,
+        score_mod: ScoreFunction | None,
         mask_mod: MaskMod | None,
         scale: float | None,
         enable_gqa: bool,
@@ -105,8 +105,9 @@ class CompiledAttention(Shown):
         self._layout = layout_of(layout)
         self._on: dict[torch.device, _Variant] = {}
         self._bound: dict[object, _Bound] = {}
+        self._in_graphs: dict[int, Any] = {}  # masks that CUDA graphs read at each replay, by id
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self._first = torch.empty(0, device=accelerator).device
+        self._first = torch.empty(0, device=accelerator or "cpu").device
         self._variant(self._first)
         self._latest = self._described(dtype, head_dim, value_dim)
 
@@ -138,6 +139,8 @@ class CompiledAttention(Shown):
         if bound is not None:
             if bound.holds():
                 self._latest = bound.latest
+                if bound.mask is not None and is_captured(query.device):
+                    self._in_graphs[id(bound.mask)] = bound.mask
                 return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
             self._bound = {}  # lets go of masks that are stale
         score, masks = calls.NO_SCORE, None
@@ -148,12 +151,15 @@ class CompiledAttention(Shown):
             if block_mask is None and traces.mask is not None and query.dim() == key.dim() == 4:
                 masks = variant.masks(traces.mask)
                 block_mask = masks.block_mask(query, key)
+                if is_captured(query.device):
+                    self._in_graphs[id(block_mask)] = block_mask
         asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
         result = calls.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
-        if ready is not None and not ready.autocast and not traces.eager:
-            bound = _bound(ready, block_mask, traces, masks, self._latest)
+        lasting = not (traces.eager or is_captured(query.device))
+        if ready is not None and not ready.autocast and lasting:
+            bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
 
@@ -199,13 +205,10 @@ class CompiledAttention(Shown):
         mods: dict[str, Any] = {}
         on: dict[torch.device, dict[str, Traced]] = {device: {} for device in state["_on"]}
         for kind, mod in self._mods.items():
-            traces = {device: traces[kind] for device, traces in state["_on"].items()}
-            tensors = [t for traced in traces.values() for t in (*traced.tensors, *traced.described)]
-            mods[kind], copied = deep_copied(mod, tensors, memo)
-            rest = iter(copied)
-            for device, traced in traces.items():
-                own = (tuple(islice(rest, len(part))) for part in (traced.tensors, traced.described))
-                on[device][kind] = Traced(traced.graph, next(own), traced.eager, next(own))
+            traces = [traces[kind] for traces in state["_on"].values()]
+            mods[kind], copied = deep_copied_traces(mod, traces, memo)
+            for of_device, traced in zip(on.values(), copied, strict=True):
+                of_device[kind] = traced
         new.__setstate__({**state, "_mods": mods, "_on": on})
         return new
 
@@ -226,7 +229,7 @@ class CompiledAttention(Shown):
     def _state(self) -> dict[str, Any]:
         """Its attributes. Nothing of its calls: of its variants the traces alone."""
         on = {device: variant.traces.by_kind() for device, variant in [*self._on.items()]}
-        return {**self.__dict__, "_on": on, "_bound": {}}
+        return {**self.__dict__, "_on": on, "_bound": {}, "_in_graphs": {}}
 
 
 def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -306,7 +309,8 @@ class _Masks:
         mask = self._by_sizes.get(sizes)
         if mask is None:
             mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-            remember(self._by_sizes, sizes, mask, MASKS)
+            if not is_captured(self._device):  # or else its tiles are there after a replay alone
+                remember(self._by_sizes, sizes, mask, MASKS)
         return mask
 
 
@@ -314,18 +318,28 @@ class _Variant:
     """The mods of a handle on a device: their traces and the block masks, as long as these hold."""
 
     def __init__(
-        self, mods: Mapping[str, ScoreMod], device: torch.device, traced: Mapping[str, Traced] | None = None
+        self,
+        mods: Mapping[str, ScoreFunction],
+        device: torch.device,
+        traced: Mapping[str, Traced] | None = None,
     ) -> None:
         """`traced`: the traces of the mods, where they are there already."""
         self._mods, self._device = mods, device
         self._masks: _Masks | None = None
+        self.links: Links | None
         self.traces = self._traces_of(self._trace() if traced is None else traced)
+        # of a copy not before its first call: the objects that its mods reach may not be copied yet
+        self.links = self._find_links() if traced is None else None
 
     def current(self) -> _Traces:
         """The traces, made again where a mod may have another graph by now."""
         traces = self.traces
-        if traces.eager or any(tensor_key(tensor) != kind for tensor, kind in traces.kinds):
+        changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
+        if traces.eager or changed or not hold(self.links or ()):
             traces = self.traces = self._traces_of(self._trace())
+            self.links = None
+        if self.links is None:
+            self.links = self._find_links()
         return traces
 
     def masks(self, traced: Traced) -> _Masks:
@@ -345,6 +359,11 @@ class _Variant:
         kinds = tuple([(tensor, tensor_key(tensor)) for tensor in read.values()])
         return _Traces(traced.get("score"), traced.get("mask"), kinds, object())
 
+    def _find_links(self) -> Links:
+        """Of traces that hold for more than one call."""
+        by_kind = {} if self.traces.eager else self.traces.by_kind()
+        return links_of([(self._mods[kind], (*x.tensors, *x.described)) for kind, x in by_kind.items()])
+
 
 class _Bound(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
@@ -357,6 +376,7 @@ class _Bound(NamedTuple):
     mask: MaskSnapshot | None
     captured: tuple[Tensor, ...]
     kinds: tuple[tuple[Tensor, object], ...]
+    links: Links
     watched: Watched | None
     latest: Latest
 
@@ -365,12 +385,13 @@ class _Bound(NamedTuple):
         for tensor, kind in self.kinds:
             if tensor_key(tensor) != kind:
                 return False
-        return self.watched is None or self.watched.unchanged()
+        return hold(self.links) and (self.watched is None or self.watched.unchanged())
 
 
 def _bound(
-    ready: calls.Ready, block_mask: BlockMask | None, traces: _Traces, masks: _Masks | None, latest: Latest
+    ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, masks: _Masks | None, latest: Latest
 ) -> _Bound:
+    traces = variant.traces
     of_score = traces.score.tensors if traces.score else ()
     mask = ready.mask
     if mask is None and block_mask is not None:
@@ -379,4 +400,4 @@ def _bound(
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
-    return _Bound(ready.call, mask, captured, kinds, watched, latest)
+    return _Bound(ready.call, mask, captured, kinds, variant.links or (), watched, latest)

@@ -30,6 +30,7 @@ from flexmod.ir.kept import numbered
 from flexmod.ir.record import GRAPH, Recorded, constant, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
+from flexmod.ir.watched import version_of
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
@@ -332,7 +333,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     tensors = (*given.captured, *given.tiles, *given.mask_captured)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
     kept_all = (query, key, value, out, lse, *kept, *tensors)
-    ctx.versions = saved.versions_of(kept_all)
+    ctx.versions = [*map(version_of, kept_all)]
     ctx.save_for_backward(*kept_all)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_scores, *kept)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors, masks, mods, tensor_kinds
-from flexmod.attention import ScoreMod, flex_attention
+from flexmod.attention import ScoreFunction, flex_attention
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.masks.checks import MaskMod, check_tensor
@@ -21,7 +21,7 @@ def varlen_attention(
     value: Tensor,
     cu_seqlens: Tensor,
     cu_seqlens_kv: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -82,7 +82,7 @@ def nested_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreFunction | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -136,7 +136,7 @@ def nested_attention(
 def _attend(
     tensors: tuple[Tensor, Tensor, Tensor],
     cu_seqlens: tuple[Tensor, Tensor | None],
-    score_mod: ScoreMod | None,
+    score_mod: ScoreFunction | None,
     mask_mod: MaskMod | None,
     block_mask: BlockMask | None,
     **rest: Any,

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.errors import ModifiedBeforeBackwardError, RecomputedError, SavedTensorError
+from flexmod.ir.watched import version_of
 
 WRITTEN = "modified by an inplace operation"  # in torch's own message
 
 
 def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tensor]) -> None:
     """Saves tensors and a mask; `call` is a hash of all else that the backward depends on."""
-    ctx.versions = versions_of(tensors)
+    ctx.versions = [*map(version_of, tensors)]
     if mask is not None:
         mask = _copied(mask) if mask.in_inference_mode else mask
         ctx.states = mask.states()
@@ -31,7 +32,7 @@ def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tenso
         ctx.save_for_backward(*tensors)
         return
     ctx.facts = (call, 0 if mask is None else mask.facts)
-    versions = () if mask is None else versions_of(mask.tensors)
+    versions = () if mask is None else map(version_of, mask.tensors)
     extra = () if mask is None else mask.tensors
     facts = torch.tensor([*ctx.facts, *versions], dtype=torch.int64, device="cpu")
     ctx.place = (place(facts),)
@@ -65,7 +66,7 @@ def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
         if WRITTEN not in str(error):
             raise
         for name, saved, version in zip(names(), ctx._raw_saved_tensors, ctx.versions, strict=False):
-            if saved.data._version != version:
+            if version_of(saved.data) != version:
                 raise _written(name) from error
         raise
 
@@ -96,11 +97,6 @@ def _copied(mask: MaskSnapshot) -> MaskSnapshot:
     return mask.with_tensors((*mask.tensors[:count], *copies))
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written to: torch's own error names no tensor. -1 in inference mode."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def _check_states(mask: MaskSnapshot, then: Sequence[object], now: Sequence[object]) -> None:
     if then != now:
         for name, before, after in zip(mask.names, then, now, strict=True):
@@ -119,7 +115,7 @@ def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequen
     check_places(mask.names, [place(tensor) for tensor in mask.tensors], found)
     for name, tensor, own, version in zip(mask.names, found, mask.tensors, versions, strict=True):
         same_memory = tensor.data_ptr() == own.data_ptr() and tensor.numel() > 0
-        if same_memory and versions_of((own,)) != [version]:
+        if same_memory and version_of(own) != version:
             raise _written(name)
     if all(tensor is own for tensor, own in zip(found, mask.tensors, strict=True)):
         return mask

@@ -7,7 +7,8 @@ is not given to a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._device import DeviceContext
 
 from flexmod import transforms
-from flexmod.errors import FreedStorageError, NestedTensorInput, TensorKindError
+from flexmod.errors import FakeTensorError, FreedStorageError, NestedTensorInput, TensorKindError
 
 CLASSES = (Tensor, torch.nn.Parameter)
 NO_OVERRIDE = torch._C._disabled_torch_function_impl
@@ -101,6 +102,35 @@ def recorded_by_torch() -> bool:
     Launches of kernels would be missing there.
     """
     return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+
+
+@contextmanager
+def naming_fake(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around an operation of torch on named tensors. Raises FakeTensorError where torch does not take fake
+    tensors beside these.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if "fake" not in str(error).lower():
+            raise
+        advice = (
+            "make all tensors of a call within one FakeTensorMode, or all of them outside; "
+            "FakeTensorMode(allow_non_fake_inputs=True) takes real ones too"
+        )
+        raise FakeTensorError(problem=_mixed(tensors), advice=advice) from error
+
+
+def _mixed(tensors: Mapping[str, Tensor]) -> str:
+    modes = {name: getattr(tensor, "fake_mode", None) for name, tensor in tensors.items()}
+    fake = [name for name, mode in modes.items() if mode is not None]
+    real = [name for name, mode in modes.items() if mode is None]
+    if fake and real:
+        return f"{fake[0]} is a fake tensor, a shape without values, and {real[0]} is a real one"
+    if real:
+        return f"{real[0]} is a real tensor, and a FakeTensorMode is active"
+    other = next((name for name in fake if modes[name] is not modes[fake[0]]), fake[-1])
+    return f"{fake[0]} and {other} are fake tensors of two modes"
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,31 @@ def hooks_that_cast() -> None:
     ):
         out = call(x(requires_grad=True))
     out.sum().backward()
+
+
+def fake_mask() -> flexmod.BlockMask:
+    with FakeTensorMode():
+        return mask()
+
+
+def call_in_a_fake_mode() -> Any:
+    tensor = x()
+    with FakeTensorMode():
+        return call(tensor, tensor, tensor)
+
+
+def call_of_two_fake_modes() -> Any:
+    made = []
+    for _ in range(2):
+        with FakeTensorMode():
+            made.append(x())
+    return call(made[0], made[1], made[1])
+
+
+FAKE_ADVICE = (
+    "  Instead: make all tensors of a call within one FakeTensorMode, or all of them outside; "
+    "FakeTensorMode(allow_non_fake_inputs=True) takes real ones too."
+)
 
 
 def short_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -291,6 +317,58 @@ TENSORS: list[Row] = [
         "torch.ops.flexmod.attention was given bias as torch.float32 of 2 dimensions; this call has "
         "torch.float32 of 1 there.\n"
         "  Instead: let a __torch_dispatch__ hand on all tensors as they were given, or none.",
+    ),
+    (
+        errors.ScaleError,
+        lambda: call(scale=True),
+        "scale is a bool; it is a number, fixed at the call, without a gradient.\n"
+        "  Instead: give a number, or None for 1/sqrt(head_dim).",
+    ),
+    (
+        errors.ScaleValueError,
+        lambda: call(scale=float("nan")),
+        "scale is nan; it must be a finite number that float32 holds.\n"
+        "  Instead: give such a number, or None for 1/sqrt(head_dim).",
+    ),
+    (
+        errors.ScaleValueError,
+        lambda: call(scale=10**400),
+        "scale is an integer of 1329 bits; it must be a finite number that float32 holds.\n"
+        "  Instead: give such a number, or None for 1/sqrt(head_dim).",
+    ),
+    (
+        errors.FakeTensorError,
+        lambda: call(block_mask=fake_mask()),
+        "the tiles of block_mask is a fake tensor, a shape without values, and query is a real one.\n"
+        + FAKE_ADVICE,
+    ),
+    (
+        errors.FakeTensorError,
+        call_in_a_fake_mode,
+        f"query is a real tensor, and a FakeTensorMode is active.\n{FAKE_ADVICE}",
+    ),
+    (
+        errors.FakeTensorError,
+        call_of_two_fake_modes,
+        f"query and key are fake tensors of two modes.\n{FAKE_ADVICE}",
+    ),
+    (
+        errors.FakeTensorError,
+        lambda: copy.deepcopy(fake_mask()),
+        "block_mask has fake tensors, shapes without values, and is copied or pickled.\n"
+        "  Instead: build it again, outside of the FakeTensorMode.",
+    ),
+    (
+        errors.NoSignatureError,
+        lambda: call(score_mod=dict),
+        "score_mod is dict, and Python cannot tell what arguments it takes.\n"
+        "  Instead: write a function, e.g. def score_mod(score, b, h, q_idx, kv_idx): return score.",
+    ),
+    (
+        errors.NoSignatureError,
+        lambda: mask(mod=torch.where),
+        "mask_mod is where, and Python cannot tell what arguments it takes.\n"
+        "  Instead: write a function, e.g. def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx.",
     ),
     (
         errors.ScaleError,
@@ -507,14 +585,13 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.BlockMaskPartsError,
         written_list,
-        "kv_indices lists a tile that is not one of the 1.\n"
-        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+        "kv_indices lists a tile that is not one of the 1.\n  Instead: list tiles from 0 to 0.",
     ),
     (
         errors.BlockMaskPartsError,
         assigned_list,
-        "kv_indices lists a tile that is not one of the 1.\n"
-        "  Instead: list tiles from 0 to 0, and count no more than are listed.",
+        "kv_num_blocks has a count that is not one from 0 to 1, the width of kv_indices.\n"
+        "  Instead: count how many entries of each row are tiles, 0 where there are none.",
     ),
     (
         errors.LengthError,

@@ -122,7 +122,7 @@ def faults(found: list[Tensor], truth: list[Tensor], dtype: torch.dtype, size: f
             if not torch.allclose(own.double(), right, rtol=1e-6, atol=1e-4):
                 wrong.append(f"{name}: {float((own.double() - right).abs().max()):.3g}")
         else:
-            error = float((own.double() - right).abs().max())
+            error = float((own.detach().double() - right).abs().max())
             allowed = limit * max(1.0, float(right.abs().max())) * (size if name in ("dq", "dk") else 1.0)
             if not error <= allowed:
                 wrong.append(f"{name}: {error:.3g}, {allowed:.3g} allowed")

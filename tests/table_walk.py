@@ -40,7 +40,8 @@ TOLERANCE = {
     "sqrt": (2e-7, 1e-22), "rsqrt": (4e-7, 0.0),
     "sin": (1e-6, 3e-7), "cos": (1e-6, 3e-7), "tan": (2e-5, 3e-7),
     "tanh": (0.0, 3e-7), "tanh_relative": (5e-7, 2e-38), "sigmoid": (5e-6, 2e-38), "logistic": (2e-6, 2e-38),
-    "erf": (1e-6, 2e-7), "erfc": (0.0, 3e-7), "tanh_approximate": (0.0, 3e-7),
+    "erf": (1e-6, 2e-7), "sinh": (1e-5, 2e-38), "cosh": (1e-5, 0.0), "erfc": (1e-5, 2e-38),
+    "tanh_approximate": (0.0, 3e-7),
 }  # fmt: skip
 # the chip's own texts; the logistic stops at 2^-60
 TOLERANCE_ON_SM_90 = {"tanh": (0.0, 5e-7), "logistic": (2e-6, 1e-18), "tanh_approximate": (2.0**-11, 1e-7)}
@@ -131,8 +132,8 @@ DIFFERENCES = (
     Difference(
         (
             "div", "floor_divide", "trunc_divide", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p",
-            "sqrt", "rsqrt", "sin", "cos", "tan", "tanh", "tanh_relative", "sigmoid", "logistic", "erf",
-            "floor", "ceil",
+            "sqrt", "rsqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "tanh_relative", "sigmoid",
+            "logistic", "erf", "erfc", "floor", "ceil",
         ),
         "denormal numbers of float32, which may count as 0",
         lambda a, b, y: _denormal(a) | _denormal(b) | _denormal(y)
@@ -167,7 +168,8 @@ def special_values(dtype: torch.dtype) -> Tensor:
         facts = torch.finfo(dtype)
         ends = [facts.smallest_normal, facts.smallest_normal * facts.eps, facts.smallest_normal / 2,
                 facts.max, facts.eps, 1 + facts.eps, 1 - facts.eps / 2, inf]  # fmt: skip
-        known = [0.1, 0.25, 0.5, 0.625, 1.0, 1.5, 2.0, 2.5, 3.0, 7.0, 10.0, 31.0, 49.0, 88.6, 88.8, 104.0,
+        known = [1e-20, 1e-8, 1e-5, 0.01, 0.05, 5.0, 20.0, 40.0, 89.2,
+                 0.1, 0.25, 0.5, 0.625, 1.0, 1.5, 2.0, 2.5, 3.0, 7.0, 10.0, 31.0, 49.0, 88.6, 88.8, 104.0,
                  127.9, 150.0, 710.0, 1e-6, 1e-3, 0.99, 2.0**24, 2.0**31, 1e-30,
                  1e30]  # fmt: skip
         size = torch.tensor([0.0, *ends, *known], dtype=torch.float64).to(dtype)

@@ -12,6 +12,7 @@ from reference_case import make_case
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+import flexmod
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -180,3 +181,64 @@ def test_tensors_whose_sign_is_a_flag(backend: str) -> None:
     plain = attended(*(x.resolve_neg() for x in (case, bias, limits, grad_out)))
     for one, other in zip(found, plain, strict=True):
         assert torch.equal(one, other)
+
+
+def shifted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(score > 0.25, score * 1.5, score + (q_idx - kv_idx) * 0.125)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_a_default_dtype_changes_no_picture(dtype: torch.dtype) -> None:
+    mask = create_block_mask(causal, None, None, 300, 300, device="cpu", BLOCK_SIZE=16)
+    expected = mask.to_string(), mask.to_svg(), str(mask)
+    torch.set_default_dtype(dtype)
+    try:
+        assert (mask.to_string(), mask.to_svg(), str(mask)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
+def test_a_default_dtype_is_that_of_the_trace(backend: str) -> None:
+    """An eager call sees another one; a handle keeps that of flexmod.compile."""
+    large = torch.full((40,), 2**24 + 1)
+
+    def by_quotient(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (large[kv_idx] / 1 - 2**24) * 0.5  # 0.5 in float64, 0 in float32
+
+    tensors, options = inputs(), {"BACKEND": backend}
+    attend = flexmod.compile(by_quotient, kernel_options=options)
+    plain = flex_attention(*tensors, return_lse=True, kernel_options=options)[1]
+    for dtype, added in ((torch.float32, 0.0), (torch.float64, 0.5), (torch.float32, 0.0)):
+        torch.set_default_dtype(dtype)
+        try:
+            eager = flex_attention(*tensors, by_quotient, return_lse=True, kernel_options=options)[1]
+            kept = attend(*tensors, return_lse=True)[1]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(eager, plain + added)
+        torch.testing.assert_close(kept, plain)
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
+def test_a_default_device_is_not_that_of_the_inputs(backend: str, handle: bool) -> None:
+    """What a call makes lies beside its inputs, and its numbers on the host: a mask, out and gradients."""
+
+    tensors = inputs()
+
+    def results() -> list[Tensor]:
+        options: Any = {"BACKEND": backend}
+        if handle:
+            out = flexmod.compile(shifted, causal, kernel_options=options)(*tensors)
+        else:
+            mask = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+            assert mask.to_string() and mask.to_svg() and mask.facts()
+            out = flex_attention(*tensors, shifted, mask, kernel_options=options)
+        return [out, *torch.autograd.grad(out.sum(), tensors)]
+
+    expected = results()
+    with torch.device("meta"):
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        assert one.device.type == "cpu" and torch.equal(one, other)

@@ -216,13 +216,13 @@ def test_every_change_of_a_number_is_seen(backend: str, way: str, change: str) -
 
 @torch.no_grad()
 def test_an_assigned_buffer() -> None:
-    """An eager call sees the new tensor; a handle keeps the one that it was compiled with."""
+    """An eager call and a handle see the new tensor."""
     module, tensors = Scaled(torch.tensor(2.0)), inputs()
     attend = flexmod.compile(module)
     for value in (2.0, 2.0, 3.0):
         module.t = torch.tensor(value)
         assert near(flex_attention(*tensors, module), truth(*tensors, module))
-        assert near(attend(*tensors), truth(*tensors, Scaled(torch.tensor(2.0))))
+        assert near(attend(*tensors), truth(*tensors, module))
 
 
 LEARNED: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
@@ -393,9 +393,7 @@ def test_a_replayed_call_gets_the_number_as_it_is_now(
 
 
 @pytest.mark.parametrize("way", ["eager", "handle"])
-def test_a_replayed_backward_of_a_learned_number(
-    way: str, another_device: None, played: list[Any]
-) -> None:
+def test_a_replayed_backward_of_a_learned_number(way: str, another_device: None, played: list[Any]) -> None:
     """The backward has the number of its forward, whatever became of it."""
     t = nn.Parameter(torch.tensor(2.0))
     score_mod = SCORES["soft cap"](t)
@@ -411,3 +409,57 @@ def test_a_replayed_backward_of_a_learned_number(
         for one, other in zip(torch.autograd.grad(found.sin().sum(), (*tensors, t)), reference, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
     assert len(set(map(id, played))) >= 2
+
+
+# numbers at the ends of their dtype: arithmetic with a captured integer wraps in torch's dtype
+
+
+ENDS = {
+    "int32": [torch.tensor(value, dtype=torch.int32) for value in (2**31 - 1, 2**31 - 6, -(2**31))],
+    "int8": [torch.tensor(value, dtype=torch.int8) for value in (127, -128)],
+    "int64": [torch.tensor(value, dtype=torch.int64) for value in (2**63 - 1, 2**63 - 10)],
+}
+SUMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "i + t >= j": lambda t, i, j: i + t >= j,
+    "i - j <= t": lambda t, i, j: i - j <= t,
+    "i >= j - t": lambda t, i, j: i >= j - t,
+    "-t < j": lambda t, i, j: -t < j,
+    "t - j > i": lambda t, i, j: t - j > i,
+    "i * t >= j": lambda t, i, j: i * t >= j,
+    "abs": lambda t, i, j: torch.abs(t) > j - i,
+}
+
+
+def by_scalars(keep: Callable[[Any, Any, Any], Any], number: Tensor) -> Tensor:
+    """What torch has for 0-d tensors, whose positions are int32."""
+    positions = [torch.tensor(place, dtype=torch.int32) for place in range(LENGTH)]
+    return torch.stack([torch.stack([keep(number, i, j) for j in positions]) for i in positions])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", ENDS)
+@pytest.mark.parametrize("name", SUMS)
+def test_numbers_at_the_ends_of_their_dtype(name: str, dtype: str, rank: int) -> None:
+    """On every way that a mask takes: elements, tiles, kernels, and a score's -inf branches."""
+    zeros, ones = torch.zeros(1, 1, LENGTH, 16), torch.eye(LENGTH).view(1, 1, LENGTH, LENGTH)
+    for number in ENDS[dtype]:
+        captured = number if rank == 0 else number.expand(LENGTH).contiguous()
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, t: Tensor = captured) -> Any:
+            return SUMS[name](t if rank == 0 else t[q_idx], q_idx, kv_idx)
+
+        def score_mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, mod: Any = mask_mod) -> Any:
+            return torch.where(mod(b, h, q_idx, kv_idx), s, -math.inf)
+
+        wanted = by_scalars(SUMS[name], number)
+        elements = create_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+        assert torch.equal(elements.expand(1, 1, LENGTH, LENGTH)[0, 0], wanted)
+        mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        for options in BACKENDS.values():
+            for out in (
+                flex_attention(zeros, zeros, ones, block_mask=mask, kernel_options=options),
+                flex_attention(zeros, zeros, ones, score_mod, kernel_options=options),
+                flexmod.compile(None, mask_mod, kernel_options=options)(zeros, zeros, ones),
+            ):
+                assert isinstance(out, Tensor)
+                assert torch.equal(out[0, 0] > 0, wanted)

@@ -342,6 +342,24 @@ def test_a_default_device_holds_inside_of_mods(nested: bool) -> None:
         torch.set_default_device(None)
 
 
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@BACKENDS
+def test_a_derivative_is_made_inside_of_the_operation(options: Any, handle: bool) -> None:
+    """torch's functions are off there; a rule of a derivative runs on proxies."""
+    number = 1.37 + len(str(options)) + handle  # another graph for each case: derivatives are remembered
+
+    def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(score > 0.12, score.clamp(max=number), torch.minimum(score, score * number))
+
+    attend = flexmod.compile(capped, kernel_options=options) if handle else (
+        lambda *tensors: flex_attention(*tensors, capped, kernel_options=options)
+    )  # fmt: skip
+    parts = [given()[name].requires_grad_() for name in ("query", "key", "value")]
+    found = torch.autograd.grad(attend(parts[0].as_subclass(odd.Renamed), *parts[1:]).sum(), parts)
+    expected = torch.autograd.grad(attend(*parts).sum(), parts)
+    assert all(torch.equal(odd.plain(one), other) for one, other in zip(found, expected, strict=True))
+
+
 # dispatch modes, tensors without values
 
 

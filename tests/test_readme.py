@@ -17,8 +17,8 @@ from table_walk import DIFFERENCES
 
 from flexmod import config, masks
 from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.names import CASTS, FILLS
 from flexmod.ir.ops import OPS, Op
-from flexmod.ir.trace import CASTS, FILLS
 from flexmod.kernel_options import OPTIONS
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import flexmod
-from flexmod import BlockMask, create_block_mask, flex_attention, masks
+from flexmod import BlockMask, calls, compiled, create_block_mask, flex_attention, masks
+from flexmod.ir.trace import trace
 from flexmod.ir.watched import Watched
 
 LENGTH = 40
@@ -77,9 +81,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, bias: Tensor | None = No
 @torch.no_grad()
 def test_a_handle_sees_what_becomes_of_its_mask(backend: str, change: str) -> None:
     doc, tensors = documents(2), inputs()
-    attend = flexmod.compile(
-        mask_mod=lambda b, h, q, k: doc[q] == doc[k], kernel_options=BACKENDS[backend]
-    )
+    attend = flexmod.compile(mask_mod=lambda b, h, q, k: doc[q] == doc[k], kernel_options=BACKENDS[backend])
     for count in (2, 2, 2, 5, 4):
         CHANGES[change](doc, documents(count))
         assert near(attend(*tensors), truth(*tensors, doc)), count
@@ -359,3 +361,297 @@ def test_a_write_between_forward_and_backward_is_refused() -> None:
     assert all(map(torch.equal, *grads))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.sum().backward()
+
+
+# what a mask_mod reads of tensors beside the elements that it loads
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": int,
+    "computed": lambda t: t * 1,
+    "an element": lambda t: t.view(1)[0],
+    "numpy": lambda t: int(t.numpy()),
+    "item of a sum": lambda t: (t + t).item() // 2,
+    "if": lambda t: 3 if t > 10 else 30,
+}
+
+
+class Near:
+    """A mask_mod that Python copies with its tensors."""
+
+    def __init__(self, read: Callable[[Tensor], Any], number: Tensor) -> None:
+        self.read, self.number = read, number
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= self.read(self.number)
+
+
+SAME_MASKS: dict[str, Callable[[BlockMask], BlockMask]] = {
+    "itself": lambda mask: mask,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "slice": lambda mask: mask[0],
+    "resize": lambda mask: mask.resize(LENGTH, LENGTH),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("made", SAME_MASKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_mask_sees_what_its_mask_mod_read(backend: str, made: str, read: str) -> None:
+    tensors, number = inputs(), torch.tensor(4)
+
+    def built(mod: Near) -> BlockMask:
+        return create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+
+    mask = SAME_MASKS[made](built(Near(READS[read], number)))
+    mod = mask.mask_mod
+    seen = getattr(mod, "mask_mod", mod).number  # of the copy, where the mask_mod was copied
+    for value in (4, 30, 1, 1, 12):
+        seen.fill_(value)
+        wanted = built(Near(READS[read], seen))
+        found = flex_attention(*tensors, block_mask=mask, kernel_options=BACKENDS[backend])
+        assert torch.equal(mask.table(), wanted.table()), value
+        assert torch.equal(
+            found, flex_attention(*tensors, block_mask=wanted, kernel_options=BACKENDS[backend])
+        )
+
+
+@pytest.mark.parametrize("made", ["itself", "copy", "slice", "resize"])
+@torch.no_grad()
+def test_a_mask_sees_the_size_of_a_tensor_that_it_does_not_load(made: str) -> None:
+    """Also where the trace was known from an earlier mask."""
+    tensors, number = inputs(), torch.zeros(4)
+
+    def built() -> BlockMask:
+        return create_block_mask(
+            lambda b, h, q, k: (q - k).abs() <= number.shape[0], None, None, LENGTH, LENGTH, device="cpu",
+            BLOCK_SIZE=16,
+        )  # fmt: skip
+
+    built()
+    mask = SAME_MASKS[made](built())
+    for size in (4, 30, 1):
+        number.resize_(size)
+        assert torch.equal(
+            flex_attention(*tensors, block_mask=mask), flex_attention(*tensors, block_mask=built())
+        )
+        assert torch.equal(mask.table(), built().table())
+
+
+def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
+    number, other = torch.tensor(3), torch.tensor(4)
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k <= ((number + other) * 2 + other).item()
+
+    read = trace(mod, "mask").read
+    assert [*map(id, read)] == [id(number), id(other)]
+
+
+# masks that a CUDA graph reads at each replay; that one is captured is made believe
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    state = [False]
+    for module in (compiled, calls):
+        monkeypatch.setattr(module, "is_captured", lambda device: state[0])
+    return state
+
+
+def tiles_of(mask: Any) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(tensor) for tensor in mask.held.tensors()]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@torch.no_grad()
+def test_a_graph_keeps_the_tiles_of_a_handle(capturing: list[bool], known: bool) -> None:
+    number, tensors = torch.tensor(4), inputs()
+    attend = flexmod.compile(None, lambda b, h, q, k: (q - k).abs() <= number)
+    attend(*tensors)
+    if not known:  # the mask is known, the call is not
+        tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    (bound,) = attend._bound.values()
+    tiles = tiles_of(bound.mask)
+    del bound
+    capturing[0] = True
+    attend(*tensors)
+    capturing[0] = False
+    number.fill_(9)
+    attend(*tensors)
+    gc.collect()
+    assert all(tile() is not None for tile in tiles)
+    del attend
+    gc.collect()
+    assert not any(tile() is not None for tile in tiles)
+
+
+@torch.no_grad()
+def test_a_mask_that_a_graph_makes_is_for_the_graph_alone(capturing: list[bool]) -> None:
+    """Its tiles are there after a replay; a call outside of the graph makes its own."""
+    tensors = inputs()
+    attend = flexmod.compile(None, masks.sliding_window(7))
+    capturing[0] = True
+    wanted = attend(*tensors)
+    capturing[0] = False
+    assert not attend._bound
+    assert torch.equal(attend(*tensors), wanted)
+    (bound,) = attend._bound.values()
+    assert bound.mask is not None
+    made = {id(tensor) for mask in attend._in_graphs.values() for tensor in mask.held.tensors()}
+    assert made and not made & {id(tensor) for tensor in bound.mask.held.tensors()}
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+@torch.no_grad()
+def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], handle: bool) -> None:
+    tensors = inputs()
+    far = 13 if handle else 17
+
+    def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q - k <= far, s, -math.inf)
+
+    attend: Any = flexmod.compile(near_ones) if handle else lambda *x: flex_attention(*x, near_ones)
+    calls._remembered_mask.cache_clear()
+    attend(*tensors)
+    attend(*tensors)
+    (mask,) = (ready.mask for ready in calls._without_mask.values())
+    tiles = tiles_of(mask)
+    del mask
+    capturing[0] = True
+    attend(*tensors)
+    capturing[0] = False
+    if handle:
+        attend._bound = {}  # as after other calls
+    calls.forget()
+    calls._remembered_mask.cache_clear()
+    gc.collect()
+    assert all(tile() is not None for tile in tiles)
+
+
+@torch.no_grad()
+def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: list[bool]) -> None:
+    def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(q - k <= 19, s, -math.inf)
+
+    capturing[0] = True
+    flex_attention(*inputs(), near_ones)
+    assert not calls._without_mask
+
+
+# attributes of the objects that a mod reads are assigned
+
+
+class Inner(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.bias = nn.Parameter(torch.rand(LENGTH, generator=generator))
+        self.register_buffer("width", torch.tensor(3 + 5 * seed))
+        self.scales = {"plain": torch.rand(LENGTH, generator=generator)}
+
+
+class Outer(nn.Module):
+    """Its mods read what a submodule holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(0)
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * self.inner.scales["plain"][q] + self.inner.bias[k]
+
+    def mask(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= self.inner.width
+
+
+HANDLES: dict[str, Callable[[Outer], tuple[Any, Any]]] = {
+    "method": lambda outer: (outer.score, outer.mask),
+    "closure": lambda outer: (
+        lambda s, b, h, q, k: outer.score(s, b, h, q, k), lambda b, h, q, k: outer.mask(b, h, q, k)
+    ),
+    "partial": lambda outer: (functools.partial(Outer.score, outer), functools.partial(Outer.mask, outer)),
+    "object": lambda outer: (CalledScore(outer.score), CalledMask(outer.mask)),
+}  # fmt: skip
+
+
+class Called:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+class CalledScore(Called):
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.function(s, b, h, q, k)
+
+
+class CalledMask(Called):
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.function(b, h, q, k)
+
+
+def assign_all(outer: Outer) -> None:
+    states = {name: state.clone() for name, state in Outer().state_dict().items()}
+    states["inner.width"].fill_(11)
+    outer.load_state_dict({**states, "inner.bias": torch.rand(LENGTH)}, assign=True)
+
+
+ASSIGNED: dict[str, Callable[[Outer], None]] = {
+    "a parameter": lambda outer: setattr(outer.inner, "bias", nn.Parameter(torch.rand(LENGTH))),
+    "a buffer": lambda outer: setattr(outer.inner, "width", torch.tensor(1)),
+    "an entry of a dict": lambda outer: outer.inner.scales.update(plain=torch.rand(LENGTH)),
+    "a dict": lambda outer: setattr(outer.inner, "scales", {"plain": torch.rand(LENGTH)}),
+    "a submodule": lambda outer: setattr(outer, "inner", Inner(2)),
+    "load_state_dict": assign_all,
+    "another size": lambda outer: setattr(outer.inner, "bias", nn.Parameter(torch.rand(LENGTH + 3))),
+}
+
+
+@pytest.mark.parametrize("way", ["itself", "copy", "deepcopy"])
+@pytest.mark.parametrize("assigned", ASSIGNED)
+@pytest.mark.parametrize("mods", HANDLES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_handle_sees_what_is_assigned_to_objects(backend: str, mods: str, assigned: str, way: str) -> None:
+    outer, tensors, options = Outer(), inputs(), BACKENDS[backend]
+    outer.attend = flexmod.compile(*HANDLES[mods](outer), kernel_options=options)
+    if way == "copy":
+        outer.attend = copy.copy(outer.attend)
+    elif way == "deepcopy" and mods != "closure":  # Python copies no function
+        outer = copy.deepcopy(outer)
+
+    def agree() -> bool:
+        mask = create_block_mask(outer.mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        wanted = flex_attention(*tensors, outer.score, mask, kernel_options=options)
+        return all(near(outer.attend(*tensors), wanted) for _ in range(3))
+
+    assert agree()
+    for _ in range(2):
+        ASSIGNED[assigned](outer)
+        assert agree()
+
+
+@torch.no_grad()
+def test_what_was_assigned_before_the_first_call_is_seen() -> None:
+    outer, tensors = Outer(), inputs()
+    attend = flexmod.compile(outer.score, outer.mask)
+    outer.inner = Inner(2)
+    again = flexmod.compile(outer.score, outer.mask)
+    assert torch.equal(attend(*tensors), again(*tensors))
+
+
+def test_a_known_call_does_not_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, tensors = Outer(), inputs()
+    outer.attend = flexmod.compile(outer.score, outer.mask)
+    outer.attend(*tensors)
+    monkeypatch.setattr(compiled, "trace", None)
+    for _ in range(3):
+        outer.attend(*tensors)
+    with torch.no_grad():
+        outer.inner.width.fill_(9)
+        outer.attend(*tensors)
+        outer.attend(*tensors)

@@ -14,6 +14,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
 from flexmod.ir.traces import remember
+from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.runtime.launch import launch
 
 Extents = tuple[int, int, int, int]
@@ -70,9 +71,10 @@ def _diagonal_lists(mask: MaskSnapshot | None, tile: Tile) -> Arguments:
         if torch.cuda.is_current_stream_capturing():
             return _listed(mask, tile)
         stream = torch.cuda.current_stream(mask.device).cuda_stream
-    if any(part.is_inference() for part in parts):  # these have no version: a write would not be seen
+    versions = [version_of(part) for part in parts]
+    if UNCOUNTED in versions:  # a write would not be seen
         return _listed(mask, tile)
-    key = (tile.block_m, tile.block_n, stream, *(part._version for part in parts))
+    key = (tile.block_m, tile.block_n, stream, *versions)
     known: Arguments | None = mask.derived.get(key)
     if known is None:
         known = _listed(mask, tile)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ MASKED_COLOR: Color = (253, 236, 208)
 EMPTY_COLOR: Color = (255, 255, 255)
 # Elements of partial tiles that are counted at most. Beyond, half of each is taken to be kept.
 COUNTED = 1 << 26
+ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class Cells:
         parts = (self.full, self.kept, masked, self.area - self.full - self.partial)
         colors = (FULL_COLOR, KEPT_COLOR, MASKED_COLOR, EMPTY_COLOR)
         mixed = sum(
-            (part / self.area)[..., None] * torch.tensor(color, dtype=torch.float32)
+            (part / self.area)[..., None] * torch.tensor(color, **ON_CPU)
             for part, color in zip(parts, colors, strict=True)
         )
         assert isinstance(mixed, Tensor)
@@ -71,7 +72,7 @@ def cells(mask: BlockMask, grid: tuple[int, int]) -> Cells:
     heights, widths = (_sizes(n, size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     rows, columns = (tile_count(n, step) for n, step in zip(table.shape, steps, strict=True))
     area = _pooled(heights[:, None], steps[0], 0) @ _pooled(widths[None], steps[1], 1)
-    full, partial = (torch.zeros(rows, columns) for _ in range(2))
+    full, partial = (torch.zeros(rows, columns, **ON_CPU) for _ in range(2))
     for row, band in enumerate(table.split(steps[0])):
         height = heights[row * steps[0] :][: len(band)]
         for kind, counts in ((FULL, full), (PARTIAL, partial)):
@@ -93,13 +94,13 @@ def tokens(mask: BlockMask) -> Cells:
     rows, columns = (n // size for n, size in zip((q, kv), mask.BLOCK_SIZE, strict=True))
     kinds = table.reshape(table.shape[-2:])[rows][:, columns].cpu()
     partial = (kinds == PARTIAL).float()
-    ones = torch.ones(queries, keys)
+    ones = torch.ones(queries, keys, **ON_CPU)
     return Cells(ones, (kinds == FULL).float(), partial, partial * kept.cpu().expand(queries, keys), (1, 1))
 
 
 def _sizes(length: int, block: int) -> Tensor:
     """How many positions each tile has, float32."""
-    return (length - torch.arange(0, length, block)).clamp(max=block).float()
+    return (length - torch.arange(0, length, block, device="cpu")).clamp(max=block).float()
 
 
 def _pooled(counts: Tensor, step: int, axis: int) -> Tensor:
@@ -113,7 +114,7 @@ def _kept(mask: BlockMask, table: Tensor, steps: list[int], partial: Tensor) -> 
         return partial / 2
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     sides = min(block[0], lengths[0]), min(block[1], lengths[1])
-    counts = torch.zeros(math.prod(partial.shape))
+    counts = torch.zeros(math.prod(partial.shape), **ON_CPU)
     for places, kept in elements(table[None, None], lengths, block, sides, mask.traced):
         _, _, row, column = places.cpu().unbind(1)
         cell = row // steps[0] * partial.shape[1] + column // steps[1]

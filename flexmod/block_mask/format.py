@@ -6,19 +6,19 @@ it is sliced, and checks when it is made that its parts fit together.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import combine, cuts, runs, tiles
+from flexmod.block_mask import runs, tiles
+from flexmod.block_mask.algebra import Algebra
+from flexmod.block_mask.copied import Copied
 from flexmod.block_mask.drawn import Drawn
-from flexmod.block_mask.facts import Facts, facts
 from flexmod.block_mask.held import Axis, Held, ListPart
-from flexmod.block_mask.launched import MaskSnapshot, columns_of
+from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
     block_pair,
@@ -27,25 +27,18 @@ from flexmod.block_mask.parts import (
     checked_lists,
     length,
 )
-from flexmod.block_mask.rebase import Derived, moved
 from flexmod.block_mask.refresh import Refreshed
 from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.tiles import EMPTY, LISTS, Parts
+from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
-from flexmod.ir.composed import Mask
-from flexmod.ir.copies import deep_copied
 from flexmod.ir.kept import numbered
 from flexmod.ir.passes import fitted
-from flexmod.ir.replay import leaves, replay
-from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
-# Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
-FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 
 
-class BlockMask(Refreshed, Drawn):
+class BlockMask(Refreshed, Copied, Algebra, Drawn):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -61,8 +54,9 @@ class BlockMask(Refreshed, Drawn):
     puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
     A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
 
-    Where a tensor that mask_mod captures is written to, or gets other memory, the tiles of a mask that was
-    built are found again at its next use (`refresh`). Lists that a user gave stay as they are.
+    Where a tensor that mask_mod captures or read (`t.item()`, `t.shape`) is written to, or gets other memory,
+    the tiles of a mask that was built are found again at its next use (`refresh`). Lists that a user gave
+    stay as they are.
 
     `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
     The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
@@ -211,46 +205,6 @@ class BlockMask(Refreshed, Drawn):
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
 
-    def __copy__(self) -> BlockMask:
-        """The same tensors; what is assigned to one mask is not assigned to the other."""
-        new = type(self).__new__(type(self))
-        new.__setstate__({**self._state(), "_held": copy.copy(self.held)})
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
-        """Tensors of its own; those that a mask_mod captures are shared where it is a function, as Python
-        copies no functions.
-        """
-        new = memo[id(self)] = type(self).__new__(type(self))
-        state = self._state()
-        mask_mod, traced = state.pop("_mask_mod"), state.pop("_traced")
-        mask_mod, tensors = deep_copied(mask_mod, traced.tensors, memo)
-        state = {name: copy.deepcopy(value, memo) for name, value in state.items()}
-        new.__setstate__({**state, "_mask_mod": mask_mod, "_traced": Traced(traced.graph, tensors)})
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: in place of a function its graph, as it was traced, and what it captures."""
-        traced, mask_mod = leaves(self._traced), self._mask_mod
-        if not isinstance(mask_mod, Derived):
-            replayed = replay(traced, mod_name(mask_mod))
-            mask_mod = Mask(replayed) if isinstance(mask_mod, Mask) else replayed
-        return {**self._state(), "_traced": traced, "_mask_mod": mask_mod}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._know(self._traced)
-        self._seen = self._lists_now() if state["_seen"] else None
-
-    def _state(self) -> dict[str, Any]:
-        """Its attributes without what goes by identity; in place of the lists that it has checked, whether
-        these are all.
-        """
-        self.refresh()
-        seen = self._lists_now() == self._seen
-        own = {"_seen": seen, "_snapshot": None, "_watched": None, "_in_graphs": ()}
-        return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
-
     @property
     def held(self) -> Held:
         """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
@@ -298,8 +252,8 @@ class BlockMask(Refreshed, Drawn):
 
     def _know(self, traced: Traced) -> None:
         graph, self.graph_number = numbered(traced.graph)
-        self._traced = Traced(graph, traced.tensors)
-        self.watch(traced.tensors, self.device)
+        self._traced = replace(traced, graph=graph)
+        self.watch(traced, self.device)
 
     @property
     def classified(self) -> bool:
@@ -339,7 +293,7 @@ class BlockMask(Refreshed, Drawn):
 
         While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             return False
         if again or self._lists_now() != self._seen:
             checked_lists(self._parts(LISTS))
@@ -374,14 +328,6 @@ class BlockMask(Refreshed, Drawn):
         """The number of scores, masked or not."""
         return math.prod(self.shape)
 
-    def sparsity(self) -> float:
-        """How much of the score matrix lies outside of the listed tiles, in per cent.
-
-        Below zero where the padding of the tiles at the edge outweighs what is skipped.
-        """
-        self.refresh()
-        return 100 * (1 - self.held.listed() * math.prod(self.BLOCK_SIZE) / self.numel())
-
     def table(self) -> Tensor:
         """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
         which the mask is the same.
@@ -393,21 +339,6 @@ class BlockMask(Refreshed, Drawn):
         self.refresh()
         return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
 
-    def to(self, device: torch.device | str) -> BlockMask:
-        """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
-        self.refresh()
-        mask_mod = moved(self.mask_mod, device)
-        traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, torch.device(device))
-        mask = BlockMask.of_held(
-            self.held.to(device), self.seq_lengths, self.BLOCK_SIZE, mask_mod, traced, self.full_tiles_padded
-        )
-        mask._classified = self._classified
-        for name in FLASH_PARTS:
-            part = getattr(self, name)
-            setattr(mask, name, None if part is None else part.to(device))
-        mask.dq_kv_order_spt = self.dq_kv_order_spt
-        return mask
-
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The parts in order: seq_lengths, the eight lists, torch's four dq_ parts, BLOCK_SIZE, mask_mod.
 
@@ -418,67 +349,6 @@ class BlockMask(Refreshed, Drawn):
         )
         parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
         return (*lengths, *parts.values(), *block, self.mask_mod)
-
-    def __getitem__(self, index: Any) -> BlockMask:
-        """mask[b, h, q]: some batches, heads and rows of tiles. No dimension is lost: mask[0] has B=1.
-
-        An entry is an int, a slice, or a list or tensor of ints or bools. The slice sees the positions of the
-        whole: the mask_mod of mask[1] gets b = 1, that of mask[:, :, 2] gets q_idx from 2 * BLOCK_SIZE[0] on.
-
-        Raises BlockMaskIndexError.
-        """
-        self.refresh()
-        return cuts.sliced(self, index)
-
-    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The upper left corner: the same mask_mod on the first queries and keys.
-
-        Raises BlockMaskCropError where the lengths grow.
-        """
-        self.refresh()
-        return cuts.cropped(self, (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
-
-    def resize(self, q_len: int, kv_len: int) -> BlockMask:
-        """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
-        kept. So a mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, looks at one row and one
-        column of tiles.
-
-        Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
-        """
-        self.refresh()
-        return combine.resized(self, (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
-
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks keep. A dimension of 1, for batch or head, serves each of the other's.
-
-        Raises BlockMaskCombineError.
-        """
-        return self._with(other, "and")
-
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """What either mask keeps. Raises BlockMaskCombineError."""
-        return self._with(other, "or")
-
-    def _with(self, other: BlockMask, how: Literal["and", "or"]) -> BlockMask:
-        if not isinstance(other, BlockMask):
-            return NotImplemented
-        self.refresh()
-        other.refresh()
-        return combine.combined(self, other, how)
-
-    def __invert__(self) -> BlockMask:
-        """What the mask does not keep. Raises BlockMaskCombineError."""
-        self.refresh()
-        return combine.complement(self)
-
-    def facts(self, budget: float = math.inf) -> Facts:
-        """What the mask turns out to be: density, whether every query has keys, and so on.
-
-        Elements of partial tiles are counted where there are no more than `budget`.
-        """
-        self.refresh()
-        known = (self.held.batch, self.seq_lengths, self.BLOCK_SIZE, self.traced)
-        return facts(self.table(), *known, budget=budget)
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}

@@ -24,6 +24,7 @@ from torch import Tensor
 from flexmod import config
 from flexmod.block_mask import tiles
 from flexmod.block_mask.held import Axis
+from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
@@ -231,7 +232,7 @@ class _Part:
 
     def _capturing(self) -> bool:
         """Is a CUDA graph being recorded? It cannot wait for a count."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_captured(self.device)
 
     def _start(self, module: ModuleType, name: str, programs: int, arguments: Any) -> None:
         if self.interpreted:

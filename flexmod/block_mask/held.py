@@ -19,6 +19,7 @@ from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 from flexmod.errors import BlockMaskPartsError
+from flexmod.ir.watched import UNCOUNTED, version_of
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
@@ -182,10 +183,7 @@ class Held:
                 problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
-        part = plain_list(name, part)
-        if part is not None:
-            part = part if part.is_floating_point() else part.to(torch.int32)
-        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: part})
+        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: plain_list(name, part)})
 
     def as_lists(self) -> Held:
         """The same tiles as lists."""
@@ -268,10 +266,10 @@ def state(tensor: Tensor) -> tuple[object, ...]:
 
     A write in inference mode to a tensor made there leaves it as it is, and so does one through `.data`.
     """
-    known = -1 if tensor.is_inference() else tensor._version
-    return known, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def version(part: Tensor) -> float:
     """How often a tensor was written to. One of inference mode does not know, which is unequal to itself."""
-    return math.nan if part.is_inference() else part._version
+    known = version_of(part)
+    return math.nan if known == UNCOUNTED else known

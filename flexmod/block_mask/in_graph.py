@@ -70,7 +70,9 @@ def outside(
     """The mask of a mask_mod that was traced, by the operation. For tensors without values, and where torch
     makes a graph of what runs. Raises InGraphMaskError for masks of very many tiles.
     """
-    tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
+    captures = (f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures)
+    with tensor_kinds.naming_fake(dict(zip(captures, traced.tensors, strict=True))):
+        tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
     held = held_of(tiles, traced.graph, sizes[:2], grid)
     return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)

@@ -16,6 +16,7 @@ from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.host_numbers import captures_on_device
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
+from flexmod.ir.watched import version_of
 
 
 class SnapshotName:
@@ -83,10 +84,8 @@ class MaskSnapshot:
         found: list[object]
         if self.held.form == "lists":
             found = list(self.held.written())
-        elif self.in_inference_mode:
-            found = [-1] * len(self.held.tensors())
         else:
-            found = [tensor._version for tensor in self.held.tensors()]
+            found = [version_of(tensor) for tensor in self.held.tensors()]
         return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
 
     @cached_property
@@ -118,6 +117,15 @@ class MaskSnapshot:
         if all(new is old for new, old in zip(tiles, self.held.tensors(), strict=True)):
             return replace(self, mod=mod)
         return replace(self, held=self.held.with_tensors(tiles), mod=mod, lists=(), derived={})
+
+
+def is_captured(device: torch.device) -> bool:
+    """Is a CUDA graph of the device's current stream being captured?
+
+    What is launched then runs at each replay, on the memory that it has now: nobody can wait for a value, and
+    what is made is the graph's.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def columns_of(held: Held, lengths: tuple[int, int], block: tuple[int, int]) -> int:

@@ -46,7 +46,10 @@ def positive(value: object) -> int | None:
 
 
 def checked_lists(parts: Parts) -> Parts:
-    """The eight lists as int32, when they fit together. Those that `parts` does not name are None."""
+    """The eight lists as int32, when they fit together. Those that `parts` does not name are None.
+
+    Their values are not looked at, see `check_values`.
+    """
     lists = [plain_list(name, parts.get(name)) for name in LISTS]
     counts, indices, columns = lists[0], lists[1], lists[5]
     if counts is None or indices is None or indices.dim() < 2:
@@ -66,12 +69,11 @@ def checked_lists(parts: Parts) -> Parts:
                 second_device=str(part.device),
                 name=name,
             )
-    with transforms.paused():
-        return {name: None if x is None else x.to(torch.int32) for name, x in zip(LISTS, lists, strict=True)}
+    return dict(zip(LISTS, lists, strict=True))
 
 
 def plain_list(name: str, part: Any) -> Tensor | None:
-    """A list as kernels read it: out of the wrappers of torch.func, its sign in its elements.
+    """A list as kernels read it: out of the wrappers of torch.func, its sign in its elements, integers int32.
 
     Raises BlockMaskPartsError, VmapError, TensorKindError, FreedStorageError.
     """
@@ -86,7 +88,26 @@ def plain_list(name: str, part: Any) -> Tensor | None:
     tensor_kinds.check_class(name, part)
     if plain.device.type != "meta":
         tensor_kinds.check_readable({name: plain})
-    return plain.resolve_neg()
+    with transforms.paused():
+        return _narrowed(plain.resolve_neg())
+
+
+def _narrowed(part: Tensor) -> Tensor:
+    """A list of integers as int32; one of another kind as it is, for `checked_lists` to refuse.
+
+    A number that int32 does not hold becomes one that `check_values` refuses.
+    """
+    dtype = part.dtype
+    if dtype == torch.int32 or not _is_integer(part):
+        return part
+    if dtype in (torch.int64, torch.uint64, torch.uint32):
+        limits = torch.iinfo(torch.int32)
+        part = part.to(torch.int64).clamp(limits.min, limits.max)
+    return part.to(torch.int32)
+
+
+def _is_integer(part: Tensor) -> bool:
+    return not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
 
 
 def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: torch.Size | None) -> None:
@@ -97,7 +118,7 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
     if counts is None or indices is None:
         there, missing = names if indices is None else names[::-1]
         problem = f"{there} is given without {missing}"
-    elif any(part.is_floating_point() or part.is_complex() for part in (counts, indices)):
+    elif not (_is_integer(counts) and _is_integer(indices)):
         problem = f"{names[0]} is {counts.dtype} and {names[1]} {indices.dtype}, but both hold integers"
     elif counts.shape != indices.shape[:-1] or indices.shape[:-1] != rows:
         problem = f"{names[0]} has shape {tuple(counts.shape)} and {names[1]} {tuple(indices.shape)}"
@@ -131,28 +152,35 @@ def check_lengths(
 def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int]) -> bool:
     """Do full tiles reach over the end of a length? Kernels must look for the end in those too.
 
-    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist.
+    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist, and
+    for a count below 0 or of more than are listed.
     """
     rows, columns = map(tile_count, lengths, block)
     ragged = {"kv": lengths[1] % block[1] > 0, "q": lengths[0] % block[0] > 0}
     padded = []
     for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
-        counts, indices = parts.get(name.replace("indices", "num_blocks")), parts.get(name)
+        of_counts = name.replace("indices", "num_blocks")
+        counts, indices = parts.get(of_counts), parts.get(name)
         if counts is None or indices is None:
             continue
         axis, other, count = ("q", "kv", rows) if "q_" in name else ("kv", "q", columns)
-        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-        width = max(
-            count, indices.shape[-1]
-        )  # lists made for longer keys may be cropped by assigning seq_lengths
-        wrong = (listed & ((indices < 0) | (indices >= width))).any() | (counts > indices.shape[-1]).any()
+        room = indices.shape[-1]
+        listed = torch.arange(room, device=indices.device) < counts[..., None]
+        width = max(count, room)  # lists made for longer keys may be cropped by assigning seq_lengths
+        miscounted = ((counts < 0) | (counts > room)).any()
+        outside = (listed & ((indices < 0) | (indices >= width))).any()
         whole = count - ragged[axis]  # tiles that end before the length does
         over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]
-        faulty, reaches_over = torch.stack([wrong, over]).tolist()
-        if faulty:
+        of_count, of_index, reaches_over = torch.stack([miscounted, outside, over]).tolist()
+        if of_count:
+            raise BlockMaskPartsError(
+                problem=f"{of_counts} has a count that is not one from 0 to {room}, the width of {name}",
+                advice="count how many entries of each row are tiles, 0 where there are none",
+            )
+        if of_index:
             raise BlockMaskPartsError(
                 problem=f"{name} lists a tile that is not one of the {width}",
-                advice=f"list tiles from 0 to {width - 1}, and count no more than are listed",
+                advice=f"list tiles from 0 to {width - 1}",
             )
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)

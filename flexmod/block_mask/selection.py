@@ -98,7 +98,9 @@ class _Ask:
         if _is_number(entry):
             return [operator.index(entry)]
         if isinstance(entry, (Tensor, list, range)) or hasattr(entry, "__array__"):
-            return self._entries(torch.as_tensor(entry), axis)
+            return self._entries(
+                entry if isinstance(entry, Tensor) else torch.as_tensor(entry, device="cpu"), axis
+            )
         self.refuse(f"{type(entry).__name__} is no index", "use ints, slices, or one list or tensor of ints")
         raise AssertionError
 

@@ -20,6 +20,8 @@ LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
+# Metadata of torch's FLASH backward. Carried for `as_tuple` and `to`; flexmod reads none of it.
+FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 # torch's cumsum and scatter work on 64-bit positions, eight bytes a tile: this many tiles at a time

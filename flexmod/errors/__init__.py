@@ -20,7 +20,7 @@ __all__ = [
     # calls.py
     "NotFourDimensional", "LayoutError", "NotATensor", "EmptyHeadDim", "ExtentError", "NotStrided",
     "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
-    "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
+    "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
     "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
     "DoubleBackwardError", "ForwardModeError", "VmapError", "TransformersArgumentError",
@@ -30,7 +30,7 @@ __all__ = [
     "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
     "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
     # mods.py
-    "ModArityError", "NotCallable", "MaskResultError", "ScoreResultError", "NotScalarError",
+    "ModArityError", "NotCallable", "NoSignatureError", "MaskResultError", "ScoreResultError", "NotScalarError",
     "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
     "MutationError", "UnknownOperationError", "OperationArgumentError", "IndexDtypeError",
     "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",

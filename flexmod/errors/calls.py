@@ -12,7 +12,9 @@ class NotFourDimensional(FlexmodError, ValueError):
 
 class LayoutError(FlexmodError, ValueError):
     what = "layout is {layout!r}."
-    instead = "give 'bhsd' for [batch, heads, length, head_dim], or 'bshd' for [batch, length, heads, head_dim]."
+    instead = (
+        "give 'bhsd' for [batch, heads, length, head_dim], or 'bshd' for [batch, length, heads, head_dim]."
+    )
 
 
 class NotATensor(FlexmodError, TypeError):
@@ -40,6 +42,11 @@ class TensorKindError(FlexmodError, TypeError, NotImplementedError):
     instead = "pass {advice}."
 
 
+class FakeTensorError(FlexmodError, TypeError):
+    what = "{problem}."
+    instead = "{advice}."
+
+
 class FreedStorageError(FlexmodError, RuntimeError):
     what = "{name} needs {needed} bytes, but its storage has {present}: it was freed or shrunk, as FSDP does with a module's parameters after its forward."
     instead = "allocate it again before the call, e.g. module.unshard(), or {name}.untyped_storage().resize_({needed}) and write to it."
@@ -53,6 +60,11 @@ class OperationTensorError(FlexmodError, ValueError):
 class ScaleError(FlexmodError, TypeError):
     what = "scale is a {type}; it is a number, fixed at the call, without a gradient."
     instead = "{advice}."
+
+
+class ScaleValueError(FlexmodError, ValueError):
+    what = "scale is {value}; it must be a finite number that float32 holds."
+    instead = "give such a number, or None for 1/sqrt(head_dim)."
 
 
 class NestedTensorInput(FlexmodError, ValueError, NotImplementedError):

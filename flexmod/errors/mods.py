@@ -21,6 +21,11 @@ class NotCallable(FlexmodError, TypeError):
     instead = "pass a function of scalars, e.g. {expected}."
 
 
+class NoSignatureError(FlexmodError, TypeError):
+    what = "{mod} is {function}, and Python cannot tell what arguments it takes."
+    instead = "write a function, e.g. {expected}."
+
+
 class MaskResultError(FlexmodError, TypeError):
     what = "mask_mod returned {dtype}; a mask says True or False."
     instead = "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod."

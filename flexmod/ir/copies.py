@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from flexmod.ir.trace import Traced
 
 Memo = dict[int, Any]
 Self = TypeVar("Self", bound="CopiesByAttribute")
@@ -32,6 +35,17 @@ class CopiesByAttribute:
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+def deep_copied_traces(
+    mod: Callable[..., Any], traces: Sequence[Traced], memo: Memo
+) -> tuple[Callable[..., Any], list[Traced]]:
+    """The copy of a mod, and its traces with the tensors that the copy captures, describes and reads."""
+    parts = [part for traced in traces for part in (traced.tensors, traced.described, traced.read)]
+    new, copied = deep_copied(mod, [tensor for part in parts for tensor in part], memo)
+    rest = iter(copied)
+    own = iter([tuple(islice(rest, len(part))) for part in parts])
+    return new, [Traced(x.graph, next(own), x.eager, next(own), next(own)) for x in traces]
 
 
 def deep_copied(

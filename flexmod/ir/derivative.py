@@ -11,7 +11,7 @@ from flexmod import errors
 from flexmod.ir.graph import Graph, Node, rebuild
 from flexmod.ir.ops import CAST, OPS, strong
 from flexmod.ir.proxy import Proxy
-from flexmod.ir.trace import Tracer
+from flexmod.ir.trace import Tracer, watching
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ def differentiate_captures(graph: Graph, wanted: Sequence[int]) -> CaptureGrad:
     loads = [n for n in primal.nodes if n.op == "load" and n.value in wanted]
     active = _active(primal, loads)
     grads: dict[Node, Proxy] = {primal.result: tracer.position("grad")}
-    for node in reversed(primal.nodes):
-        if node in grads and node in active and node.op not in ("input", "load"):
-            tracer.line = node.where
-            _backward(tracer, node, grads, active)
+    with watching(tracer):
+        for node in reversed(primal.nodes):
+            if node in grads and node in active and node.op not in ("input", "load"):
+                tracer.line = node.where
+                _backward(tracer, node, grads, active)
     loads = [n for n in loads if n in grads]
     reached = [grads[n] for n in primal.nodes if n.op == "input" and n.value == "score" and n in grads]
     by_score = reached[0] if reached else tracer.cast(0.0, torch.float32)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from flexmod.ir.names import METADATA
 from flexmod.ir.proxy import mentions_traced
+from flexmod.ir.torch_calls import refuse_impure
 
 if TYPE_CHECKING:
     from flexmod.ir.trace import Tracer
@@ -44,9 +45,10 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if mentions_traced(args) or (kwargs and mentions_traced(kwargs.values())):
             return self.tracer.call(func, args, kwargs)
-        self.tracer.refuse_impure(getattr(func, "__name__", ""), kwargs)
+        refuse_impure(getattr(func, "__name__", ""), kwargs)
         if func not in METADATA:
             self.tracer.eager = True
+            self.tracer.read_values(args, kwargs)
         elif args and isinstance(args[0], torch.Tensor):
             self.tracer.described[id(args[0])] = args[0]
         return func(*args, **kwargs)
@@ -66,6 +68,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
-            self.tracer.eager = True
-        return func(*args, **(kwargs or {}))
+        self.tracer.eager |= self.tracer.read_values(args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.tracer.computed |= {id(leaf): leaf for leaf in tree_leaves(result)}
+        return result

@@ -98,7 +98,7 @@ def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[An
     try:
         return tensor[tuple(map(_index, indices))]
     except IndexError:
-        for dim, (index, size) in enumerate(zip(map(torch.as_tensor, indices), tensor.shape, strict=True)):
+        for dim, (index, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):
             least, most = int(index.min()), int(index.max())
             if least < -size or most >= size:
                 name, mod = graph.captures[_number(node)].name, mod_name(graph)
@@ -114,12 +114,12 @@ def mod_name(graph: Graph) -> str:
 
 def _guarded(tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
     """`tensor[indices]`, 0 where an index is outside."""
-    found = [wrapped(torch.as_tensor(i), size) for i, size in zip(indices, tensor.shape, strict=True)]
+    found = [wrapped(_place(i), size) for i, size in zip(indices, tensor.shape, strict=True)]
     places = tuple(place.clamp(0, size - 1) for (place, _), size in zip(found, tensor.shape, strict=True))
     outside = [~inside.to(tensor.device) for _, inside in found]
     loaded = tensor[places] if places else tensor
     for each in outside:
-        loaded = torch.where(each, torch.zeros((), dtype=tensor.dtype), loaded)
+        loaded = torch.where(each, tensor.new_zeros(()), loaded)
     return loaded
 
 
@@ -138,6 +138,10 @@ def _number(node: Node) -> int:
 
 def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:
     return value.to(dtype) if isinstance(value, torch.Tensor) else number(value, dtype)
+
+
+def _place(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
 
 
 def _index(value: Any) -> Any:

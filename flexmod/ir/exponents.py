@@ -174,6 +174,8 @@ class _Rewriter:
 
     def _index(self, node: Node, sign: float) -> tuple[_Factor, Node] | None:
         """A multiple of an index, or a small number of the row, as a factor and a node."""
+        if "score" in node.home:
+            return None
         ((factor, one),) = [*self._terms(node, _Factor(sign))]
         if one.home <= ROW and self._is_small(node):
             return factor, one

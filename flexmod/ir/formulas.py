@@ -51,6 +51,15 @@ def _isfinite(x: Any) -> Any:
     return torch.logical_not(torch.isnan(x) | torch.isinf(x))
 
 
+def _lerp(a: Any, b: Any, weight: Any) -> Any:
+    # from the nearer end, as torch does: a weight of 1 gives b, however large a is
+    way = b - a
+    from_a, from_b = a + weight * way, b - (1 - weight) * way
+    if isinstance(weight, (int, float)):
+        return from_a if abs(weight) < 0.5 else from_b
+    return torch.where(abs(weight) < 0.5, from_a, from_b)
+
+
 COMPOSED: dict[str, Callable[..., Any]] = {
     "rsub": _rsub,
     "clamp": _clamp,
@@ -63,12 +72,10 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
     "softplus": lambda x: x.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(x))),
-    "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
-    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5,
     "log10": lambda x: torch.log2(x) * math.log10(2.0),
     "isfinite": _isfinite,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
-    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "lerp": _lerp,
     "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
     "positive": lambda x: x,
     "clone": lambda x, memory_format=None: x,

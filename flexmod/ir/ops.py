@@ -314,6 +314,10 @@ _ROWS = [
        torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one, cost="high", finite=True),
     Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),), cost="high"),
+    Op("sinh", ("sinh",), "result", promote_float, "sinh({0})",
+       torch.sinh, lambda g, y, x: (g * torch.cosh(x),), cost="high"),
+    Op("cosh", ("cosh",), "result", promote_float, "cosh({0})",
+       torch.cosh, lambda g, y, x: (g * torch.sinh(x),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high", finite=True),
     # a tanh that a large number is multiplied by, see `tanhs.py`; torch has no other name for it
@@ -332,7 +336,7 @@ _ROWS = [
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
        torch.erf, lambda g, y, x: (g * (2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),), bounds.within_one,
        cost="high", finite=True),
-    Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "1.0 - tl.erf({0})",
+    Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "erfc({0})",
        torch.erfc, lambda g, y, x: (g * (-2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),),
        lambda x: (0.0, 2.0), cost="high", finite=True),
     # rounding
@@ -379,4 +383,4 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
 def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:
     """A Python number as a 0-d tensor; one that an integer dtype does not hold wraps, as torch has it."""
     widest = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
-    return torch.tensor(value, dtype=widest).to(dtype)
+    return torch.tensor(value, dtype=widest, device="cpu").to(dtype)

@@ -69,7 +69,9 @@ class Replay(CopiesByAttribute):
         inputs["b"] = b
         if isinstance(b, Proxy):
             return b._tracer.inline(self.traced, inputs)
-        given = {n: x if isinstance(x, Tensor) else torch.as_tensor(x) for n, x in inputs.items()}
+        given = {
+            n: x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu") for n, x in inputs.items()
+        }
         score = given.get("score")
         real = torch.float64 if score is not None and score.dtype == torch.float64 else torch.float32
         values: list[Any] = []

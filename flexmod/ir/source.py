@@ -92,7 +92,10 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
 def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
     if not callable(mod):
         raise errors.NotCallable(mod=what, type=type(mod).__name__, expected=expected)
-    return positional_count(mod)
+    try:
+        return positional_count(mod)
+    except (TypeError, ValueError):  # of what is built in, Python has a signature or none
+        raise errors.NoSignatureError(mod=what, function=mod_name(mod), expected=expected) from None
 
 
 def mod_name(mod: Callable[..., Any]) -> str:

@@ -7,21 +7,22 @@ in-place writes. What touches no Proxy runs eagerly, as Python would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from flexmod import errors, tensor_kinds
 from flexmod.errors import Where
+from flexmod.ir import torch_calls
 from flexmod.ir.eager import Watch
-from flexmod.ir.formulas import COMPOSED, is_one
 from flexmod.ir.graph import POSITIONS, Builder, Capture, DType, ExpectedSize, Graph, Node, dtype_name
-from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
-from flexmod.ir.ops import BY_TORCH_NAME, CAST, promote
-from flexmod.ir.proxy import BINARY, CaptureView, Proxy
+from flexmod.ir.ops import BY_TORCH_NAME, CAST
+from flexmod.ir.proxy import CaptureView, Proxy
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
     SCORE_ARGUMENTS,
@@ -35,9 +36,6 @@ VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-CONCRETE = {"item", "tolist", "numpy"}
-ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
-OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +43,15 @@ class Traced:
     """A mod's graph and the tensors that its captures stand for, in their order.
 
     `eager`: the mod had torch work on something else than traced values, so that the graph may depend on what
-    a tensor holds. `described`: tensors whose shape, dtype or device the mod read.
+    a tensor holds. `described`: tensors whose shape, dtype or device the mod read. `read`: those whose values
+    the trace read.
     """
 
     graph: Graph
     tensors: tuple[torch.Tensor, ...] = ()
     eager: bool = False
     described: tuple[torch.Tensor, ...] = ()
+    read: tuple[torch.Tensor, ...] = ()
 
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
@@ -64,11 +64,22 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    # a call may come from a __torch_function__, where torch leaves those of other classes out
-    with torch._C._EnableTorchFunction(), Watch(tracer):
+    with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
-    return Traced(graph, tuple(tracer.tensors), tracer.eager, tuple(tracer.described.values()))
+    beside = (tuple(tensors.values()) for tensors in (tracer.described, tracer.read))
+    return Traced(graph, tuple(tracer.tensors), tracer.eager, *beside)
+
+
+@contextmanager
+def watching(tracer: Tracer) -> Iterator[None]:
+    """Torch functions on traced values go to the tracer, whatever the caller's state of torch.
+
+    A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
+    switched off, and a mode of the caller must not see traced values.
+    """
+    with torch._C._EnableTorchFunction(), Watch(tracer):
+        yield
 
 
 class Tracer:
@@ -82,6 +93,8 @@ class Tracer:
         self.tensors: list[torch.Tensor] = []
         self.eager = False
         self.described: dict[int, torch.Tensor] = {}  # by id
+        self.read: dict[int, torch.Tensor] = {}
+        self.computed: dict[int, object] = {}  # what torch made of tensors during the trace
         self.expected: dict[ExpectedSize, None] = {}
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
@@ -92,6 +105,12 @@ class Tracer:
     def position(self, name: str) -> Proxy:
         dtype = torch.float32 if name in ("score", "grad") else torch.int32
         return Proxy(self, self.builder.input(name, dtype))
+
+    def read_values(self, *values: Any) -> bool:
+        """Notes tensors among arguments of torch's own work. Are there any?"""
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        self.read.update((id(tensor), tensor) for tensor in tensors if id(tensor) not in self.computed)
+        return bool(tensors)
 
     # captured tensors
 
@@ -251,120 +270,9 @@ class Tracer:
             return node
         return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
-    # torch functions
-
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function or method with a traced value among its arguments."""
-        name = getattr(func, "__name__", str(func))
-        self.refuse_impure(name, kwargs)
-        kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
-        if name == "__getitem__":
-            return self.index(*args)
-        bare = name.strip("_")
-        if name.startswith("__"):
-            reverse = bare not in BINARY and bare[1:] in BINARY
-            bare = BINARY.get(bare[1:] if reverse else bare, bare)
-            args = args[::-1] if reverse else args
-        if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
-            kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
-            args = ()
-        if bare in CASTS:
-            return self.cast(args[0], CASTS[bare])
-        if bare in FILLS:
-            return self.fill(bare, *args, **kwargs)
-        if bare in _SPECIAL:
-            return _SPECIAL[bare](self, *args, **kwargs)
-        if bare in BY_TORCH_NAME:
-            return self.table_row(bare, args, kwargs)
-        if bare in COMPOSED:
-            return self.composed(bare, args, kwargs)
-        if bare in REDUCTIONS:
-            raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
-        if bare in CONCRETE:
-            raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line())
-        raise errors.UnknownOperationError(
-            operation=f"torch.{bare}", where=user_line(),
-            advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
-        )  # fmt: skip
-
-    def refuse_impure(self, name: str, kwargs: dict[str, Any]) -> None:
-        """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
-        if draws(name):
-            raise errors.RandomNumberError(operation=f"torch.{name.strip('_')}", where=user_line())
-        if writes(name):
-            raise errors.MutationError(operation=name, where=user_line())
-        for option in ("out", "inplace") if kwargs else ():
-            if kwargs.get(option) is not None and kwargs[option] is not False:
-                raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
-
-    def composed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch call that stands for several operations of the table."""
-        operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
-        options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
-        try:
-            return COMPOSED[name](Proxy(self, self.node(operands[0], name)), *operands[1:], **options)
-        except errors.FlexmodError:
-            raise
-        except TypeError as error:
-            raise errors.OperationArgumentError(
-                operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
-                advice=f"leave out what is not elementwise ({error}).",
-            ) from error  # fmt: skip
-
-    def table_row(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-        """A torch call with its keywords as an operation of the table."""
-        operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
-        options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
-        rounding = options.pop("rounding_mode", None)
-        if rounding in ROUNDINGS:
-            name = ROUNDINGS[rounding]
-        elif rounding is not None:
-            options["rounding_mode"] = rounding
-        alpha = options.pop("alpha", 1)
-        if not is_one(alpha):
-            operands = (operands[0], self.apply("mul", (operands[1], alpha)))
-        if name == "float_power":
-            operands = tuple(self.cast(a, torch.float64) for a in operands)
-        arity = BY_TORCH_NAME[name].arity
-        if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
-            raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
-        if len(operands) != arity or any(v is not None for v in options.values()):
-            problem = f"the argument {min(options)!r}" if options else f"{len(operands)} operands"
-            raise errors.OperationArgumentError(
-                operation=f"torch.{name}", problem=problem, where=user_line(),
-                advice=f"give it {arity} scalar operand{'s' if arity > 1 else ''} and nothing else.",
-            )  # fmt: skip
-        return self.apply(name, operands)
-
-    def fill(self, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
-        """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
-        rest = list(args)
-        if name.startswith("new_"):
-            shape = options.pop("size", None) or (rest.pop(0) if rest else ())
-            if shape not in ((), [], torch.Size(())):
-                raise errors.NotScalarError(
-                    what=f"{name} makes a tensor", shape=shape, example=f"x.{name}(())", where=user_line()
-                )
-        value = FILLS[name]
-        if value is None:
-            value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
-        return self.cast(value, dtype or promote(self.node(like, name).dtype))
-
-    def to(self, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
-        """A dtype is a cast; a device is where the scalar is already."""
-        for target in targets:
-            if isinstance(target, torch.dtype):
-                dtype = target
-            elif isinstance(target, (torch.Tensor, Proxy, CaptureView)):
-                dtype = target.dtype
-        return self.cast(value, dtype) if dtype is not None else Proxy(self, self.node(value, "to"))
-
-    def copy(self, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
-        """torch.tensor(q_idx): a scalar is its own copy."""
-        return self.to(value, dtype=dtype)
-
-    def type(self, value: Any, dtype: Any = None, **options: Any) -> Proxy:
-        return self.cast(value, dtype)
+        return torch_calls.call(self, func, args, kwargs)
 
 
 def plain_number(value: Any) -> bool | int | float | None:
@@ -395,13 +303,3 @@ def capture_of(name: str, tensor: torch.Tensor) -> Capture:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return Capture(name, tensor.dtype, tensor.dim(), reach >= 2**31)
 
-
-_SPECIAL: dict[str, Callable[..., Proxy]] = {
-    "to": Tracer.to,
-    "type": Tracer.type,
-    "type_as": Tracer.to,
-    "tensor": Tracer.copy,
-    "as_tensor": Tracer.copy,
-    "scalar_tensor": Tracer.copy,
-    "expect_size": Tracer.expect_size,
-}

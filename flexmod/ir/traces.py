@@ -16,13 +16,18 @@ REMEMBERED = 1024
 
 
 class Known(NamedTuple):
-    """A graph that holds for a fingerprint, and which of the tensors seen there it captures, in its order."""
+    """A graph that holds for a fingerprint, and which of the tensors seen there it captures, in its order.
+
+    `described`: as in `Traced`, by their places.
+    """
 
     graph: Graph
     places: tuple[int, ...]
+    described: tuple[int, ...] = ()
 
     def bound(self, seen: Seen) -> Traced:
-        return Traced(self.graph, tuple([seen.tensors[place] for place in self.places]))
+        captured, described = ([seen.tensors[p] for p in part] for part in (self.places, self.described))
+        return Traced(self.graph, tuple(captured), described=tuple(described))
 
 
 _known: dict[object, Known] = {}
@@ -44,9 +49,10 @@ def find(
     if seen is None or traced.eager:
         return traced, None
     places = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
-    if any(id(tensor) not in places for tensor in traced.tensors):
+    if any(id(tensor) not in places for tensor in (*traced.tensors, *traced.described)):
         return traced, None
-    known = Known(traced.graph, tuple(places[id(tensor)] for tensor in traced.tensors))
+    of_trace = ([places[id(tensor)] for tensor in part] for part in (traced.tensors, traced.described))
+    known = Known(traced.graph, *map(tuple, of_trace))
     remember(_known, key, known, REMEMBERED)
     return traced, known
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmod.ir.fingerprint import tensor_key
+
+UNCOUNTED = -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often torch saw a write to the tensor; UNCOUNTED for one of inference mode."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 class Watched:
@@ -56,6 +69,70 @@ def _copied(tensors: Sequence[Tensor], strict: bool, unchanged: bool) -> Watched
 
 def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     """Kind, count of writes and address of a tensor; None where these do not tell that it is the same."""
-    uncounted = tensor.is_inference()
-    kind = None if uncounted and strict else tensor_key(tensor)
-    return None if kind is None else (kind, -1 if uncounted else tensor._version, tensor.data_ptr())
+    writes = version_of(tensor)
+    kind = None if writes == UNCOUNTED and strict else tensor_key(tensor)
+    return None if kind is None else (kind, writes, tensor.data_ptr())
+
+
+# attributes on the way to a captured tensor: the dict that holds one, its name, its value
+Links = tuple[tuple[dict[str, Any], str, object], ...]
+SEARCHED = 1000  # objects that are searched
+OWN = ("flexmod.compiled", "flexmod.block_mask.format")  # of handles and masks, where no mod reads tensors
+TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
+
+
+def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Links:
+    """The attributes by which mods reach tensors: of a method's object, a module, a submodule.
+
+    Wherever an object holds one of the tensors counts: the mod may read it there.
+    """
+    found = (link for mod, tensors in mods for link in _links(mod, {id(tensor) for tensor in tensors}))
+    return tuple({(id(table), name): (table, name, value) for table, name, value in found}.values())
+
+
+def _links(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[dict[str, Any], str, object]]:
+    seen = {id(mod)}
+    queue: deque[tuple[Any, Links]] = deque([(mod, ())])
+    while queue and wanted and len(seen) < SEARCHED:
+        value, way = queue.popleft()
+        for table, name, item in _held_by(value):
+            here = way if table is None else (*way, (table, name, item))
+            if id(item) in wanted:
+                yield from here
+            elif id(item) not in seen and not isinstance(item, (Tensor, ModuleType, type, str, int, float)):
+                seen.add(id(item))
+                if type(item).__module__ not in OWN:
+                    queue.append((item, here))
+
+
+def hold(links: Links) -> bool:
+    """Are the attributes what they were?"""
+    for table, name, value in links:  # noqa: SIM110, three times as slow
+        if table.get(name) is not value:
+            return False
+    return True
+
+
+def _held_by(value: Any) -> Iterator[tuple[dict[str, Any] | None, str, Any]]:
+    """(table, name, value) of what an object holds; without a table where nothing can be assigned anew."""
+    if isinstance(value, MethodType):
+        yield from ((None, "", part) for part in (value.__self__, value.__func__))
+    elif isinstance(value, partial):
+        yield from ((None, "", part) for part in (value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                yield None, "", cell.cell_contents
+        yield from ((None, "", part) for part in value.__defaults__ or ())
+        known = value.__globals__
+        yield from ((None, "", known[name]) for name in value.__code__.co_names if name in known)
+    elif isinstance(value, (list, tuple)):
+        yield from ((None, "", part) for part in value)
+    elif isinstance(value, dict):
+        yield from [(value, name, part) for name, part in value.items()]
+    else:
+        own = getattr(value, "__dict__", {})
+        if isinstance(value, torch.nn.Module):
+            for table in TABLES:
+                yield from [(own[table], name, part) for name, part in own[table].items()]
+        yield from [(own, name, part) for name, part in [*own.items()] if name not in TABLES]

@@ -246,7 +246,7 @@ def _t5_buckets(count: int, max_distance: int) -> Tensor:
     to another side than T5's own.
     """
     exact = count // 2
-    distances = torch.arange(max_distance + 1)
+    distances = torch.arange(max_distance + 1, device="cpu")
     steps = torch.log(distances.clamp(min=exact) / exact) / math.log(max_distance / exact) * (count - exact)
     grown = (exact + steps.long()).clamp(max=count - 1)
     return torch.where(distances < exact, distances, grown).to(torch.int32)
@@ -281,9 +281,10 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
     check_number("sandwich", "heads", heads, least=1)
     check_number("sandwich", "length", length, least=1)
     check_number("sandwich", "dim", dim, least=2)
-    rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64) / dim)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
-    products = angles.cos().sum(-1).to(device=device, dtype=torch.float32)
+    rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64, device="cpu") / dim)
+    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
+    here = torch.get_default_device() if device is None else device
+    products = angles.cos().sum(-1).to(device=here, dtype=torch.float32)
 
     @ScoreMod
     def sandwich_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

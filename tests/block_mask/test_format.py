@@ -8,10 +8,11 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 
 from block_mask.zoo import ZOO
-from flexmod import errors, masks
+from flexmod import errors, flex_attention, masks
 from flexmod.block_mask.build import create_block_mask, create_mask, noop_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.rebase import Rebased
+from flexmod.block_mask.tiles import LISTS
 from flexmod.ir.evaluate import evaluate
 
 COUNTS = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
@@ -374,10 +375,68 @@ def test_values_of_lists_are_looked_at():
     outside = BlockMask.from_kv_blocks
     assert refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS, INDICES + 1)) == (
         "kv_indices lists a tile that is not one of the 2.\n"
-        "  Instead: list tiles from 0 to 1, and count no more than are listed."
+        "  Instead: list tiles from 0 to 1."
     )
     refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS, INDICES - 1))
-    refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS + 1, INDICES))
+    assert refusal(errors.BlockMaskPartsError, lambda: outside(COUNTS + 1, INDICES)) == (
+        "kv_num_blocks has a count that is not one from 0 to 2, the width of kv_indices.\n"
+        "  Instead: count how many entries of each row are tiles, 0 where there are none."
+    )
+
+
+WRONG_NUMBERS = {
+    "negative": lambda part: part - 10,
+    "beyond 32 bits": lambda part: part.long() + 2**32,
+    "below 32 bits": lambda part: part.long() - 2**32,
+    "the end of int64": lambda part: torch.full_like(part.long(), 2**63 - 1),
+    "unsigned": lambda part: torch.full_like(part.long(), 2**32 - 1).to(torch.uint32),
+    "64 bits, unsigned": lambda part: torch.full_like(part.long(), -1).view(torch.uint64),
+}
+NO_INTEGERS = {
+    "bool": lambda part: part.bool(),
+    "float32": lambda part: part.float(),
+    "complex64": lambda part: part.to(torch.complex64),
+}
+INTEGERS = (torch.int64, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def changed_mask(way, name, change):
+    """A mask one of whose lists a user has changed."""
+    mask = create_block_mask(masks.causal(), None, None, 48, 48, device="cpu", BLOCK_SIZE=16)
+    lists = {each: getattr(mask, each).clone() for each in LISTS}
+    if way == "made":
+        lists[name] = change(lists[name])
+    mask = BlockMask((48, 48), **lists, BLOCK_SIZE=16, mask_mod=masks.causal())
+    if way == "assigned":
+        setattr(mask, name, change(lists[name]))
+    return mask
+
+
+@pytest.mark.parametrize("way", ["made", "assigned"])
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("wrong", [*WRONG_NUMBERS, *NO_INTEGERS])
+def test_lists_of_other_numbers_are_refused_by_name(wrong, name, way):
+    change = WRONG_NUMBERS.get(wrong) or NO_INTEGERS[wrong]
+    query = torch.zeros(1, 1, 48, 8)
+    with pytest.raises(errors.BlockMaskPartsError) as caught:
+        flex_attention(query, query, query, block_mask=changed_mask(way, name, change))
+    message = str(caught.value)
+    assert name in message
+    if wrong in NO_INTEGERS:
+        assert f"{name} is torch.{wrong}" in message or f"and {name} torch.{wrong}" in message
+        assert "both hold integers" in message
+
+
+@pytest.mark.parametrize("way", ["made", "assigned"])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_lists_of_every_integer(dtype, way):
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 1, 48, 8, generator=draw)
+    wanted = flex_attention(query, query, query, block_mask=changed_mask("made", "kv_indices", torch.clone))
+    for name in LISTS:
+        mask = changed_mask(way, name, lambda part: part.to(dtype))
+        assert getattr(mask, name).dtype == torch.int32
+        assert torch.equal(flex_attention(query, query, query, block_mask=mask), wanted)
 
 
 @pytest.mark.parametrize(("lengths", "padded"), [((384, 256), False), ((384, 200), True), ((300, 256), True)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,11 +149,12 @@ class Call:
         gradients = torch.autograd.grad(results, wanted, incoming, allow_unused=True, materialize_grads=True)
         return out.detach(), lse.detach(), list(gradients)
 
-    @staticmethod
-    def kept(lse: Tensor) -> tuple[Tensor, Tensor]:
-        """What the forward leaves of rows that are not large."""
-        lse2 = (lse * math.log2(math.e)).float()
-        return torch.zeros_like(lse2), torch.where(lse == -torch.inf, torch.inf, lse2)
+    def kept(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """What a forward may leave: the lse is at least a row's largest score, and serves as its peak."""
+        dead = lse == -torch.inf
+        raw = self.score_mod is None and self.case.scale > 0
+        peak = torch.where(dead, 0.0, lse / self.case.scale if raw else lse).float()
+        return peak, torch.where(dead, torch.inf, 0.0).float()
 
     def run(
         self, out: Tensor, lse: Tensor, changed: Callable[[str], str] = lambda text: text, seed: int = 0
@@ -181,10 +181,11 @@ class Call:
         given = {
             f"{kind}_captured": Captured([t.detach() for t in x.tensors]) for kind, x in traced.items() if x
         }
+        kept = self.kept(lse) if portable.kept else ()
         with on_python(changed, seed, case.ordered):
             found = hopper.backward(
                 HopperKernels(portable), q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
-                self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
+                self.grad_lse, (True, True, True), kept, scale=case.scale, mask=mask,
                 shape=case.shape, **given,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]

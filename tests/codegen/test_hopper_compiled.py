@@ -110,7 +110,7 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
 def test_a_step_that_meets_no_end_does_not_ask_its_elements(score_mod: Any) -> None:
     """A branch stands between weights and selects: compilers are not to make one of the two."""
     ptx = compiled("backward", score_mod, None, 128).asm["ptx"]
-    first = ptx.index("selp.f32")
+    first = ptx.index("selp.f32", ptx.index("ex2.approx"))
     assert " bra " in ptx[ptx.rindex("ex2.approx", 0, first) : first]
 
 

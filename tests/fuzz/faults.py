@@ -13,9 +13,9 @@ PROGRAMS = {"cpu": 8, "interpret": 2}
 
 
 class Fault(NamedTuple):
-    """Columns of a row, wrong; the backend on which it shows, and a text of the mods that have it."""
+    """Columns of rows, wrong; the backend on which it shows, and a text of the mods that have it."""
 
-    row: str
+    rows: tuple[str, ...]
     columns: dict[str, Any]
     backend: str
     text: str
@@ -23,11 +23,14 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "derivative of tanh": Fault(
-        "tanh", {"derivative": lambda grad, y, x: (grad * (1.0 - y),)}, "cpu", "= torch.tanh(score)"
+        ("tanh", "tanh_relative"),
+        {"derivative": lambda grad, y, x: (grad * (1.0 - y),)},
+        "cpu",
+        "= torch.tanh(score)",
     ),
-    "interval of <=": Fault("le", {"interval": bounds.lt}, "cpu", "kv_idx <= q_idx + N - M"),
+    "interval of <=": Fault(("le",), {"interval": bounds.lt}, "cpu", "kv_idx <= q_idx + N - M"),
     "text of *": Fault(
-        "mul", {"triton": {"int": "{0} * {1}", "float": "{0} * {1} * 1.001"}}, "interpret", "= score * "
+        ("mul",), {"triton": {"int": "{0} * {1}", "float": "{0} * {1} * 1.001"}}, "interpret", "= score * "
     ),
 }
 
@@ -35,16 +38,17 @@ FAULTS = {
 def find(name: str) -> list[str]:
     """The results that are wrong, in the first programs whose mods have the text."""
     fault = FAULTS[name]
-    row = ops.OPS[fault.row]
-    faulty = replace(row, **fault.columns)
-    _set(faulty)
+    rows = [ops.OPS[name] for name in fault.rows]
+    for row in rows:
+        _set(replace(row, **fault.columns))
     try:
         drawn = (Job(fault.backend, 1, number).cases() for number in range(3000))
         having = (cases for cases in drawn if fault.text in cases[0].score + cases[0].mask)
         tried = [case for cases in islice(having, PROGRAMS[fault.backend]) for case in cases]
         return sorted({why.split(":")[0] for case in tried for why in judged(case)[1]})
     finally:
-        _set(row)
+        for row in rows:
+            _set(row)
 
 
 def _set(row: ops.Op) -> None:

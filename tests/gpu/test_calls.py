@@ -12,7 +12,7 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import compiler, create_block_mask, flex_attention, masks, mods
+from flexmod import calls, compiler, create_block_mask, flex_attention, masks, mods
 from flexmod.runtime import counters, tape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -252,3 +252,48 @@ def test_counters_are_left_as_they_were() -> None:
     torch.cuda.synchronize()
     assert all(near(out, wanted) for out, wanted in found)
     assert counters._kept and not any(int(counter) for counter in counters._kept.values())
+
+
+@pytest.mark.parametrize("where", ["mask_mod", "score_mod"])
+@pytest.mark.parametrize("template", TEMPLATES)
+@torch.no_grad()
+def test_a_graph_keeps_the_tiles_that_a_handle_lets_go(template: str, where: str) -> None:
+    """A replay reads the tiles of its capture, after the handle has made others and memory is used again."""
+    window, tensors = torch.tensor(40, device=DEVICE), inputs()
+
+    def near_ones(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx).abs() <= window
+
+    def far_ones(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where((q_idx - kv_idx).abs() <= 40, s, -torch.inf)
+
+    mods = (None, near_ones) if where == "mask_mod" else (far_ones, None)
+    attend = flexmod.compile(*mods, kernel_options={"TEMPLATE": template})
+    wanted = attend(*tensors).clone()
+    out = recorded(lambda: attend(*tensors))
+    window.fill_(200)
+    attend(*tensors)
+    attend._bound = {}
+    calls.forget()
+    calls._remembered_mask.cache_clear()
+    window.fill_(40)
+    garbage = [torch.full((size,), 2**30, dtype=torch.int32, device=DEVICE) for size in range(1, 4096, 7)]
+    out.result.zero_()
+    out.graph.replay()
+    torch.cuda.synchronize()
+    del garbage
+    assert torch.equal(out.result, wanted) or near(out.result, wanted)
+
+
+@torch.no_grad()
+def test_a_mask_that_a_handle_makes_in_a_graph_is_for_the_graph_alone() -> None:
+    tensors = inputs()
+    warm = flexmod.compile(None, masks.sliding_window(50))
+    wanted = warm(*tensors)
+    attend = flexmod.compile(None, masks.sliding_window(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*tensors)
+    assert near(attend(*tensors), wanted)  # before any replay
+    graph.replay()
+    assert near(out, wanted)

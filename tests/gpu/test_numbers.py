@@ -124,9 +124,7 @@ def test_a_backward_has_the_number_of_its_forward(template: str) -> None:
     for value in (2.0, 3.0, 1.0, 2.0, 0.5):
         t.fill_(value)
         window.fill_(int(20 * value))
-        found = flex_attention(
-            *tensors, SCORES["before"](t), mask, kernel_options={"TEMPLATE": template}
-        )
+        found = flex_attention(*tensors, SCORES["before"](t), mask, kernel_options={"TEMPLATE": template})
         wanted = truth(*tensors, SCORES["before"](t), mask_mod)
         grad_out = torch.randn_like(found)
         expected = torch.autograd.grad(wanted, tensors, grad_out.double())
@@ -349,3 +347,36 @@ def test_a_handle_in_a_module_that_moves() -> None:
             grad = module.temperature.grad
             assert grad is not None and grad.device.type == place
             module.temperature.grad = None
+
+
+ENDS = [torch.tensor(value, dtype=torch.int32) for value in (2**31 - 1, 2**31 - 6, -(2**31))]
+SUMS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "i + t >= j": lambda t, i, j: i + t >= j,
+    "i >= j - t": lambda t, i, j: i >= j - t,
+    "i * t >= j": lambda t, i, j: i * t >= j,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", SUMS)
+def test_numbers_at_the_ends_of_int32(name: str, template: str) -> None:
+    """Arithmetic with a captured int32 wraps as torch's: in the kernels and in the builder's bounds."""
+    length = 64
+    zeros = torch.zeros(1, 1, length, 64, device=DEVICE, dtype=torch.bfloat16)
+    ones = torch.eye(length, device=DEVICE, dtype=torch.bfloat16).view(1, 1, length, length)
+    i, j = (torch.arange(length, dtype=torch.int32, device=DEVICE).view(shape) for shape in ((-1, 1), (-1,)))
+    for number in ENDS:
+        wanted = SUMS[name](number.to(DEVICE).expand(1, 1), i, j).expand(length, length)
+        for captured in (number, number.to(DEVICE)):
+
+            def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, t: Tensor = captured) -> Any:
+                return SUMS[name](t, q_idx, kv_idx)
+
+            mask = create_block_mask(mask_mod, None, None, length, length, device=DEVICE, BLOCK_SIZE=16)
+            handle = flexmod.compile(None, mask_mod, kernel_options=OPTIONS[template])
+            for out in (
+                flex_attention(zeros, zeros, ones, block_mask=mask, kernel_options=OPTIONS[template]),
+                handle(zeros, zeros, ones),
+            ):
+                assert isinstance(out, Tensor)
+                assert torch.equal(out[0, 0] > 0, wanted)

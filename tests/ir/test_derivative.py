@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from table_walk import graph_of, rows_of
 
 from flexmod.compiler import capture_grad
 from flexmod.ir.derivative import differentiate, differentiate_captures
 from flexmod.ir.evaluate import evaluate
+from flexmod.ir.ops import Op
 from flexmod.ir.passes import optimize
 from flexmod.ir.trace import trace
 
@@ -142,3 +144,15 @@ def test_text_and_lines() -> None:
 def test_a_derivative_that_is_zero_is_a_constant() -> None:
     graph = trace(lambda s, b, h, q, k: (q > k) * 1.0, "score").graph
     assert str(optimize(differentiate(graph))) == "grad():\n  return 0.0"
+
+
+WITH_A_RULE = [row for row in rows_of(torch.float32) if row.derivative]
+
+
+@pytest.mark.parametrize("row", WITH_A_RULE, ids=lambda row: row.name)
+def test_a_rule_runs_where_torch_functions_are_off(row: Op) -> None:
+    graph = graph_of(row, torch.float32, "score")
+    expected = differentiate(graph)
+    for off in (torch._C.DisableTorchFunctionSubclass, torch._C.DisableTorchFunction):
+        with off():
+            assert differentiate(graph) == expected

@@ -54,6 +54,7 @@ MODS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "large cap": (lambda s, b, h, q, k: 1e8 * torch.tanh(s / 1e8), 3, "unit"),
     "learned cap": (lambda s, b, h, q, k: slopes[h] * torch.tanh(s / slopes[h]), 4, "unit"),
     "gate": (lambda s, b, h, q, k: torch.sigmoid(s) * 3 + torch.tanh(of_row[q]), 3, "base 2"),
+    "twice": (lambda s, b, h, q, k: (s + 0.125 * q) + s, 3, ""),
     "square": (lambda s, b, h, q, k: s * s, 2, ""),
     "-inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3, ""),
     "-1e9": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), 3, ""),

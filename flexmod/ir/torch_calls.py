@@ -1,0 +1,157 @@
+"""What a torch function means that is called on a traced value: operations of the table, or an error.
+
+A function is a cast, a constant, an operation of the table, or composed of such (`formulas.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexmod import errors
+from flexmod.ir.formulas import COMPOSED, is_one
+from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
+from flexmod.ir.ops import BY_TORCH_NAME, promote
+from flexmod.ir.proxy import BINARY, CaptureView, Proxy
+from flexmod.ir.source import user_line
+
+if TYPE_CHECKING:
+    from flexmod.ir.trace import Tracer
+
+CONCRETE = {"item", "tolist", "numpy"}
+ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
+OPERANDS = ("condition", "input", "self", "other", "exponent")
+
+
+def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function or method with a traced value among its arguments."""
+    name = getattr(func, "__name__", str(func))
+    refuse_impure(name, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
+    if name == "__getitem__":
+        return tracer.index(*args)
+    bare = name.strip("_")
+    if name.startswith("__"):
+        reverse = bare not in BINARY and bare[1:] in BINARY
+        bare = BINARY.get(bare[1:] if reverse else bare, bare)
+        args = args[::-1] if reverse else args
+    if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
+        kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
+        args = ()
+    if bare in CASTS:
+        return tracer.cast(args[0], CASTS[bare])
+    if bare in FILLS:
+        return _fill(tracer, bare, *args, **kwargs)
+    if bare in _SPECIAL:
+        return _SPECIAL[bare](tracer, *args, **kwargs)
+    if bare in BY_TORCH_NAME:
+        return _table_row(tracer, bare, args, kwargs)
+    if bare in COMPOSED:
+        return _composed(tracer, bare, args, kwargs)
+    if bare in REDUCTIONS:
+        raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
+    if bare in CONCRETE:
+        raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line())
+    raise errors.UnknownOperationError(
+        operation=f"torch.{bare}", where=user_line(),
+        advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
+    )  # fmt: skip
+
+
+def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
+    """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
+    if draws(name):
+        raise errors.RandomNumberError(operation=f"torch.{name.strip('_')}", where=user_line())
+    if writes(name):
+        raise errors.MutationError(operation=name, where=user_line())
+    for option in ("out", "inplace") if kwargs else ():
+        if kwargs.get(option) is not None and kwargs[option] is not False:
+            raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
+
+
+def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch call that stands for several operations of the table."""
+    operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
+    options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+    try:
+        return COMPOSED[name](Proxy(tracer, tracer.node(operands[0], name)), *operands[1:], **options)
+    except errors.FlexmodError:
+        raise
+    except TypeError as error:
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
+            advice=f"leave out what is not elementwise ({error}).",
+        ) from error  # fmt: skip
+
+
+def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+    """A torch call with its keywords as an operation of the table."""
+    operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
+    options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
+    rounding = options.pop("rounding_mode", None)
+    if rounding in ROUNDINGS:
+        name = ROUNDINGS[rounding]
+    elif rounding is not None:
+        options["rounding_mode"] = rounding
+    alpha = options.pop("alpha", 1)
+    if not is_one(alpha):
+        operands = (operands[0], tracer.apply("mul", (operands[1], alpha)))
+    if name == "float_power":
+        operands = tuple(tracer.cast(a, torch.float64) for a in operands)
+    arity = BY_TORCH_NAME[name].arity
+    if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
+        raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
+    if len(operands) != arity or any(v is not None for v in options.values()):
+        problem = f"the argument {min(options)!r}" if options else f"{len(operands)} operands"
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem=problem, where=user_line(),
+            advice=f"give it {arity} scalar operand{'s' if arity > 1 else ''} and nothing else.",
+        )  # fmt: skip
+    return tracer.apply(name, operands)
+
+
+def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
+    """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
+    rest = list(args)
+    if name.startswith("new_"):
+        shape = options.pop("size", None) or (rest.pop(0) if rest else ())
+        if shape not in ((), [], torch.Size(())):
+            raise errors.NotScalarError(
+                what=f"{name} makes a tensor", shape=shape, example=f"x.{name}(())", where=user_line()
+            )
+    value = FILLS[name]
+    if value is None:
+        value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
+    return tracer.cast(value, dtype or promote(tracer.node(like, name).dtype))
+
+
+def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
+    """A dtype is a cast; a device is where the scalar is already."""
+    for target in targets:
+        if isinstance(target, torch.dtype):
+            dtype = target
+        elif isinstance(target, (torch.Tensor, Proxy, CaptureView)):
+            dtype = target.dtype
+    return tracer.cast(value, dtype) if dtype is not None else Proxy(tracer, tracer.node(value, "to"))
+
+
+def _copy(tracer: Tracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+    """torch.tensor(q_idx): a scalar is its own copy."""
+    return _to(tracer, value, dtype=dtype)
+
+
+def _type(tracer: Tracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
+    return tracer.cast(value, dtype)
+
+
+_SPECIAL: dict[str, Callable[..., Proxy]] = {
+    "to": _to,
+    "type": _type,
+    "type_as": _to,
+    "tensor": _copy,
+    "as_tensor": _copy,
+    "scalar_tensor": _copy,
+    "expect_size": lambda tracer, *args: tracer.expect_size(*args),
+}
