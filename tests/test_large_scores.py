@@ -106,6 +106,42 @@ def test_scores_of_a_handle_and_in_a_compiled_graph(name: str) -> None:
         assert not faults([out, *truth[1:3], *gradients], truth, HALF)
 
 
+@pytest.mark.parametrize("backend", ["INTERPRET", "HOPPER"])
+def test_backwards_after_a_number_became_an_argument(backend: str) -> None:
+    """A soft-cap's scores are small as long as the cap is a constant: other caps come before a backward."""
+
+    def capped(cap: float) -> Callable[..., Any]:
+        return lambda s, b, h, q, k: cap * torch.tanh(s / cap)
+
+    call, scale = Call(HALF, size=4.0), 1.0
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    caps = (17.0, 23.0, 29.0)
+    with options(backend) as given:
+        outs = [flex_attention(*leaves, capped(cap), scale=scale, kernel_options=given) for cap in caps]
+        for cap, out in zip(caps, outs, strict=True):
+            gradients = torch.autograd.grad(out, leaves, call.grad_out)
+            truth = call.truth(capped(cap), scale)
+            assert not faults([out, *truth[1:3], *gradients], truth, HALF), cap
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_small_scores_in_a_compiled_graph(dtype: torch.dtype) -> None:
+    call, scale = Call(dtype), DIM**-0.5
+
+    def capped(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return 12.0 * torch.tanh(s / 12.0)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def graph(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, capped, kernel_options={"BACKEND": "INTERPRET"})
+
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    truth = call.truth(capped, scale)
+    out = graph(*leaves)
+    found = [out, *truth[1:3], *torch.autograd.grad(out, leaves, call.grad_out)]
+    assert not faults(found, truth, dtype)
+
+
 # tanh
 
 

@@ -190,7 +190,8 @@ def backward(
     # heads are marked beside the sums of dQ: one thing to set to zero
     zeros = q.new_empty(numbers_of_sum + batch * heads, dtype=torch.float32)
     sum_grad_q = zeros[:numbers_of_sum].view(blocks)
-    saved = dict(zip(kernels.portable.kept, kept, strict=True))
+    small = kernels.portable.small_scores
+    saved = {} if small else dict(zip(kernels.portable.kept, kept, strict=True))
     made = {"PEAKS": torch.empty_like(lse2), "LARGE": zeros[numbers_of_sum:]} if saved else {}
     buffers, sums = _sums(kernels, lse, keys)
     ordered = grid(kv_batch, kv_heads, keys, 128)[0] <= ORDERED * processors(q.device)

@@ -150,7 +150,8 @@ def backward(
     batch, heads, length, _ = q.shape
     captures, keys = kernels.captures, k.shape[2]
     delta = torch.empty_like(lse)
-    weights = dict(zip(kernels.kept, kept, strict=True)) or {"LSE2": torch.empty_like(lse)}
+    by_lse = kernels.small_scores and not kernels.spec.exact
+    weights = {"LSE2": torch.empty_like(lse)} if by_lse else dict(zip(kernels.kept, kept, strict=True))
     grad_q = grad_k = grad_v = None
     sums: dict[Along, list[Tensor]] = {}
     arguments = _of_backward(
@@ -164,7 +165,7 @@ def backward(
         launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **grad_lse_arguments(grad_lse)})
     else:
         programs, given = statistics_arguments(
-            kernels.spec, out, lse, grad_out, grad_lse, delta, length, NO_PEAKS if kept else weights
+            kernels.spec, out, lse, grad_out, grad_lse, delta, length, weights if by_lse else NO_PEAKS
         )
         start(kernels, "statistics_kernel", q.device, programs, given)
     if needs[0] or captures.row:

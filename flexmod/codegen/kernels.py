@@ -65,13 +65,16 @@ class Kernels:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The forward's arguments for what the backward needs besides the lse, [B, Hq, M] float32 each.
+        """The forward's arguments for what a backward may need besides the lse, [B, Hq, M] float32 each.
 
-        Small scores, whatever the operands are, do without.
+        The same for each score_mod: a number that becomes an argument meanwhile makes another backward.
         """
-        if self.spec.exact:
-            return "PEAK", "TOTAL"
-        return () if self.score is not None and self.score.small else ("PEAK", "REST")
+        return ("PEAK", "TOTAL") if self.spec.exact else ("PEAK", "REST")
+
+    @property
+    def small_scores(self) -> bool:
+        """Are scores small, whatever the operands are? Then the lse is all that the backward needs."""
+        return self.score is not None and self.score.small
 
     @cached_property
     def tiles(self) -> dict[tuple[KernelName, torch.device], Tile]:

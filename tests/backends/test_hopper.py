@@ -90,7 +90,7 @@ def made(
     if way == "backward":
         out, lse = torch.empty_like(case.grad_out), torch.empty(q.shape[:3])
         call |= {"out": out, "lse": lse, "grad_out": case.grad_out, "grad_lse": None, "needs": (True,) * 3}
-        call["kept"] = (lse,) * len(kernels_for(spec, *lowered).kept)
+        call["kept"] = (lse, lse)
     return HopperKernels(kernels_for(spec, *lowered)), call
 
 

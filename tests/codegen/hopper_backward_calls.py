@@ -181,11 +181,10 @@ class Call:
         given = {
             f"{kind}_captured": Captured([t.detach() for t in x.tensors]) for kind, x in traced.items() if x
         }
-        kept = self.kept(lse) if portable.kept else ()
         with on_python(changed, seed, case.ordered):
             found = hopper.backward(
                 HopperKernels(portable), q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
-                self.grad_lse, (True, True, True), kept, scale=case.scale, mask=mask,
+                self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
                 shape=case.shape, **given,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
