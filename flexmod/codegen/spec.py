@@ -92,8 +92,9 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 # The largest score, in base 2, whose product with a factor may be rounded: by 8, so that a weight is at most
 # 2^8. Beyond, two scores that differ are 16 apart at least.
 LARGEST_EXACT = 2.0**28
-# The lse, in base 2, from which on it is one number too few for the backward: rounding takes 2^-13 of it.
-LARGE = 2048.0
+# The lse, in base 2, from which on it is one number too few for Hopper's backward. Rounding it moves a row's
+# weights by less than 2^-11 below, which is what a weight loses in float16.
+LARGE = 2.0**14
 
 
 def lowest_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
