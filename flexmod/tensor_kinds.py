@@ -181,13 +181,26 @@ def check_class(name: str, tensor: Tensor) -> None:
 
 def check_storage(name: str, tensor: Tensor) -> None:
     """Raises FreedStorageError."""
+    if _is_freed(tensor):
+        present = tensor.untyped_storage().nbytes()
+        raise FreedStorageError(name=name, needed=_bytes_needed(tensor), present=present)
+
+
+def ends_the_process(tensor: Tensor) -> bool:
+    """Whether an operation of torch that reads the tensor's elements would: they lie in freed storage."""
+    return not is_dispatched(tensor) and not _keys(tensor) & ~_READABLE and _is_freed(tensor)
+
+
+def _is_freed(tensor: Tensor) -> bool:
     if not tensor.numel():
-        return
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return False
     storage = tensor.untyped_storage()
-    if storage.nbytes() < needed or not storage.data_ptr():
-        raise FreedStorageError(name=name, needed=needed, present=storage.nbytes())
+    return storage.nbytes() < _bytes_needed(tensor) or not storage.data_ptr()
+
+
+def _bytes_needed(tensor: Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _keys(tensor: Tensor) -> int:

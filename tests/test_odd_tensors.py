@@ -241,6 +241,39 @@ def test_storage_that_shrinks_after_a_call(size: int, place: str, form: str, opt
         run()
 
 
+READS_OF_A_NUMBER: dict[str, Callable[[Tensor], Any]] = {
+    "t * 2": lambda t: t * 2,
+    "torch.exp(t)": torch.exp,
+    "t.item()": lambda t: t.item(),
+    "if t > 3": lambda t: 1.0 if t > 3 else 2.0,
+    "torch.stack([t, t])": lambda t: torch.stack([t, t]).sum(),
+    "t.view(())": lambda t: t.view(()).clone(),
+}
+
+
+@pytest.mark.parametrize("read", READS_OF_A_NUMBER.values(), ids=READS_OF_A_NUMBER)
+@pytest.mark.parametrize("mask", [False, True], ids=["score", "mask"])
+def test_torch_computes_with_freed_storage(read: Callable[[Tensor], Any], mask: bool) -> None:
+    """While a mod is traced; torch itself ends the process."""
+    temperature = odd.freed(torch.tensor(0.5))
+    parts = given()
+    tensors = parts["query"], parts["key"], parts["value"]
+
+    def scaled(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * read(temperature)
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx <= read(temperature)
+
+    with pytest.raises(errors.FreedStorageError, match="needs 4 bytes"):
+        if mask:
+            create_block_mask(near, None, None, 64, 64, device="cpu")
+        else:
+            flex_attention(*tensors, scaled)
+    with pytest.raises(errors.FreedStorageError, match="needs 4 bytes"):
+        flexmod.compile(*(None, near) if mask else (scaled,))(*tensors)
+
+
 @BACKENDS
 @pytest.mark.parametrize("made", [odd.freed, odd.shrunk, odd.Wrapper, odd.Stored, lambda x: x.to_sparse()])
 def test_gradients_of_the_output_of_other_kinds(made: Callable[[Tensor], Tensor], options: Any) -> None:

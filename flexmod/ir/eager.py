@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from flexmod.ir.names import METADATA
 from flexmod.ir.proxy import mentions_traced
 from flexmod.ir.torch_calls import refuse_impure
+from flexmod.tensor_kinds import check_storage, ends_the_process
 
 if TYPE_CHECKING:
     from flexmod.ir.trace import Tracer
@@ -69,6 +70,9 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.tracer.eager |= self.tracer.read_values(args, kwargs)
+        for leaf in () if getattr(func, "is_view", False) else tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and ends_the_process(leaf):
+                check_storage(self.tracer.name_of(leaf), leaf)
         result = func(*args, **(kwargs or {}))
         self.tracer.computed |= {id(leaf): leaf for leaf in tree_leaves(result)}
         return result

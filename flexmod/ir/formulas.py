@@ -44,7 +44,20 @@ def is_one(number: Any) -> bool:
 
 
 def _rsub(x: Any, other: Any, *, alpha: Any = 1) -> Any:
-    return other - (x if is_one(alpha) else x * alpha)
+    return other - x if is_one(alpha) else other - _factor(x, alpha, other) * x
+
+
+def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
+    return x + _factor(x, value, a, b) * a * b
+
+
+def _factor(x: Any, number: Any, *others: Any) -> Any:
+    """A number in the dtype of a result, in which torch computes with it; x is a traced value."""
+    dtype = x.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, getattr(other, "dtype", dtype))
+    # a float stays what makes integers floats
+    return torch.full_like(x, number, dtype=dtype) if isinstance(number, int) else number
 
 
 def _isfinite(x: Any) -> Any:
@@ -76,7 +89,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "isfinite": _isfinite,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
     "lerp": _lerp,
-    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
+    "addcmul": _addcmul,
     "positive": lambda x: x,
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,

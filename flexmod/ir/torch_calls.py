@@ -97,7 +97,7 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
         options["rounding_mode"] = rounding
     alpha = options.pop("alpha", 1)
     if not is_one(alpha):
-        operands = (operands[0], tracer.apply("mul", (operands[1], alpha)))
+        operands = _times(tracer, name, operands, alpha)
     if name == "float_power":
         operands = tuple(tracer.cast(a, torch.float64) for a in operands)
     arity = BY_TORCH_NAME[name].arity
@@ -112,6 +112,15 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
     return tracer.apply(name, operands)
 
 
+def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
+    """The second of two operands multiplied by alpha, in the dtype of both, as torch has it."""
+    nodes = [tracer.node(operand, name) for operand in operands]
+    common = promote(*(node.dtype for node in nodes))
+    tracer.check_held(name, alpha, common)
+    other = operands[1] if nodes[1].dtype is float else tracer.cast(operands[1], common)
+    return operands[0], tracer.apply("mul", (other, alpha))
+
+
 def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
     """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
     rest = list(args)
@@ -124,7 +133,9 @@ def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, *
     value = FILLS[name]
     if value is None:
         value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
-    return tracer.cast(value, dtype or promote(tracer.node(like, name).dtype))
+    target = dtype or promote(tracer.node(like, name).dtype)
+    tracer.check_held(name, value, target)
+    return tracer.cast(value, target)
 
 
 def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:

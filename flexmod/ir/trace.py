@@ -36,6 +36,9 @@ VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
+# rows whose numbers torch refuses where the result's dtype does not hold them (where, masked_fill, clamp); it
+# wraps those of others
+CONVERTING = ("where", "minimum", "maximum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,12 +235,26 @@ class Tracer:
                 operation=name, problem=f"{dtype_name(refused)} operands", where=user_line(),
                 advice=f"cast them first, e.g. with .to({target}).",
             )  # fmt: skip
+        for node in nodes if row.name in CONVERTING else ():
+            if node.dtype is int:
+                self.check_held(name, node.value, dtype)
         if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
             raise errors.OperationArgumentError(
                 operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
                 where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
             )  # fmt: skip
         return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
+
+    def check_held(self, operation: str, number: Any, dtype: torch.dtype) -> None:
+        """Raises OperationArgumentError for an integer that would wrap where torch refuses to convert it."""
+        if dtype.is_floating_point or dtype == torch.bool or type(number) is not int:
+            return
+        held = torch.iinfo(dtype)
+        if not held.min <= number <= held.max:
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"{number}, which {dtype_name(dtype)} does not hold",
+                where=user_line(), advice="cast the other operand first, e.g. with .to(torch.int64).",
+            )  # fmt: skip
 
     def cast(self, value: Any, dtype: Any) -> Proxy:
         node = self.node(value, "a cast")

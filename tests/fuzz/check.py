@@ -33,7 +33,7 @@ truth is NaN, or a gradient of it is infinite (a derivative that overflows in fl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fuzz import hostile, session
 from fuzz.case import Call, Case, Results
-from fuzz.dense import Dense, as_written, dense, eager, eps_of, inexact, moved
+from fuzz.dense import Dense, as_written, dense, eager, eps_of, folded, inexact, moved
 
 DRAWS = 4
 HOWS = ("beside eager", "noise", "moved", "draws")  # a call passes by the first that it can
@@ -112,14 +112,13 @@ def check(case: Case) -> Verdict:
 
 def _judged(case: Case, number: int, made: session.Made) -> Verdict:
     call, found = made.call, made.found
-    for text in case.steps[0].before if case.kind == "hostile" else ():
-        _, place, kind = text.split()
+    for place, kind in _disguises(case):
         whole_list = place.startswith(("kv_", "full_")) and kind in ("whole", "long")
         if kind in hostile.OTHER_NUMBERS and not whole_list:
             return Verdict([f"a result, where {place} is {kind}"])
     call, found = _on_one_device(case, call, found)
     work = dense(case, call)
-    truth = work.results(work.scores)
+    truth = _truth(case, work)
     for name in truth:
         if found[name].shape != truth[name].shape or found[name].dtype != _dtype_of(name, call):
             return Verdict([f"{name}: {found[name].dtype} {tuple(found[name].shape)}"])
@@ -139,13 +138,27 @@ def _judged(case: Case, number: int, made: session.Made) -> Verdict:
         again = session.run(case, draw)[number]
         call, found = _on_one_device(case, again.call, again.found)
         work = dense(case, call)
-        truth = work.results(work.scores)
+        truth = _truth(case, work)
         draws.append(_lenient(case, call, _Draw(found, truth, beside_eager(case, call, truth), {}), work))
     for each in draws:
         if any(each.other_infinities(name) for name in truth):
             return Verdict(each.faults())
     faults = over({name: [(each.errors(name), each.limits[name]) for each in draws] for name in truth})
     return Verdict(faults, "draws")
+
+
+def _disguises(case: Case) -> Iterator[tuple[str, str]]:
+    """Place and kind of each tensor that is not plain."""
+    for text in case.steps[0].before if case.kind == "hostile" else ():
+        _, place, kind = text.split()
+        yield place, kind
+
+
+def _truth(case: Case, work: Dense) -> Results:
+    """The results that a call is to have: an inference tensor wants no gradient."""
+    operands = {"query": "dq", "key": "dk", "value": "dv"}
+    without = [operands.get(place) for place, kind in _disguises(case) if kind == "inference"]
+    return {name: x for name, x in work.results(work.scores).items() if name not in without}
 
 
 def _on_one_device(case: Case, call: Call, found: Results) -> tuple[Call, Results]:
@@ -191,14 +204,18 @@ def _lenient(case: Case, call: Call, draw: _Draw, work: Dense) -> _Draw:
         noise = noise.where(noise.isfinite(), 0.0)
         typical, most = noise.square().mean().sqrt().item(), noise.max().item()
         limits[name] = rms + 2 * eps * typical, largest + 4 * eps * most
-    rounding = eps_of(torch.promote_types(call.q.dtype, torch.float32))  # of what kernels compute in
+    computed = eps_of(torch.promote_types(call.q.dtype, torch.float32))  # of what kernels compute in
     for name, size in (work.unmodified() if case.score else {}).items():
+        # terms of a table's gradient may be rounded to its dtype before they cancel
+        rounding = computed if name[1:] in "qk" else max(computed, eps_of(_dtype_of(name, call)))
         rms, largest = limits[name]
         typical, most = size.square().mean().sqrt().item(), size.max().item()
         limits[name] = rms + 4 * rounding * typical, largest + 8 * rounding * most
     others = [*inexact(case, call), *moved(case, call)]
-    if case.kind != "huge":  # there the truth is
+    if case.kind != "huge":  # there the truth is as written
         others.append(as_written(case, call))
+    else:
+        others += folded(case, call)
     slack = {
         name: 2.0 * sum(_apart(x[name].double(), exact) for x in others) for name, exact in draw.truth.items()
     }
@@ -217,11 +234,13 @@ def _dtype_of(name: str, call: Call) -> torch.dtype:
 
 
 def _dtypes(case: Case, call: Call) -> list[torch.dtype]:
-    """In which each element of a gradient may be rounded: the call's, and those that its mod computes in."""
-    halves = [x.dtype for x in call.tables.values() if x.dtype in (torch.float16, torch.bfloat16)]
+    """In which each element of a gradient may be rounded: the call's, those that its mod computes in, and
+    those of its tables, say float32 ones of a float64 call.
+    """
+    lower = [x.dtype for x in call.tables.values() if x.is_floating_point()]
     casts = {".to(BFLOAT16)": torch.bfloat16, ".to(FLOAT16)": torch.float16}
-    halves += [dtype for text, dtype in casts.items() if text in case.score]
-    return [call.q.dtype, *halves]
+    lower += [dtype for text, dtype in casts.items() if text in case.score]
+    return [call.q.dtype, *lower]
 
 
 def _rounding(name: str, call: Call) -> float:

@@ -43,10 +43,16 @@ class Divisions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "").strip("_")
         place = 0 if name in ("rfloordiv", "rmod") else 1
-        if name in self.NAMES and isinstance(args[place], Tensor) and not args[place].is_floating_point():
-            safe = torch.where(args[place] == 0, 1, args[place])
+        rounds = name in self.NAMES and (name != "div" or (kwargs or {}).get("rounding_mode"))
+        if rounds and self._is_whole(args[1 - place]) and self._is_whole(args[place]):
+            divisor = args[place]
+            safe = divisor.where(divisor != 0, 1) if isinstance(divisor, Tensor) else divisor or 1
             args = (*args[:place], safe, *args[place + 1 :])
         return function(*args, **kwargs or {})
+
+    @staticmethod
+    def _is_whole(x: Any) -> bool:
+        return not x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, int)
 
 
 def dense(case: Case, call: Call) -> Dense:
@@ -70,6 +76,13 @@ def as_written(case: Case, call: Call) -> Results:
     """In float64, but for the mod: it sees float32 scores and rounds where it says so."""
     work = Dense(case, call, torch.float64, False, rounds=case.kind == "numbers")
     return work.results(work.scores)
+
+
+def folded(case: Case, call: Call) -> list[Results]:
+    """Of a mod with numbers that float32 has few digits of: what is constant in it may keep float64's."""
+    few = any(f"e-{size}" in case.score for size in (38, 39, 40))
+    work = Dense(case, call, torch.float64, True)
+    return [work.results(work.scores)] if few else []
 
 
 def inexact(case: Case, call: Call) -> list[Results]:

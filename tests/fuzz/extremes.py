@@ -71,7 +71,7 @@ SPECIAL = (
     "torch.minimum({a}, s0[kv_idx])", "torch.maximum(s0[q_idx], {a})", "s1[q_idx].long() + {a}",
     "s0[kv_idx] // 65536", "s0[q_idx] % 7", "s0[kv_idx] >> 5", "{a} >> 31", "(1 << ({a} & 31))",
     "(s0[kv_idx] & {a})", "s1[q_idx] ^ {a}", "(-s1[kv_idx].long())", "s0[q_idx].abs() % 5", "{a} % {k}",
-    "{a} // {k}", "{a} * {k}", "{a} & {k}", "{a} + {k}", "torch.clamp({a}, {k}, 2147483647)",
+    "{a} // {k}", "{a} * {k}", "{a} & {k}", "{a} + {k}", "torch.clamp({a}.long(), {k}, 2147483647)",
     "({a} == {k}) * 3", "~{a}", "{k} - {a}", "{k} // ({a} * {a} + 1)", "~s0[kv_idx]",
 )  # fmt: skip
 TRUTHS = ("{a} >= {b}", "{a} < s0[q_idx]", "s0[q_idx] == s0[kv_idx]", "{a} % 2 == 0", "{a} <= {k}",

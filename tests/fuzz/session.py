@@ -208,7 +208,7 @@ class Session:
         """The backward, and all results."""
         call, _, out, lse, leaves, found = forward
         given = [(out, call.grad_out), (lse, call.grad_lse)][: 1 + self.case.grad_lse]
-        given = [(result, grad) for result, grad in given if result.requires_grad]
+        given = [(result, grad.to(result.device)) for result, grad in given if result.requires_grad]
         if leaves and not given:  # a number that no derivative reaches, say of a comparison
             found |= {f"d{name}": torch.zeros_like(x) for name, x in leaves.items()}
         elif leaves:

@@ -94,6 +94,13 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "fmod": lambda x, q, k: torch.remainder(q - k, 3) + torch.fmod(q - k, 3) + x.fmod(0.7),
     "tests": lambda x, q, k: torch.where(torch.isnan(x / 0 * 0) | torch.isinf(x / (q - q)), 1.0, x),
     "alpha": lambda x, q, k: torch.add(x, q, alpha=3) + torch.sub(x, k, alpha=2) + torch.rsub(x, 1.0),
+    "alpha of other dtypes": lambda x, q, k: (
+        torch.add(q, k.to(torch.int8), alpha=1000) + torch.rsub(k.to(torch.int8), q, alpha=1000)
+        + torch.add(k.to(torch.int8), 100, alpha=100) + torch.sub(k.to(torch.int16), 7, alpha=9999)
+    ),
+    "addcmul of other dtypes": lambda x, q, k: (
+        torch.addcmul(q, q.to(torch.int8), k.to(torch.int8), value=300)
+    ),
     "casts": lambda x, q, k: (
         q.float() / 3 + x.int() + x.long() + q.double() + k.half() * 0.3 + x.bfloat16() + (q - 1).bool()
         + k.short()

@@ -415,6 +415,39 @@ def complex_number(s, b, h, q, k):
     return s * 1j  # <-
 
 
+CONVERTED = "cast the other operand first, e.g. with .to(torch.int64)."
+
+
+@row(errors.OperationArgumentError, "where was called with 1000, which int8 does not hold.", CONVERTED)
+def a_number_that_would_wrap(b, h, q_idx, kv_idx):
+    return torch.where(kv_idx > 3, q_idx.to(torch.int8), 1000) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "minimum was called with 256, which uint8 does not hold.", CONVERTED)
+def a_limit_that_would_wrap(b, h, q_idx, kv_idx):
+    return q_idx.to(torch.uint8).clamp(0, 256) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "maximum was called with -1, which uint8 does not hold.", CONVERTED)
+def a_negative_limit_that_would_wrap(b, h, q_idx, kv_idx):
+    return q_idx.to(torch.uint8).clamp_min(-1) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "where was called with 99999, which int16 does not hold.", CONVERTED)
+def a_fill_that_would_wrap(b, h, q_idx, kv_idx):
+    return q_idx.short().masked_fill(kv_idx > 3, 99999) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "full_like was called with 32768, which int16 does not hold.", CONVERTED)
+def a_constant_that_would_wrap(b, h, q_idx, kv_idx):
+    return torch.full_like(q_idx.short(), 2**15) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "sub was called with 128, which int8 does not hold.", CONVERTED)
+def a_factor_that_would_wrap(b, h, q_idx, kv_idx):
+    return torch.sub(q_idx.to(torch.int8), 1, alpha=128) > kv_idx  # <-
+
+
 @row(
     errors.OperationArgumentError,
     "lt was called with 18446744073709551616, which needs more than 64 bits.",
