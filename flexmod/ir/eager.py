@@ -69,10 +69,11 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.tracer.eager |= self.tracer.read_values(args, kwargs)
-        for leaf in () if getattr(func, "is_view", False) else tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and ends_the_process(leaf):
-                check_storage(self.tracer.name_of(leaf), leaf)
+        tensors = self.tracer.read_values(args, kwargs)
+        self.tracer.eager |= bool(tensors)
+        for tensor in () if getattr(func, "is_view", False) else tensors:
+            if ends_the_process(tensor):
+                check_storage(self.tracer.name_of(tensor), tensor)
         result = func(*args, **(kwargs or {}))
         self.tracer.computed |= {id(leaf): leaf for leaf in tree_leaves(result)}
         return result

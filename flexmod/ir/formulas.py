@@ -38,26 +38,13 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
-def is_one(number: Any) -> bool:
-    """Is an argument the number 1? A tensor's value is not known."""
-    return isinstance(number, (int, float)) and number == 1
-
-
-def _rsub(x: Any, other: Any, *, alpha: Any = 1) -> Any:
-    return other - x if is_one(alpha) else other - _factor(x, alpha, other) * x
-
-
 def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
-    return x + _factor(x, value, a, b) * a * b
-
-
-def _factor(x: Any, number: Any, *others: Any) -> Any:
-    """A number in the dtype of a result, in which torch computes with it; x is a traced value."""
-    dtype = x.dtype
-    for other in others:
-        dtype = torch.promote_types(dtype, getattr(other, "dtype", dtype))
-    # a float stays what makes integers floats
-    return torch.full_like(x, number, dtype=dtype) if isinstance(number, int) else number
+    if isinstance(value, int):  # in the result's dtype, in which torch multiplies
+        dtype = x.dtype
+        for factor in (a, b):
+            dtype = torch.promote_types(dtype, getattr(factor, "dtype", dtype))
+        value = torch.full_like(x, value, dtype=dtype)
+    return x + value * a * b
 
 
 def _isfinite(x: Any) -> Any:
@@ -74,7 +61,7 @@ def _lerp(a: Any, b: Any, weight: Any) -> Any:
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {
-    "rsub": _rsub,
+    "rsub": lambda x, other, *, alpha=1: torch.sub(other, x, alpha=alpha),
     "clamp": _clamp,
     "clip": _clamp,
     "clamp_min": _at_least,

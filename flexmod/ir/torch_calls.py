@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexmod import errors
-from flexmod.ir.formulas import COMPOSED, is_one
+from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, promote
 from flexmod.ir.proxy import BINARY, CaptureView, Proxy
@@ -95,9 +95,8 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
         name = ROUNDINGS[rounding]
     elif rounding is not None:
         options["rounding_mode"] = rounding
-    alpha = options.pop("alpha", 1)
-    if not is_one(alpha):
-        operands = _times(tracer, name, operands, alpha)
+    if "alpha" in options:
+        operands = _times(tracer, name, operands, options.pop("alpha"))
     if name == "float_power":
         operands = tuple(tracer.cast(a, torch.float64) for a in operands)
     arity = BY_TORCH_NAME[name].arity
@@ -114,9 +113,11 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
     """The second of two operands multiplied by alpha, in the dtype of both, as torch has it."""
+    if isinstance(alpha, (int, float)) and alpha == 1:  # a tensor's value is not known
+        return operands
     nodes = [tracer.node(operand, name) for operand in operands]
     common = promote(*(node.dtype for node in nodes))
-    tracer.check_held(name, alpha, common)
+    tracer.check_held(name, tracer.node(alpha, name), common)
     other = operands[1] if nodes[1].dtype is float else tracer.cast(operands[1], common)
     return operands[0], tracer.apply("mul", (other, alpha))
 
@@ -134,7 +135,7 @@ def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, *
     if value is None:
         value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
     target = dtype or promote(tracer.node(like, name).dtype)
-    tracer.check_held(name, value, target)
+    tracer.check_held(name, tracer.node(value, name), target)
     return tracer.cast(value, target)
 
 

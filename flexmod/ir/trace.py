@@ -109,11 +109,11 @@ class Tracer:
         dtype = torch.float32 if name in ("score", "grad") else torch.int32
         return Proxy(self, self.builder.input(name, dtype))
 
-    def read_values(self, *values: Any) -> bool:
-        """Notes tensors among arguments of torch's own work. Are there any?"""
+    def read_values(self, *values: Any) -> list[torch.Tensor]:
+        """The tensors among arguments of torch's own work, which are noted."""
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
         self.read.update((id(tensor), tensor) for tensor in tensors if id(tensor) not in self.computed)
-        return bool(tensors)
+        return tensors
 
     # captured tensors
 
@@ -236,8 +236,7 @@ class Tracer:
                 advice=f"cast them first, e.g. with .to({target}).",
             )  # fmt: skip
         for node in nodes if row.name in CONVERTING else ():
-            if node.dtype is int:
-                self.check_held(name, node.value, dtype)
+            self.check_held(name, node, dtype)
         if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
             raise errors.OperationArgumentError(
                 operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
@@ -245,14 +244,14 @@ class Tracer:
             )  # fmt: skip
         return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
 
-    def check_held(self, operation: str, number: Any, dtype: torch.dtype) -> None:
+    def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None:
         """Raises OperationArgumentError for an integer that would wrap where torch refuses to convert it."""
-        if dtype.is_floating_point or dtype == torch.bool or type(number) is not int:
+        if node.dtype is not int or dtype.is_floating_point or dtype == torch.bool:
             return
         held = torch.iinfo(dtype)
-        if not held.min <= number <= held.max:
+        if not held.min <= node.value <= held.max:  # type: ignore[operator]
             raise errors.OperationArgumentError(
-                operation=operation, problem=f"{number}, which {dtype_name(dtype)} does not hold",
+                operation=operation, problem=f"{node.value}, which {dtype_name(dtype)} does not hold",
                 where=user_line(), advice="cast the other operand first, e.g. with .to(torch.int64).",
             )  # fmt: skip
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -441,6 +442,11 @@ def a_fill_that_would_wrap(b, h, q_idx, kv_idx):
 @row(errors.OperationArgumentError, "full_like was called with 32768, which int16 does not hold.", CONVERTED)
 def a_constant_that_would_wrap(b, h, q_idx, kv_idx):
     return torch.full_like(q_idx.short(), 2**15) > kv_idx  # <-
+
+
+@row(errors.OperationArgumentError, "full_like was called with 1000, which int8 does not hold.", CONVERTED)
+def a_numpy_constant_that_would_wrap(b, h, q_idx, kv_idx):
+    return torch.full_like(q_idx.to(torch.int8), np.int64(1000)) > kv_idx  # <-
 
 
 @row(errors.OperationArgumentError, "sub was called with 128, which int8 does not hold.", CONVERTED)
