@@ -92,8 +92,8 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 # The largest score, in base 2, whose product with a factor may be rounded: by 8, so that a weight is at most
 # 2^8. Beyond, two scores that differ are 16 apart at least.
 LARGEST_EXACT = 2.0**28
-# The lse, in base 2, from which on it is one number too few for Hopper's backward. Rounding it moves a row's
-# weights by less than 2^-11 below, which is what a weight loses in float16.
+# The lse, in base 2, from which on one float32 is too few for Hopper's backward. Below it, rounding the lse
+# moves a row's weights by less than 2^-11, as far as float16 moves one.
 LARGE = 2.0**14
 
 
