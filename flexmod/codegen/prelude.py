@@ -46,6 +46,12 @@ def remainder(a, b):
     rest = a % b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 ''',
+    "rounded_product": '''
+@triton.jit
+def rounded_product(a, b):
+    """a * b, rounded by itself: a compiler would fuse it with a sum, and round once for both."""
+    return tl.fma(a, b, 0.0)
+''',
     "safe_divisor": '''
 @triton.jit
 def safe_divisor(b):

@@ -32,6 +32,7 @@ from flexmod.codegen.expressions import (
 )
 from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
+from flexmod.codegen.rounding import products_that_decide
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
 from flexmod.ir.evaluate import mod_name
@@ -103,6 +104,7 @@ class Writer:
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
         self.taken = RESERVED | {*self.captures, *self.arguments, *self.given, *taken}
         self.users = count_users(graph)
+        self.rounded_products = products_that_decide(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
         # of padding too, where what int32 does not hold wraps
@@ -255,6 +257,8 @@ class Writer:
     def _template(self, node: Node, at: torch.dtype) -> str:
         """The table's text, or a cheaper one where the bounds of the arguments allow it."""
         row = OPS[node.op]
+        if node in self.rounded_products:
+            return "rounded_product({0}, {1})"
         if row.exact and held(at) == torch.float32:
             # a chip's quick division loses divisors near the ends of float32
             extreme = len(node.args) == 2 and node.args[1].is_const and not _is_ordinary(node.args[1].value)

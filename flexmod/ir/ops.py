@@ -153,6 +153,11 @@ class Op:
         judged = (*dtypes, *at) if self.unmixed else at
         return next((d for d in judged if kind(strong(d)) not in self.triton), None)
 
+    @property
+    def jumps(self) -> bool:
+        """May the last digit of an argument decide the result: a comparison, a rounding, a remainder?"""
+        return self.derivative is _zero or self.name in ("remainder", "fmod")
+
     def text(self, dtype: Strong) -> str:
         """The Triton text for arguments of this dtype."""
         if isinstance(self.triton, str):
@@ -374,8 +379,7 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
     row = OPS[op]
     at = row.argument_dtypes(dtypes, result)
     found = row.torch(*map(number, values, at))
-    jumps = row.derivative is _zero or op in ("remainder", "fmod")
-    if result == torch.float32 and not jumps and found.isfinite():
+    if result == torch.float32 and not row.jumps and found.isfinite():
         found = row.torch(*map(number, values, (torch.float64 if d == result else d for d in at)))
     return found.item()
 

@@ -41,6 +41,10 @@ def neighborhood(b, h, q_idx, kv_idx):
     return (abs(row_q - row_k) <= 2) & (abs(column_q - column_k) <= 2)
 
 
+def diagonal_band(b, h, q_idx, kv_idx):
+    return (q_idx * 0.01 + kv_idx * 0.1 > 0.6) & (q_idx * 0.5 >= kv_idx)
+
+
 def alibi(score, b, h, q_idx, kv_idx):
     return score + (q_idx - kv_idx) * slopes[h]
 
@@ -86,7 +90,7 @@ def functions(score, b, h, q_idx, kv_idx):
 
 TEXT_MODS = {
     "mask": (
-        causal, window, document, prefix_lm, attended, neighborhood, everything, of_the_query,
+        causal, window, document, prefix_lm, attended, neighborhood, everything, of_the_query, diagonal_band,
     ),
     "score": (
         alibi, alibi_bf16, soft_cap, relative_bias, from_the_end, shared, half_arithmetic, functions,

@@ -39,20 +39,29 @@ def test_a_score_is_what_torch_makes_of_it(name: str, dtype: torch.dtype) -> Non
         torch.testing.assert_close(handle(q, k, v), expected, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("name", [name for name in MODS if name not in OF_SCORES])
-def test_a_mask_is_what_torch_makes_of_it(name: str) -> None:
-    """Tile by tile: full, partial and empty ones; and the attention of it."""
+def test_a_mask_is_what_torch_makes_of_it(name: str, dtype: torch.dtype) -> None:
+    """Tile by tile: full, partial and empty ones. By element: where all scores are 0, the lse of a row is the
+    logarithm of how many keys it sees. And the attention of it.
+    """
     expected = eager(as_mask(MODS[name]), SIZES).cuda()
     mask_mod = as_mask(on_device(MODS[name], "cuda"))
     block_mask = create_block_mask(mask_mod, *SIZES, device="cuda", BLOCK_SIZE=64)
     kept = expected.unflatten(3, (-1, 64)).unflatten(2, (-1, 64)).float().mean((3, 5))
     assert torch.equal(block_mask.to_dense().bool(), kept > 0)
-    q, k, v = (torch.randn(1, 4, n, 64, device="cuda", dtype=torch.float16) for n in (256, 384, 384))
+    random = torch.Generator("cuda").manual_seed(6)
+    q, k, v = (
+        torch.randn(1, 4, n, 64, generator=random, device="cuda", dtype=dtype) for n in (256, 384, 384)
+    )
+    counted = flex_attention(q * 0, k, v, block_mask=block_mask, return_lse=True)[1]
+    torch.testing.assert_close(counted.exp().round().long(), expected.sum(-1))
     scores = torch.where(expected, (q.double() @ k.double().mT) / 8, -torch.inf)
     dead = ~expected.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     found = flex_attention(q, k, v, block_mask=block_mask)
-    torch.testing.assert_close(found.double(), weights @ v.double(), rtol=2e-2, atol=5e-3)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-3}
+    torch.testing.assert_close(found.double(), weights @ v.double(), **tolerance)
 
 
 def test_a_condition_around_a_division_stays() -> None:
