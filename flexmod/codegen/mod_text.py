@@ -126,6 +126,11 @@ class ModText:
         """Is the score small, whatever the operands are? Then float32 has digits enough."""
         return is_small(self.bounds)
 
+    @property
+    def cheap(self) -> bool:
+        """Is each row, column and element made in a few instructions? A kernel may have such a text twice."""
+        return self.expensive <= {"program"}
+
 
 @dataclass(frozen=True)
 class CaptureTexts:
