@@ -131,6 +131,10 @@ class ModText:
         """Is each row, column and element made in a few instructions? A kernel may have such a text twice."""
         return self.expensive <= {"program"}
 
+    @property
+    def costly_rows(self) -> bool:
+        return "row" in self.expensive and bool(self.row)
+
 
 @dataclass(frozen=True)
 class CaptureTexts:

@@ -55,6 +55,19 @@ def test_what_a_first_query_is_a_multiple_of_is_told_where_it_helps() -> None:
     assert told in explain(by_windows).hopper["backward"]
 
 
+def waves(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * (1.5 + torch.sin(q_idx * 0.1))
+
+
+def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
+    """Not by each thread for all queries that it sees: 32 sines took 40 s to compile. Nor in two loops."""
+    module, plain = (explain(mod).hopper["backward"] for mod in (waves, mods.relative_position()))
+    assert "gl.convert_layout(add_q_of_score, score_layout)" in module
+    assert "PEAKED" not in module
+    assert "PEAKED" in plain
+    assert "own_q_idx" not in plain
+
+
 @pytest.mark.parametrize(
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
