@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import triton
 
-from flexmod.backends.hopper import Verdict
+from flexmod.backends.hopper import refusal_in_words
 from flexmod.codegen import hopper
+from flexmod.codegen.choose import Verdict, choose
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, Shape, Way, sum_block
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
@@ -28,6 +29,7 @@ from flexmod.errors import (
     HopperTemplateError,
     MisaddressedProductsError,
     NoPtxError,
+    NoTileFits,
     RoundedProductsError,
 )
 from flexmod.explain import Named
@@ -164,17 +166,16 @@ def _portable(kernels: Kernels, name: KernelName, target: str, variant: Variant)
 
 
 def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> tuple[Tile, Report]:
-    """The tile that a launch settles on, and its report; the last of the ladder's where none fits."""
-    found: list[tuple[Tile, Report]] = []
-    for tile in kernels.ladder(name):
-        report = compile_tile(kernels, name, tile, target, variant)
-        if not report.fits or launch.wrong(kernels, report.asm):
-            last = tile, report
-            continue
-        found.append((tile, report))
-        if report.local <= 4 * launch.SPILLS_ALLOWED:
-            break
-    return min(found, key=lambda pair: pair[1].local) if found else last
+    """The tile that a launch takes, and its report; the last of the ladder's where none fits."""
+    reports: dict[Tile, Report] = {}
+
+    def judge(tile: Tile) -> Verdict:
+        report = reports[tile] = compile_tile(kernels, name, tile, target, variant)
+        refusal = launch.wrong(kernels, report.asm) if report.fits else NoTileFits
+        return Verdict(report.local // 4, refusal=refusal)
+
+    tile = choose(kernels.ladder(name), judge, launch.LIMITS).rung or list(reports)[-1]
+    return tile, reports[tile]
 
 
 def compile_tile(kernels: Kernels, name: KernelName, tile: Tile, target: str, variant: Variant) -> Report:
@@ -233,29 +234,28 @@ def signature_of(
 
 def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant) -> Built:
     """As the launcher of the kernels for Hopper judges shapes."""
-    found: list[tuple[Shape, Report, Verdict]] = []
-    refused = ""
-    for shape in kernels.ladder(way):
+    reports: dict[Shape, Report] = {}
+
+    def judge(shape: Shape) -> Verdict:
         try:
-            report = _compile_shape(kernels, way, shape, target, variant)
+            report = reports[shape] = _compile_shape(kernels, way, shape, target, variant)
         # whatever the compiler has against a shape: the next one may do
         except Exception as error:
-            refused = str(error).partition("\n")[0] or type(error).__name__
-            continue
-        if machine_code.misaddressed(report.asm.get("cubin", b"")):
-            refused = machine_code.MISADDRESSED
-            continue
-        verdict = Verdict(report.local // 4, report.losses)
-        found.append((shape, report, verdict))
-        if report.fits and verdict.does:
-            break
-    if not found:
-        return Built(way, "hopper", None, None, f"no shape compiles: {refused}")
-    shape, report, verdict = min(found, key=lambda each: (not each[1].fits, each[2].rank))
-    problem = "" if report.fits else f"no shape fits {report.target.shared_limit} bytes of shared memory"
-    if not verdict.endured:
-        problem = problem or GIVES_WAY
-    return Built(way, "hopper", shape, report, problem)
+            return Verdict(refusal=error)
+        refusal = launch.wrong(kernels.portable, report.asm) if report.fits else NoTileFits
+        return Verdict(report.local // 4, report.losses, refusal)
+
+    chosen = choose(kernels.ladder(way), judge, hopper.LIMITS)
+    if chosen.rung is not None:
+        return Built(way, "hopper", chosen.rung, reports[chosen.rung])
+    if chosen.runnable:
+        shape = min(chosen.runnable, key=lambda shape: chosen.runnable[shape].spills)
+        return Built(way, "hopper", shape, reports[shape], GIVES_WAY)
+    shape, refusal = list(chosen.refusals.items())[-1]
+    if refusal is NoTileFits:
+        limit = reports[shape].target.shared_limit
+        return Built(way, "hopper", shape, reports[shape], f"no shape fits {limit} bytes of shared memory")
+    return Built(way, "hopper", None, None, f"no shape compiles: {refusal_in_words(refusal)}")
 
 
 def _compile_shape(kernels: HopperKernels, way: Way, shape: Shape, target: str, variant: Variant) -> Report:

@@ -16,46 +16,35 @@ import flexmod
 from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
+from flexmod.codegen.choose import Verdict
 from flexmod.ir import kept
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.kept import graph_of, numbered
 from flexmod.ir.record import Recorder
 from flexmod.ir.trace import trace
-from flexmod.runtime import launch, machine_code, target
+from flexmod.runtime import launch, target
 from flexmod.runtime.interpreter import interpreted
 
 
+def refused(refusal: object, **options: int) -> Any:
+    """A call on a device that refuses each tile."""
+    with mock.patch.object(launch, "verdict", return_value=Verdict(refusal=refusal)):
+        return call(kernel_options={"BACKEND": "INTERPRET", **options})
+
+
 def no_tile_fits() -> Any:
-    small = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
-    with mock.patch.object(launch, "start", side_effect=OutOfResources(200_000, 101_376, "shared memory")):
-        return call(kernel_options=small)
-
-
-class Compiled:
-    """A kernel as `launch` looks at it."""
-
-    n_spills = 0
-
-    def __init__(self, ptx: str) -> None:
-        self.asm = {"ptx": ptx}
+    too_large = OutOfResources(200_000, 101_376, "shared memory")
+    return refused(too_large, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
 
 
 def rounded_products() -> Any:
     """As Triton 3.6 may do on sm_100."""
-    given = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    compiled = Compiled("tcgen05.mma.cta_group::1.kind::tf32")
-    with mock.patch.object(launch, "start", return_value=compiled):
-        return call(kernel_options=given)
+    return refused(errors.RoundedProductsError, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)
 
 
 def misaddressed_products() -> Any:
     """As the ptxas of Triton 3.6 may do on sm_90."""
-    given = {"BACKEND": "INTERPRET", "BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    with (
-        mock.patch.object(launch, "start", return_value=Compiled("")),
-        mock.patch.object(machine_code, "misaddressed", return_value=True),
-    ):
-        return call(kernel_options=given)
+    return refused(errors.MisaddressedProductsError, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)
 
 
 def uninterpretable() -> Any:

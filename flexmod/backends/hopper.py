@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.triton import Found
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.hopper import HopperKernels, Shape, Way, sum_block, sum_row, wide
+from flexmod.codegen.choose import Verdict, choose
+from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape, Way, sum_block, sum_row, wide
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
+from flexmod.errors import MisaddressedProductsError
 from flexmod.ir.reductions import Along
 from flexmod.runtime import launch, machine_code, tape
 from flexmod.runtime.counters import COUNTER
@@ -34,10 +36,6 @@ from flexmod.runtime.target import target_of
 
 Arguments = Mapping[str, Any]
 
-# Registers that a thread may spill before the next shape is tried: the fastest ones spill up to 30. More than
-# SPILLS_ENDURED, and the portable kernels run.
-SPILLS_ALLOWED = 32
-SPILLS_ENDURED = 64
 # Queries in a backward's tile, at most.
 TALLEST = 128
 # Queries whose dQ is summed side by side, in the order of registers.
@@ -49,32 +47,6 @@ ORDERED = 16
 
 class NoShape(Exception):
     """No shape of a kernel does on this device, and why."""
-
-
-class Verdict(NamedTuple):
-    """What a compiled shape of a kernel is judged by, before it runs."""
-
-    spills: int
-    """Registers of a thread."""
-    losses: tuple[str, ...] = ()
-    """See `machine_code`. A kernel is right with them, and slow."""
-
-    @property
-    def does(self) -> bool:
-        """No other shape need be tried."""
-        return self.spills <= SPILLS_ALLOWED and not self.losses
-
-    @property
-    def rank(self) -> tuple[bool, bool, int]:
-        """The lowest runs where no shape does, if it is endured."""
-        return (not self.endured, bool(self.losses), self.spills)
-
-    @property
-    def endured(self) -> bool:
-        return self.spills <= SPILLS_ENDURED
-
-    def __str__(self) -> str:
-        return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
@@ -293,25 +265,33 @@ def _first_that_does(
 ) -> Shape | str:
     """As in `settle`; a string says why there is none."""
     _ = kernels.module  # a fault in its text is no matter of shapes
-    verdicts: dict[Shape, Verdict] = {}
-    refused = []
-    for shape in kernels.ladder(way):
+
+    def judge(shape: Shape) -> Verdict:
         try:
-            verdict = verdicts[shape] = _compiled(kernels, way, device, arguments(shape))
+            verdict = _judged(kernels, way, device, arguments(shape))
         # whatever the compiler or the loader has against a shape: the next one may do
         except Exception as error:
-            refused.append(f"{shape}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-            continue
-        if verdict.does:
-            return shape
-        if config.debug_level() >= 1:
+            return Verdict(refusal=error)
+        if verdict.refusal is None and not LIMITS.passed(verdict) and config.debug_level() >= 1:
             print(f"flexmod: {way} for Hopper: {shape} gives way: {verdict}", file=sys.stderr)
-    if not verdicts:
-        why = "no shape of it compiles: " + "; ".join(refused)
-        warnings.warn(f"the {way} does not run on Hopper's template, {why}", stacklevel=2)
-        return why
-    best = min(verdicts, key=lambda shape: verdicts[shape].rank)
-    return best if verdicts[best].endured else f"a thread spills {verdicts[best].spills} registers at least"
+        return verdict
+
+    chosen = choose(kernels.ladder(way), judge, LIMITS)
+    if chosen.rung is not None:
+        return chosen.rung
+    if chosen.runnable:
+        return f"a thread spills {min(v.spills for v in chosen.runnable.values())} registers at least"
+    refused = "; ".join(f"{shape}: {refusal_in_words(why)}" for shape, why in chosen.refusals.items())
+    why = f"no shape of it compiles: {refused}"
+    warnings.warn(f"the {way} does not run on Hopper's template, {why}", stacklevel=2)
+    return why
+
+
+def refusal_in_words(refusal: object) -> str:
+    """The first line of what the compiler, the loader or we have against a shape."""
+    if refusal is MisaddressedProductsError:
+        return machine_code.MISADDRESSED
+    return str(refusal).partition("\n")[0] or type(refusal).__name__
 
 
 def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> bool:
@@ -319,16 +299,9 @@ def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Ar
     return launch.known_wrong(kernels.portable, compiled) is not None
 
 
-def _compiled(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
-    """Compiles and loads a kernel, and judges it. Raises NoShape where it would be wrong."""
+def _judged(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
     compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
-    with torch.cuda.device(device):
-        compiled.run  # noqa: B018  loads it
-    if launch.known_wrong(kernels.portable, compiled):
-        raise NoShape(machine_code.MISADDRESSED)
-    # Triton may be told to store machine code alone: then nothing is known of the text
-    losses = machine_code.losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"])
-    return Verdict(int(compiled.n_spills), losses)
+    return launch.judged(kernels.portable, compiled, device, machine_code.losses)
 
 
 def start(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -136,17 +136,12 @@ def sums_of_elements(
             for name in sizes
         }
 
-    def run(fresh: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """One pass; what it adds to is made for each try."""
-        made: dict[str, Tensor] = {}
+    def run(made: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One pass, which adds to what was made for it."""
         absent = {
             name.upper() + suffix: None for name in sizes for suffix in ("_BY_ELEMENT", "_FIXED", "_LARGEST")
         }
-
-        def arguments(tile: Tile) -> Arguments:
-            made.update(fresh())
-            return {**shared, **absent, **made, "room": room}
-
+        arguments = {**shared, **absent, **made, "room": room}
         launch(kernels, "scatter", device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
         return made
 
@@ -154,11 +149,9 @@ def sums_of_elements(
         torch.are_deterministic_algorithms_enabled()
         or option(kernels.options, "scatter", "deterministic", False)
     ):
-        return list(run(lambda: buffers("_BY_ELEMENT", torch.float32)).values())
-    largest = run(lambda: buffers("_LARGEST", torch.int32, 1))
-    found = run(
-        lambda: {**buffers("_BY_ELEMENT", torch.float32), **buffers("_FIXED", torch.int64), **largest}
-    )
+        return list(run(buffers("_BY_ELEMENT", torch.float32)).values())
+    largest = run(buffers("_LARGEST", torch.int32, 1))
+    found = run({**buffers("_BY_ELEMENT", torch.float32), **buffers("_FIXED", torch.int64), **largest})
     return [
         found[f"{name}_BY_ELEMENT"] + _from_fixed(found[f"{name}_FIXED"], found[f"{name}_LARGEST"], room)
         for name in map(str.upper, sizes)

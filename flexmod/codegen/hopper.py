@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from flexmod.codegen import cache, render
+from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelSpec, option
@@ -21,6 +22,8 @@ Registers = tuple[int, int, int]
 TARGET = "sm_90"
 # the widest head dimension: a thread has registers for no more
 WIDEST = 256
+# the fastest shapes spill up to 30 registers; where all spill more than is endured, the portable kernels run
+LIMITS = Limits(passing=32, endured=64)
 # by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
 TWO, THREE = (240, 24, 168), (160, 32, 128)
 # kernel_options that speak of the portable template's kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from flexmod.codegen.choose import Chosen, Limits, Verdict, choose
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
@@ -19,8 +20,8 @@ from flexmod.runtime.interpreter import interpreted
 # kernel_options that Triton takes as they are, on AMD alone
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 
-# Registers that a thread may spill before another tile is tried.
-SPILLS_ALLOWED = 64
+# of portable kernels
+LIMITS = Limits(passing=64)
 
 WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 # What is known of compiled kernels: each launch asks.
@@ -36,11 +37,11 @@ def launch(
 ) -> Tile:
     """Run a kernel of the module that has a ladder, on the device's current stream; returns the tile it took.
 
-    `arguments` are all but the tile's, or a function that makes those of a tile. The first call tries the
-    rungs of the ladder in order. Triton refuses one that does not fit before anything runs; one whose
-    registers spill much gives way to the next, and where all do the one that spills least is kept; one that
-    the compilers made wrong is left, and never runs. A kernel writes all of its results, or what it adds to
-    is made for each try: a second one replaces the first.
+    `arguments` are all but the tile's, or a function that makes those of a tile. The first call compiles the
+    rungs of the ladder in order, and runs none: one that the device refuses, whose registers spill much, or
+    that the compilers made wrong gives way to the next. Where all spill much, the one that spills least is
+    taken. Other strides make another variant of the kernel, which may need more: then the ladder is tried
+    again.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
@@ -48,26 +49,45 @@ def launch(
         MisaddressedProductsError: all rungs read wrong addresses.
     """
 
-    def run(tile: Tile) -> Any:
-        """What was compiled, None in the interpreter. A wrong one may read anywhere: it does not run."""
-        chosen = _tile_arguments(kernels, kernel, tile)
-        given = {**(arguments(tile) if callable(arguments) else arguments), **chosen}
-        name = f"{kernel}_kernel"
-        if not kernels.interpreted:
-            compiled = tape.compiled(getattr(kernels.module, name), device, given)
-            if known_wrong(kernels, compiled):
-                return compiled
-        return start(kernels, name, device, grid(tile), given)
+    def given(tile: Tile) -> dict[str, Any]:
+        made = arguments(tile) if callable(arguments) else arguments
+        return {**made, **_tile_arguments(kernels, kernel, tile)}
 
-    settled = kernels.tiles.get((kernel, device))
-    if settled is not None:
-        try:
-            if not known_wrong(kernels, run(settled)):
-                return settled
-        except OutOfResources:  # other strides make another variant of the kernel, which may need more
-            pass
-    kernels.tiles[kernel, device] = _settle(kernels, kernels.ladder(kernel), device, run)
-    return kernels.tiles[kernel, device]
+    def judge(tile: Tile) -> Verdict:
+        return verdict(kernels, kernel, device, given(tile))
+
+    tile = kernels.tiles.get((kernel, device))
+    if tile is None or judge(tile).refusal is not None:
+        tile = kernels.tiles[kernel, device] = _best(choose(kernels.ladder(kernel), judge, LIMITS), device)
+    start(kernels, f"{kernel}_kernel", device, grid(tile), given(tile))
+    return tile
+
+
+def verdict(
+    kernels: Kernels, kernel: KernelName, device: torch.device, arguments: Mapping[str, Any]
+) -> Verdict:
+    """What a launch with these arguments is judged by; the interpreter takes any tile."""
+    if kernels.interpreted:
+        return Verdict()
+    function = getattr(kernels.module, f"{kernel}_kernel")
+    return judged(kernels, tape.compiled(function, device, arguments), device)
+
+
+def judged(
+    kernels: Kernels,
+    compiled: Any,
+    device: torch.device,
+    losses: Callable[[str, bytes], tuple[str, ...]] | None = None,
+) -> Verdict:
+    """Loads what was compiled, and judges it. `losses` names what the machine code lacks."""
+    try:
+        with torch.cuda.device(device):
+            compiled.run  # noqa: B018  loads it
+    except OutOfResources as error:
+        return Verdict(refusal=error)
+    # Triton may be told to store machine code alone: then nothing is known of the text
+    slow = losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"]) if losses else ()
+    return Verdict(int(compiled.n_spills), slow, known_wrong(kernels, compiled))
 
 
 def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
@@ -85,48 +105,25 @@ def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
 
 
 def known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
-    """As `wrong`, of what was compiled: None in the interpreter."""
-    if compiled is None:
-        return None
+    """As `wrong`, of what was compiled."""
     if compiled not in _wrong:
         _wrong[compiled] = wrong(kernels, compiled.asm)
     return _wrong[compiled]
 
 
-def _settle(
-    kernels: Kernels, rungs: Sequence[Tile], device: torch.device, run: Callable[[Tile], Any]
-) -> Tile:
-    """Run the tile that later calls shall take, last. `run` gives what was compiled, or None."""
-    spilled: dict[Tile, int] = {}
-    refused = []
-    left: dict[WrongProducts, list[Tile]] = {}
-    tile = rungs[0]
-    for tile in rungs:
-        try:
-            compiled = run(tile)
-        except OutOfResources as e:
-            refused.append((tile, e))
-            continue
-        fault = known_wrong(kernels, compiled)
-        if fault is not None:
-            left.setdefault(fault, []).append(tile)
-            continue
-        spilled[tile] = compiled.n_spills if compiled else 0
-        if spilled[tile] <= SPILLS_ALLOWED:
-            break
-    if not spilled and left:
-        error, tiles = next(iter(left.items()))
-        raise error(triton=triton.__version__, device=device, tried=", ".join(map(str, tiles)))
-    if not spilled:
-        raise NoTileFits(
-            limit=refused[-1][1].limit,
-            device=device,
-            tried=", ".join(f"{tile}: {e.required} bytes" for tile, e in refused),
-        )
-    best = min(spilled, key=lambda t: spilled[t])
-    if best != tile:
-        run(best)
-    return best
+def _best(chosen: Chosen[Tile], device: torch.device) -> Tile:
+    if chosen.rung is not None:
+        return chosen.rung
+    too_large = {tile: why for tile, why in chosen.refusals.items() if isinstance(why, OutOfResources)}
+    for error in chosen.refusals.values():
+        if isinstance(error, type):
+            tried = [str(tile) for tile, why in chosen.refusals.items() if why is error]
+            raise error(triton=triton.__version__, device=device, tried=", ".join(tried))
+    raise NoTileFits(
+        limit=list(too_large.values())[-1].limit,
+        device=device,
+        tried=", ".join(f"{tile}: {e.required} bytes" for tile, e in too_large.items()),
+    )
 
 
 def start(

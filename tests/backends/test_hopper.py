@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexmod import ahead, config, create_block_mask
 from flexmod.backends import hopper, triton, triton_captured
-from flexmod.backends.hopper import Verdict
-from flexmod.codegen.hopper import HopperKernels, Shape
+from flexmod.codegen.choose import Verdict
+from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
 from flexmod.codegen.kernels import Captured
 from flexmod.codegen.spec import statistics_rows
 from flexmod.compiler import Lowered, kernels_for, lower
@@ -131,7 +131,7 @@ def test_the_ladder(
             raise verdict
         return verdict
 
-    monkeypatch.setattr(hopper, "_compiled", lambda kernels, way, device, shape: outcome(shape))
+    monkeypatch.setattr(hopper, "_judged", lambda kernels, way, device, shape: outcome(shape))
     monkeypatch.setattr(hopper, "_wrong", lambda *_: False)
     monkeypatch.setattr(config, "debug_level", lambda: 1)
     for _ in range(2):
@@ -140,13 +140,13 @@ def test_the_ladder(
     gave_way = [
         f"flexmod: backward for Hopper: {shape} gives way: {verdict}"
         for shape, verdict in zip(tried, found, strict=True)
-        if isinstance(verdict, Verdict) and not verdict.does
+        if isinstance(verdict, Verdict) and not LIMITS.passed(verdict)
     ]
     taken = f"flexmod: backward for Hopper: {ladder[chosen]}"
     assert capsys.readouterr().err.splitlines() == [*gave_way, taken]
 
     def compiled(kernels: Any, way: Any, shape: Shape, target: str, variant: Any) -> Report:
-        spills, losses = outcome(shape)
+        spills, losses, _ = outcome(shape)
         return Report(named(target), 0, 255, 8 * spills, 4 * spills, {}, losses=losses)
 
     tried.clear()
@@ -199,10 +199,11 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
-    assert hopper._compiled(kernels, "forward", CPU, {}) == Verdict(7, (kept.get("ptx", ""), b"code"))  # type: ignore
+    said = (kept.get("ptx", ""), b"code")
+    assert hopper._judged(kernels, "forward", CPU, {}) == Verdict(7, said)  # type: ignore
     monkeypatch.setattr(hopper.machine_code, "misaddressed", lambda cubin: cubin == b"code")
-    with pytest.raises(hopper.NoShape, match="at wrong addresses"):
-        hopper._compiled(kernels, "forward", CPU, {})
+    refused = hopper._judged(kernels, "forward", CPU, {}).refusal
+    assert hopper.refusal_in_words(refused) == hopper.machine_code.MISADDRESSED
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
             raise fault
         return Verdict(*fault)
 
-    monkeypatch.setattr(hopper, "_compiled", compiled)
+    monkeypatch.setattr(hopper, "_judged", compiled)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
