@@ -25,7 +25,8 @@ from triton.compiler import CompiledKernel
 import flexmod
 from flexmod import calls, masks, mods
 from flexmod.backends import generated, hopper
-from flexmod.runtime import counters, tape
+from flexmod.codegen.choose import Verdict
+from flexmod.runtime import counters, launch, tape
 from flexmod.runtime.target import Target
 
 H200 = Target("sm_90", "cuda", 227 << 10, processors=132)
@@ -80,7 +81,9 @@ def on_an_h200() -> Iterator[None]:
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "target_of", lambda device: H200), mock.patch.object(
         hopper, "settle", lambda kernels, way, device, arguments: kernels.ladder(way)[0]
-    ), mock.patch.object(counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)):  # fmt: skip
+    ), mock.patch.object(launch, "verdict", lambda *_: Verdict()), mock.patch.object(
+        counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
+    ):  # fmt: skip
         yield
 
 

@@ -24,27 +24,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 from flexmod import config
 from flexmod.codegen import cache as modules
-from flexmod.codegen.builder_kernels import Builder, BuilderKernels
-from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.exponent_text import write_exponent
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.prelude import Family
-from flexmod.codegen.render import render, render_builder, render_runs
+from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
-from flexmod.ir import intervals
+from flexmod.ir.bounds import UNKNOWN
 from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
 from flexmod.ir.exponents import score_bounds
-from flexmod.ir.graph import Graph, Structure
-from flexmod.ir.passes import Extents, fitted, optimize, promote_constants, split_mask
+from flexmod.ir.graph import POSITIONS, Graph, Structure
+from flexmod.ir.integers import needs_int64
+from flexmod.ir.passes import Extents, Places, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.ranges import as_ranges
 from flexmod.ir.reductions import Term, terms_of
 from flexmod.ir.tanhs import choose_tanhs
@@ -98,17 +97,18 @@ def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | N
 def lower(
     graph: Graph,
     extents: Extents,
-    numbers: tuple[tuple[int, int | float], ...] = (),
+    numbers: Places = (),
     *,
     split: bool,
     checked: bool = False,
 ) -> Lowered:
-    """A traced graph through the graph stages. `numbers` are places and values of its parameters."""
-    whole = fitted(_own(graph), extents, numbers)
-    return _lower(choose_tanhs(whole, dict(numbers)) if graph.kind == "score" else whole, split, checked)
+    """A traced graph through the graph stages. `numbers`: what its parameters are or lie between."""
+    whole = fitted(own_graph(graph), extents, numbers)
+    exact = {place: number for place, number in numbers if not isinstance(number, tuple)}
+    return _lower(choose_tanhs(whole, exact) if graph.kind == "score" else whole, split, checked)
 
 
-def _own(graph: Graph) -> Graph:
+def own_graph(graph: Graph) -> Graph:
     """The graph that kernels are made of: for calls of any size.
 
     Apart from those of equal mods, where an index outside shall name the line of this one.
@@ -202,14 +202,46 @@ class Mod:
 
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
     """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
-    return _compiled_mod(_own(graph), extents, CONSTANTS.version, config.check_bounds())
+    return _compiled_mod(own_graph(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
 @lru_cache(GRAPHS)
 def _compiled_mod(graph: Graph, extents: Extents, version: object, checked: bool) -> Mod:
     promoted, numbers = CONSTANTS.promote(graph)
-    places = tuple(enumerate(numbers)) if promoted is not graph else ()
+    places = known_places(promoted, numbers, extents) if promoted is not graph else ()
     return Mod(lower(promoted, extents, places, split=False, checked=checked), numbers)
+
+
+# Integers of one sign up to here are alike to all that is found out about a graph before it runs.
+LARGEST_ALIKE = 2**30
+
+
+def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
+    """What is known of a graph's parameters before it runs.
+
+    Of a mask's integers what they lie between, if int32 holds what is made of them: so numbers that change
+    find again what is known of others.
+    """
+    places: list[Any] = [n.value for n in graph.nodes if n.op == "param"]
+    exact = tuple([(place, numbers[place]) for place in places])
+    if graph.kind == "mask":
+        alike = tuple([(place, _span(number)) for place, number in exact])
+        if not _needs_int64(graph, extents, alike):
+            return alike
+    return exact
+
+
+@lru_cache(GRAPHS)
+def _needs_int64(graph: Graph, extents: Extents, places: Places) -> bool:
+    return needs_int64(graph, dict(zip(POSITIONS, extents, strict=True)), dict(places))
+
+
+def _span(number: bool | int | float) -> Any:
+    if isinstance(number, float):
+        return UNKNOWN
+    if type(number) is int and 0 < abs(number) <= LARGEST_ALIKE:
+        return (1, LARGEST_ALIKE) if number > 0 else (-LARGEST_ALIKE, -1)
+    return number
 
 
 @lru_cache(KERNELS)
@@ -241,43 +273,6 @@ def kernels_for(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
         score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,
     )  # fmt: skip
-
-
-def builder(graph: Graph, extents: Extents) -> Builder:
-    """The kernels that build the block mask of a mask_mod's graph, which is `fitted` to the extents."""
-    return _builder(_own(graph), extents, CONSTANTS.version, config.check_bounds())
-
-
-@lru_cache(GRAPHS)
-def _builder(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
-    analysis = intervals.analyze(graph, extents)
-    bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
-    terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
-    mask = compile_mod(graph, extents)
-    kernels = _builder_kernels(
-        bounds, tuple(replace(term, graph=promoted) for term, promoted, _ in terms), mask.lowered
-    )
-    return Builder(kernels, (of_bounds, mask.numbers, *(numbers for *_, numbers in terms)))
-
-
-@lru_cache(KERNELS)
-def _builder_kernels(bounds: Graph, terms: tuple[intervals.Term, ...], mask: Lowered) -> BuilderKernels:
-    written = tuple(write_term(term, mask.checked) for term in terms)
-    of_bounds = write_bounds(bounds, written, mask.checked)
-    of_mask = mask.text
-    assert of_mask is not None
-
-    def made() -> ModuleType:
-        text = stage("render", lambda: render_builder(written, of_bounds, of_mask))
-        return stage("load", lambda: modules.load(text, "block_mask"))
-
-    return BuilderKernels(written, of_bounds, of_mask, made)
-
-
-@cache
-def runs_module() -> ModuleType:
-    """The module of `runs_kernel`."""
-    return modules.load(render_runs(), "runs")
 
 
 def build(

@@ -39,7 +39,7 @@ FINITE = {
     "codegen.render._environment": "nothing",
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
-    "compiler.runs_module": "nothing",
+    "mask_compiler.runs_module": "nothing",
     "runtime.target._read": "devices",
     "runtime.offline._flags": "nothing",
 }

@@ -95,6 +95,7 @@ ROOMS = (
     ("codegen.cache",),
     ("codegen.hopper",),
     ("compiler",),
+    ("mask_compiler",),
     ("variant",),
     ("explain",),
     ("runtime",),

@@ -90,13 +90,13 @@ def built(
 ) -> BlockMask:
     """The mask of a graph whose captures lie on the device, or are numbers of the host."""
     check_sizes(traced.graph, sizes, "the block mask")
-    as_wide = captures_on_device(Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors), device)
+    moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
     if device.type == "cuda":
-        by_axis = generated.build(as_wide, sizes, block, device, separate)
+        by_axis = generated.build(moved, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
         held = Held(sizes[:2], grid, by_axis, {}, separate)
         return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
-    table = refine.classify(as_wide, sizes, block, device)
+    table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)
     return BlockMask.of_table(table, sizes[:2], sizes[2:], block, mask_mod, traced, separate=separate)

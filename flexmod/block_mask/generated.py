@@ -30,9 +30,9 @@ from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.codegen.hopper import TARGET
 from flexmod.codegen.watch import Watch
-from flexmod.compiler import builder, runs_module
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
+from flexmod.mask_compiler import builder, runs_module
 from flexmod.runtime import tape
 from flexmod.runtime.interpreter import interpreted as interpret
 from flexmod.runtime.tape import Repeated
@@ -62,7 +62,7 @@ def build(
 ) -> dict[Axis, Runs | None]:
     """The runs of a mask of `sizes` (B, H, Q_LEN, KV_LEN): "kv" by row, "q" by column.
 
-    `traced` is fitted to the sizes. A batch dimension is 1 where the graph does not read it. `separate` False
+    A batch dimension is 1 where the graph does not read it. `separate` False
     makes full tiles partial.
     """
     batch, heads, queries, keys = sizes

@@ -19,6 +19,8 @@ from flexmod.ir.ops import CAST, OPS, number, strong
 TRUTH: bounds.Bounds = (False, True)
 # Far beyond any integer dtype; numbers stay small enough to be compared with inf.
 LARGEST = 2**200
+# by place, what a graph's parameters are or lie between
+Numbers = Mapping[int, bool | int | float | bounds.Bounds]
 # What may leave the dtype of its arguments.
 LEAVES_DTYPE = frozenset({
     "add", "sub", "mul", "neg", "abs", "pow", "shift_left", "floor_divide", "trunc_divide",
@@ -28,7 +30,7 @@ LEAVES_DTYPE = frozenset({
 def integer_bounds(
     graph: Graph,
     extents: Mapping[str, int],
-    numbers: Mapping[int, int | float] | None = None,
+    numbers: Numbers | None = None,
     *,
     may_wrap: bool = False,
 ) -> dict[Node, bounds.Bounds]:
@@ -88,13 +90,15 @@ def _bounds_of(
     node: Node,
     known: Mapping[Node, bounds.Bounds],
     extents: Mapping[str, int],
-    numbers: Mapping[int, int | float],
+    numbers: Numbers,
     exact: Set[Node],
 ) -> bounds.Bounds:
     if node.op == "input" and node.value in extents:
         return 0, extents[node.value] - 1  # type: ignore[index]
     if node.op in ("const", "param"):
         value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
+        if isinstance(value, tuple):
+            return value
         return (value, value) if isinstance(value, (bool, int)) else bounds.UNKNOWN
     dtypes = [a.dtype for a in node.args]
     if node.op == CAST:
@@ -127,7 +131,7 @@ def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bo
 
 
 def needs_int64(
-    graph: Graph, extents: Mapping[str, int], numbers: Mapping[int, int | float] | None = None
+    graph: Graph, extents: Mapping[str, int], numbers: Numbers | None = None
 ) -> bool:
     """Can index arithmetic leave int32 when positions run below `extents`?
 

@@ -30,10 +30,10 @@ from flexmod.ir.bounds import Bounds
 from flexmod.ir.casts import brought_to, held, without_nan
 from flexmod.ir.ends import End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
-from flexmod.ir.integers import integer_bounds, needs_int64
+from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, regroup
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
-from flexmod.ir.passes import Extents, optimize, simplify
+from flexmod.ir.passes import Extents, Places, optimize, simplify
 from flexmod.ir.sources import Sources
 
 # Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
@@ -80,28 +80,30 @@ class Analysis:
 
 
 @lru_cache(1024)
-def analyze(graph: Graph, extents: Extents) -> Analysis:
+def analyze(graph: Graph, extents: Extents, numbers: Places = ()) -> Analysis:
     """The bounds of a mask whose positions run below `extents`, (B, H, Q_LEN, KV_LEN).
 
-    `graph` is as wide as these ask for (`passes.fitted`): arithmetic on positions does not wrap.
+    `graph` is as wide as these and the `numbers` of its parameters ask for (`passes.fitted`): arithmetic on
+    positions does not wrap.
     """
-    return _Analyzer(optimize(graph), _rounded(graph, extents)).analyze()
+    given = dict(numbers)
+    return _Analyzer(optimize(graph), _rounded(graph, extents, given), given).analyze()
 
 
-def _rounded(graph: Graph, extents: Extents) -> dict[str, int]:
+def _rounded(graph: Graph, extents: Extents, numbers: Numbers) -> dict[str, int]:
     """Extents up to which the graph serves too, so that lengths that are alike have one text.
 
     They are 2 at least: a position that can only be 0 would be folded away.
     """
     wide = {name: 1 << max(1, (size - 1).bit_length()) for name, size in zip(POSITIONS, extents, strict=True)}
-    return wide if not needs_int64(graph, wide) else dict(zip(POSITIONS, extents, strict=True))
+    return wide if not needs_int64(graph, wide, numbers) else dict(zip(POSITIONS, extents, strict=True))
 
 
 class _Analyzer:
-    def __init__(self, graph: Graph, extents: dict[str, int]) -> None:
-        forms = Forms(integer_bounds(graph, extents, may_wrap=True))
+    def __init__(self, graph: Graph, extents: dict[str, int], numbers: Numbers) -> None:
+        forms = Forms(integer_bounds(graph, extents, numbers, may_wrap=True))
         self.graph = regroup(graph, forms)
-        self.known = integer_bounds(self.graph, extents, may_wrap=True)
+        self.known = integer_bounds(self.graph, extents, numbers, may_wrap=True)
         self.forms = Forms(self.known)
         self.extents = extents
         self.builder = Builder()

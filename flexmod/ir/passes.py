@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from flexmod.ir.bounds import Bounds
 from flexmod.ir.graph import POSITIONS, Builder, Graph, Node, rebuild
 from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
@@ -20,6 +21,8 @@ from flexmod.ir.positions import convert_terms
 
 Extents = tuple[int, int, int, int]
 """B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
+Places = tuple[tuple[int, int | float | Bounds], ...]
+"""Parameters by place, and what they are or lie between."""
 
 
 def fold(graph: Graph) -> Graph:
@@ -289,9 +292,9 @@ def _without_wraps(graph: Graph) -> Graph:
 
 
 @lru_cache(1024)
-def fitted(graph: Graph, extents: Extents, numbers: tuple[tuple[int, int | float], ...] = ()) -> Graph:
-    """The graph for positions below `extents` and parameters of these values: widened if they ask for it, and
-    its differences of positions in float32 where they allow it.
+def fitted(graph: Graph, extents: Extents, numbers: Places = ()) -> Graph:
+    """The graph for positions below `extents` and parameters of these values, or between these: widened if
+    they ask for it, and its differences of positions in float32 where they allow it.
 
     Casts to int32 are dropped where nothing would leave int32 without them either.
     """

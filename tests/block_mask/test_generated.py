@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from block_mask.test_refine import MODS, hashed, traced
 from block_mask.zoo import ZOO
-from flexmod import masks
+from flexmod import compiler, mask_compiler, masks
 from flexmod.block_mask import generated, refine
 from flexmod.codegen import cache
 from flexmod.codegen.render import render_builder, render_runs
-from flexmod.compiler import builder
+from flexmod.mask_compiler import builder
 from flexmod.runtime import offline
 from flexmod.runtime.target import named
 
@@ -100,6 +101,89 @@ def test_terms_of_all_kinds(mask_mod):
 def test_random_masks(text):
     scope = {"ids": torch.arange(100).flip(0) // 13}
     check(eval(f"lambda b, h, q_idx, kv_idx: {text}", scope), (1, 2, 70, 90), (16, 16))
+
+
+def window(n):
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= n)
+
+
+def prefix(n):
+    return lambda b, h, q_idx, kv_idx: (kv_idx < n) | (q_idx >= kv_idx)
+
+
+def ahead_of(n):
+    return lambda b, h, q_idx, kv_idx: q_idx + n >= kv_idx
+
+
+def band(n):
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx + n).abs() <= 2 * n + h
+
+
+def clamped(n):
+    return lambda b, h, q_idx, kv_idx: torch.minimum(q_idx, 0 * q_idx + n) >= kv_idx - n
+
+
+def scaled(n):
+    return lambda b, h, q_idx, kv_idx: q_idx * n >= kv_idx
+
+
+def chunked(n):
+    return lambda b, h, q_idx, kv_idx: (q_idx // (n + 1) == kv_idx // (n + 1)) & (q_idx >= kv_idx)
+
+
+def steep(n):
+    return lambda b, h, q_idx, kv_idx: q_idx * (n * 0.25) >= kv_idx
+
+
+def of_documents(n):
+    return lambda b, h, q_idx, kv_idx: (SMALL[q_idx] == SMALL[kv_idx]) & (q_idx - kv_idx < n)
+
+
+OF_A_NUMBER = [window, prefix, ahead_of, band, clamped, scaled, chunked, steep, of_documents]
+
+
+@pytest.mark.parametrize("make", OF_A_NUMBER)
+def test_a_number_that_changes(make, monkeypatch):
+    """What was found out for other numbers serves, and tiles are decided as they are by constants."""
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
+    mask_compiler._builder.cache_clear()
+    start, opened = generated._Part._start, []
+
+    def watch(part, module, name, programs, arguments):
+        if name == "elements_kernel":
+            opened.append(arguments["KINDS"].clone())
+        return start(part, module, name, programs, arguments)
+
+    monkeypatch.setattr(generated._Part, "_start", watch)
+    sizes, numbers = (1, 2, 200, 190), (40, 70, 3, 2**20, 0, -40, 130, 41)
+    changing = []
+    for number in numbers:
+        check(make(number), sizes, (16, 16))
+        changing.append(opened.pop())
+    for number, before in zip(numbers, changing, strict=True):
+        monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
+        mask_compiler._builder.cache_clear()
+        check(make(number), sizes, (16, 16))
+        assert torch.equal(opened.pop(), before)
+
+
+@pytest.mark.parametrize("make", [window, prefix, ahead_of, band, clamped, of_documents])
+def test_a_number_that_changes_is_analyzed_no_more(make, monkeypatch):
+    sizes = (1, 2, 200, 190)
+    for number in (30, 31):
+        check(make(number), sizes, (16, 16))
+    monkeypatch.setattr(mask_compiler.intervals, "analyze", None)
+    found = {builder(traced(make(number), sizes).graph, sizes).kernels for number in (32, 50, 2**29)}
+    assert len(found) == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(MODS, MODS, st.integers(-90, 90), st.integers(-90, 90))
+def test_random_masks_of_a_number_that_changes(first, second, one, other):
+    for number in (one, other, one):
+        scope = {"ids": torch.arange(100).flip(0) // 13, "n": number}
+        text = f"lambda b, h, q_idx, kv_idx: (({first}) & (q_idx - n <= kv_idx)) | (({second}) & (q_idx < n))"
+        check(eval(text, scope), (1, 2, 70, 90), (16, 16))
 
 
 def test_counted_where_there_is_no_room(monkeypatch):
