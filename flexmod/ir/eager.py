@@ -66,6 +66,11 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.tracer = tracer
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports TorchDynamo, and Triton, at the first operation: that takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
