@@ -8,18 +8,18 @@ no part in this: it is differentiable torch itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flexmod import saved, tensor_kinds, transforms
-from flexmod.backends import cpu, generated, reference
 from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.table import backend
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
@@ -28,14 +28,10 @@ from flexmod.ir.graph import used_captures
 from flexmod.ir.host_numbers import all_on_device
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
-from flexmod.runtime.tape import Repeated, Tensors
 
-BACKENDS: Mapping[str, Any] = {
-    "triton": generated.ON_GPU,
-    "interpret": generated.INTERPRETED,
-    "cpu": cpu,
-    "reference": reference,
-}
+if TYPE_CHECKING:
+    from flexmod.runtime.tape import Repeated, Tensors
+
 GENERATED = ("triton", "interpret")
 GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `Call.backward`'s tensors
 BACKWARDS = 64  # that a call remembers
@@ -54,9 +50,13 @@ class Call:
     want_max: bool
     track: bool
     host_numbers: bool = False
-    _forward: Repeated = field(default_factory=Repeated)
     _backward: dict[object, Repeated] = field(default_factory=dict)
     _places: list[object] = field(default_factory=list)  # of the tensors that the first forward saved
+
+    @cached_property
+    def _forward(self) -> Repeated:
+        repeated: Repeated = backend(self.backend).repeated()
+        return repeated
 
     @cached_property
     def facts(self) -> int:
@@ -110,7 +110,7 @@ class Call:
         def attend(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Tensors:
             keep: list[Tensor] = []
             kept = {"keep": keep} if self.track and self.backend != "reference" else {}
-            result: Forward = BACKENDS[self.backend].forward(
+            result: Forward = backend(self.backend).forward(
                 self.whole(mask, captured), query, key, value, want_max=self.want_max, **kept
             )
             return (*result, *keep)
@@ -142,7 +142,7 @@ class Call:
 
         def differentiate(*tensors: Any) -> Tensors:
             grad_out, grad_lse, query, key, value, out, lse, *rest = tensors
-            found: Gradients = BACKENDS[self.backend].backward(
+            found: Gradients = backend(self.backend).backward(
                 self.whole(mask, rest[kept:], needs[3:]), query, key, value, out, lse, grad_out, grad_lse,
                 needs[:3], tuple(rest[:kept]),
             )  # fmt: skip
@@ -163,7 +163,7 @@ class Call:
         if repeated is None:
             _check_readable(tensors)
             self._check_places(tensors, kept)
-            repeated = Repeated()
+            repeated = backend(self.backend).repeated()
             remember(self._backward, case, repeated, BACKWARDS)
         beside, kinds = ((), ()) if mask is None else (mask.tensors, mask.kinds)
         return repeated(differentiate, tensors, beside, kinds)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from flexmod.block_mask.format import BlockMask
 from flexmod.errors import FlexOnCpuError
 from flexmod.ir.source import mod_kind
+from flexmod.lazy_imports import lazy_imports
 from flexmod.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
 from flexmod.peers import (
     Attention,
@@ -80,6 +80,8 @@ class Comparison:
         return "\n".join(parts)
 
     def _agreement_table(self) -> str:
+        with lazy_imports():
+            from tabulate import tabulate
         header = (f"flexmod against {self.reference}", "largest difference", "relative RMS", "")
         rows = [
             (result, f"{largest:.1e}", f"{relative:.1e}", "agrees" if agrees else "DIFFERS")
@@ -88,6 +90,8 @@ class Comparison:
         return tabulate(rows, header, disable_numparse=True, colalign=("left", "right", "right", "left"))
 
     def _timing_table(self) -> str:
+        with lazy_imports():
+            from tabulate import tabulate
         header = ("attention", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s")
         return tabulate(self.timings, header, floatfmt=("", ".3f", ".3g", ".3f", ".3g"))
 

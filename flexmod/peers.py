@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from flexmod.attention import flex_attention
 from flexmod.block_mask.build import create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.trace import trace
+from flexmod.lazy_imports import lazy_imports
 from flexmod.mod_names import Mod, Mods, Setting
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -145,9 +145,12 @@ def timed(attention: Attention, inputs: Inputs, setting: Setting) -> Timing:
 
 def median_ms(call: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
-        from triton.testing import do_bench
+        with lazy_imports():
+            from triton.testing import do_bench
 
         return float(do_bench(call, return_mode="median"))
+    import statistics
+
     call()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < 0.3 and len(times) < 50):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from flexmod import ahead, errors, standalone
+from flexmod import errors
 from flexmod.checks import KERNEL_DTYPES
 from flexmod.codegen.hopper import Way
 from flexmod.codegen.spec import KernelSpec
@@ -20,6 +20,7 @@ from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
 from flexmod.kernel_options import KernelOptions
 from flexmod.layouts import USUAL, Layout
+from flexmod.lazy_imports import lazy_imports
 from flexmod.quotes import quotes
 from flexmod.runtime.target import target_of
 from flexmod.variant import EXTENTS, Variant, of_traces, spec_for
@@ -84,6 +85,8 @@ class Shown:
             NotCalledError: there was no call, and flexmod.compile was given no dtype and head_dim.
             UnsupportedDtype: there are no kernels for float64.
         """
+        with lazy_imports():
+            from flexmod import ahead
         spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
         made, target = self._made(spec), self._chip() or "cpu"
         modules = {way: ahead.kernels_on(made, way, target).module for way in get_args(Way)}
@@ -99,6 +102,8 @@ class Shown:
             NotCalledError, UnsupportedDtype: as `source`.
             NoPtxError: the call is one on the CPU, or on a chip that has no PTX; see `ptx_for`.
         """
+        with lazy_imports():
+            from flexmod import ahead
         spec, chip = self._spec("PTX", f"attend.ptx_for('sm_90', {CALL})"), self._chip()
         if chip is None:
             raise errors.NoPtxError(
@@ -144,6 +149,8 @@ class Shown:
             NoStandaloneError: the handle does what a file does not.
             UnknownTarget, NoTileFits: see `standalone`.
         """
+        with lazy_imports():
+            from flexmod import standalone
         advice = f"attend.save({str(path)!r}, {CALL})"
         spec = self._spec("file", advice, head_dim, value_dim, dtype)
         self._check_savable(spec)
@@ -165,6 +172,8 @@ class Shown:
                 of="this handle", why="its kernel option tuned asks for tiles that were found on a device",
                 advice="compile a handle without the option",
             )  # fmt: skip
+        with lazy_imports():
+            from flexmod import ahead
         return ahead.ptx(self._made(spec), target)
 
     def _chip(self) -> str | None:

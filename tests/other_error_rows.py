@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.kept import graph_of, numbered
 from flexmod.ir.record import Recorder
 from flexmod.ir.trace import trace
+from flexmod.lazy_imports import lazy_imports
 from flexmod.runtime import launch, target
 from flexmod.runtime.interpreter import interpreted
 
@@ -53,6 +55,11 @@ def uninterpretable() -> Any:
         "def run(X):\n    i = tl.arange(0, 4)\n    if i > 1:\n        tl.store(X, 1.0)\n"
     )
     return interpreted(cache.load(text, "branch")).run[(1,)](torch.zeros(1))
+
+
+def without_triton() -> Any:
+    with mock.patch.dict(sys.modules, {"triton": None}), lazy_imports():
+        import triton  # noqa: F401
 
 
 def dropout_of_transformers() -> Any:
@@ -139,7 +146,7 @@ ROWS: list[Row] = [
     (
         errors.ConstantError,
         lambda: decoded('{"code": "print(1)"}'),
-        "the text '{\"code\": \"print(1)\"}' is no constant of a mod in torch.compile or torch.export.\n"
+        'the text \'{"code": "print(1)"}\' is no constant of a mod in torch.compile or torch.export.\n'
         "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
     ),
     (
@@ -228,5 +235,12 @@ ROWS: list[Row] = [
         lambda: target.target_of("cpu"),
         "cpu is not a GPU: kernels are compiled for cuda devices.\n"
         "  Instead: name a kind of chip, e.g. flexmod.runtime.target.named('sm_90').",
+    ),
+    (
+        errors.MissingPackage,
+        without_triton,
+        "this needs the package triton, which cannot be imported: import of triton halted; None in "
+        "sys.modules.\n"
+        '  Instead: pip install "triton>=3.6".',
     ),
 ]

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "flexmod"
 
 ROOMS = (
     ("errors", "command_errors"),
-    ("locks",),
+    ("locks", "lazy_imports"),
     ("config", "syntax"),
     ("kernel_options",),
     ("transforms", "tensor_kinds"),

@@ -28,6 +28,7 @@ from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
 from flexmod.ir.passes import Extents
 from flexmod.runtime import tuned
+from flexmod.runtime.tape import Repeated
 from flexmod.runtime.target import family_of, target_of
 
 
@@ -87,6 +88,11 @@ class Generated:
             found = triton.backward(compiled.kernels, *tensors, kept, **given)
         compiled.look()
         return Gradients(found.query, found.key, found.value, compiled.capture_gradients(found.sums))
+
+    @staticmethod
+    def repeated() -> Repeated:
+        """What records and plays a direction of a call."""
+        return Repeated()
 
     def _for_hopper(self, way: Way, compiled: _Compiled, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Do the kernels made for Hopper take this call?"""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexmod import tensor_kinds, transforms
-from flexmod.block_mask import generated, in_graph, refine
+from flexmod.block_mask import in_graph, refine
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
@@ -29,6 +29,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
+from flexmod.lazy_imports import lazy_imports
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -92,6 +93,8 @@ def built(
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
     if device.type == "cuda":
+        with lazy_imports():
+            from flexmod.block_mask import generated
         by_axis = generated.build(moved, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
         held = Held(sizes[:2], grid, by_axis, {}, separate)

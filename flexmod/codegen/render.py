@@ -8,14 +8,18 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jinja2
 import torch
 
 from flexmod.codegen import prelude, schedule
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, lowest_peak
+from flexmod.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def render(
@@ -106,6 +110,8 @@ def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
 
 @cache
 def _environment() -> jinja2.Environment:
+    with lazy_imports():
+        import jinja2
     package = Path(__file__).resolve().parents[1]
     # in a wheel the templates lie inside the package, in a checkout beside it
     folders = [package / "templates", package.parent / "templates"]

@@ -39,7 +39,7 @@ __all__ = [
     "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
     "HopperTemplateError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",
     "NotCalledError", "NoPtxError", "NoStandaloneError", "FlexOnCpuError", "EnvironmentSwitchError",
-    "InterpreterOperationError", "UnknownTarget", "NotAGpuError",
+    "InterpreterOperationError", "UnknownTarget", "NotAGpuError", "MissingPackage",
 ]  # fmt: skip
 
 for _name in __all__:  # in a traceback an error is called what it is imported as

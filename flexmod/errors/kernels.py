@@ -102,3 +102,8 @@ class UnknownTarget(FlexmodError, ValueError):
 class NotAGpuError(FlexmodError, ValueError):
     what = "{device} is not a GPU: kernels are compiled for cuda devices."
     instead = "name a kind of chip, e.g. flexmod.runtime.target.named('sm_90')."
+
+
+class MissingPackage(FlexmodError, ImportError):
+    what = "this needs the package {package}, which cannot be imported: {problem}."
+    instead = 'pip install "{requirement}".'

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from triton.backends.compiler import GPUTarget
 
 from flexmod.codegen.prelude import Family
 from flexmod.errors import NotAGpuError, UnknownTarget
+from flexmod.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Target:
 
     @property
     def triton(self) -> GPUTarget:
+        with lazy_imports():
+            from triton.backends.compiler import GPUTarget
         arch = int(self.name.removeprefix("sm_")) if self.backend == "cuda" else self.name
         return GPUTarget(self.backend, arch, self.warp_size)
 

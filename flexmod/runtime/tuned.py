@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import triton
 
 from flexmod import config
 from flexmod.codegen.hopper import BackwardShape, ForwardShape, Shape, Way, hopper_kernels
@@ -28,6 +27,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile
 from flexmod.command_errors import NotTunedError
 from flexmod.ir.graph import Graph
+from flexmod.lazy_imports import lazy_imports
 
 # A change of kernels or of what is kept makes what was found before unknown.
 FORMAT = 1
@@ -67,6 +67,8 @@ class Key:
 
     @property
     def _hash(self) -> str:
+        with lazy_imports():
+            import triton
         graphs = [graph.skeleton[0] if graph else None for graph in (self.score, self.mask)]
         facts = (FORMAT, triton.__version__, self.device, self.way, self.spec, graphs)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

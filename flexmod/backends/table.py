@@ -1,0 +1,25 @@
+"""The backends by name. A call imports the modules of the one that it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from flexmod.lazy_imports import lazy_imports
+
+
+@cache
+def backend(name: str) -> Any:
+    """A backend in the sense of `interface.py`. Raises MissingPackage."""
+    with lazy_imports():
+        if name == "cpu":
+            from flexmod.backends import cpu
+
+            return cpu
+        if name == "reference":
+            from flexmod.backends import reference
+
+            return reference
+        from flexmod.backends import generated
+
+        return generated.ON_GPU if name == "triton" else generated.INTERPRETED

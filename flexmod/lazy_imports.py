@@ -1,0 +1,43 @@
+"""What `import flexmod` leaves out is imported by the first call that needs it.
+
+    with lazy_imports():
+        from flexmod.backends import generated
+
+Left out are Triton, with the modules that compile, launch or interpret kernels, and the packages that write
+their text and print tables. tests/test_import.py holds the list.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flexmod.errors import MissingPackage
+
+# as in pyproject.toml
+REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "tabulate": "tabulate>=0.9"}
+
+# One thread at a time: Python may fail where two import a package and a part of it at once. A fork waits:
+# a child never gets the rest of a module that another thread of its parent has half imported.
+_one_thread = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_one_thread.acquire,
+        after_in_parent=_one_thread.release,
+        after_in_child=_one_thread.release,
+    )
+
+
+@contextmanager
+def lazy_imports() -> Iterator[None]:
+    """Surrounds import statements inside a function. Raises MissingPackage where a package is not there."""
+    with _one_thread:
+        try:
+            yield
+        except ImportError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in REQUIREMENTS:
+                raise
+            raise MissingPackage(package=package, problem=error, requirement=REQUIREMENTS[package]) from error

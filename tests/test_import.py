@@ -1,0 +1,257 @@
+"""What `import flexmod` and calls on CPU tensors leave out: Triton, above all.
+
+The modules that compile, launch or interpret kernels import Triton. They are imported inside functions, by
+`lazy_imports`, as are the packages that write kernels and tables.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_rooms import MODULES, PACKAGE, longest_module
+
+from flexmod.lazy_imports import REQUIREMENTS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
+
+# In this order, in one process: what each one imports is told apart.
+STEPS = {
+    "import": "import flexmod; from flexmod import masks, mods",
+    "mask": "mask = flexmod.create_block_mask(masks.causal(), None, None, 64, 64, 'cpu', 32)",
+    "lambda": "created(lambda b, h, q, k: (q - k < 9) & (k % 2 == 0))",
+    "combined": "(mask & created(masks.sliding_window(9), 32))[:, :, :1]",
+    "documents": "created(masks.causal() & masks.document(torch.arange(64) // 20))",
+    "print": "print(mask, mask.facts, file=sys.stderr)",
+    "svg": "mask.to_svg()",
+    "create_mask": "flexmod.create_mask(masks.causal(), None, None, 64, 64, 'cpu')",
+    "plain": "run(flexmod.flex_attention)",
+    "masked": "run(flexmod.flex_attention, block_mask=mask)",
+    "score_mod": "run(flexmod.flex_attention, mods.softcap(30.0), mask)",
+    "-inf": "run(flexmod.flex_attention, lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf))",
+    "learned": "run(flexmod.flex_attention, mods.relative_bias(torch.zeros(2, 9, requires_grad=True)))",
+    "float64": "run(flexmod.flex_attention, mods.alibi(2), mask, dtype=torch.float64)",
+    "reference": "run(flexmod.flex_attention, block_mask=mask, kernel_options={'BACKEND': 'REFERENCE'})",
+    "autocast": "with torch.autocast('cpu'): run(flexmod.flex_attention, block_mask=mask)",
+    "packed": "flexmod.varlen_attention(*torch.randn(3, 64, 2, 16), torch.tensor([0, 20, 64]))",
+    "handle": "attend = flexmod.compile(mods.softcap(30.0), masks.causal()); run(attend); run(attend)",
+    "graph": "print(attend.graph, file=sys.stderr)",
+    "pickle": "import copy, pickle; run(copy.deepcopy(pickle.loads(pickle.dumps(attend))))",
+}
+SCRIPT = f"""
+import json, sys, torch
+
+def created(mask_mod, block=128):
+    return flexmod.create_block_mask(mask_mod, 1, 2, 64, 64, "cpu", block)
+
+def run(attention, *args, dtype=torch.float32, **options):
+    q, k, v = (torch.randn(1, 2, 64, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    attention(q, k, v, *args, **options).sum().backward()
+
+seen = {{}}
+before = set(sys.modules)
+for name, step in {STEPS!r}.items():
+    exec(step)
+    seen[name] = sorted(set(sys.modules) - before)
+    before = set(sys.modules)
+print(json.dumps(seen))
+"""
+
+
+def python(script: str, **environment: str) -> str:
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, list[str]]:
+    """The modules that each step imported for the first time."""
+    found: dict[str, list[str]] = json.loads(python(SCRIPT))
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_call_on_the_cpu_imports_none_of(step: str, imported: dict[str, list[str]]) -> None:
+    heavy = [name for name in imported[step] if any(f"{name}.".startswith(f"{p}.") for p in PACKAGES)]
+    assert not heavy
+
+
+def test_the_requirements_are_those_of_the_project() -> None:
+    found = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    assert {*REQUIREMENTS.values()} <= {*ast.literal_eval(found[1])}
+
+
+# the rule, read off the text
+
+
+def import_statements(
+    node: ast.AST, lazily: bool = False, guarded: bool = False
+) -> Iterator[tuple[str, bool, bool]]:
+    """What a file imports when it runs, whether inside a function, and whether under lazy_imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, lazily, guarded) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from ((f"{child.module}.{alias.name}", lazily, guarded) for alias in child.names)
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        by_us = isinstance(child, ast.With) and "lazy_imports()" in map(ast.unparse, child.items)
+        yield from import_statements(child, lazily or inside, guarded or by_us)
+
+
+STATEMENTS = {name: [*import_statements(ast.parse(path.read_text()))] for name, path in MODULES.items()}
+
+
+def ours(name: str) -> str | None:
+    parts = name.split(".")
+    return longest_module(parts[1:], MODULES) if parts[0] == PACKAGE.name else None
+
+
+def at_import() -> set[str]:
+    """The modules that `import flexmod` runs."""
+    found, open_ones = set[str](), {"__init__"}
+    while open_ones:
+        module = open_ones.pop()
+        found.add(module)
+        names = (ours(name) for name, lazily, _ in STATEMENTS[module] if not lazily)
+        open_ones |= {name for name in names if name} - found
+    return found
+
+
+AT_IMPORT = at_import()
+
+
+def test_the_walk_finds_the_modules_that_run(imported: dict[str, list[str]]) -> None:
+    """The rule below is held to these."""
+    folders = {name for name in MODULES if MODULES[name].name == "__init__.py"}
+    ran = {
+        longest_module(name.split(".")[1:], MODULES)
+        for name in imported["import"]
+        if name.startswith("flexmod")
+    }
+    assert ran - folders == AT_IMPORT - folders
+
+
+@pytest.mark.parametrize("module", sorted(AT_IMPORT))
+def test_what_is_left_out_is_imported_lazily(module: str) -> None:
+    for name, lazily, guarded in STATEMENTS[module]:
+        package = name.partition(".")[0]
+        left_out = package in REQUIREMENTS or ours(name) not in {None, *AT_IMPORT}
+        assert guarded or not left_out, f"{module} imports {name} outside of lazy_imports"
+        assert lazily or package not in PACKAGES, f"{module} imports {name} when flexmod is imported"
+
+
+# without the packages, in threads, and in a forked child
+
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.mark.parametrize("package", ["triton", "jinja2"])
+def test_without_a_package(package: str) -> None:
+    script = f"""{WITHOUT}
+import torch, flexmod
+from flexmod import masks, mods
+
+q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+mask = flexmod.create_block_mask(masks.causal(), None, None, 64, 64, "cpu")
+flexmod.flex_attention(q, k, v, mods.softcap(30.0), mask).sum().backward()
+attend = flexmod.compile(mods.softcap(30.0), dtype=torch.float16, head_dim=64)
+attend(q, k, v)
+interpret = {{"BACKEND": "INTERPRET"}}
+refused = {{
+    "interpret": lambda: flexmod.flex_attention(q, k, v, block_mask=mask, kernel_options=interpret),
+    "again": lambda: flexmod.flex_attention(q, k, v, block_mask=mask, kernel_options=interpret),
+    "handle": lambda: flexmod.compile(mods.softcap(30.0), kernel_options=interpret)(q, k, v),
+    "source": lambda: attend.source,
+    "ptx": lambda: attend.ptx_for("sm_90"),
+    "save": lambda: attend.save("mine.py"),
+}}
+for name, call in refused.items():
+    try:
+        call()
+        print(name, "ran")
+    except flexmod.errors.MissingPackage as error:
+        assert isinstance(error, ImportError)
+        assert str(error) == (
+            "this needs the package {package}, which cannot be imported: No module named '{package}'.\\n"
+            "  Instead: pip install \\"{REQUIREMENTS[package]}\\"."
+        ), error
+"""
+    assert python(script.replace("sys.argv[1]", repr(package))) == ""
+
+
+def test_the_first_calls_of_threads() -> None:
+    """All of them import: the CPU backend, the interpreter, the kernels for a chip, the writer of tables."""
+    python("""
+import sys, threading, torch, flexmod
+from flexmod import masks, mods
+
+q, k, v = torch.randn(3, 1, 2, 64, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+together, errors = threading.Barrier(8), []
+
+def work(number):
+    try:
+        together.wait()
+        if number % 4 == 3:
+            attend = flexmod.compile(mods.softcap(30.0), dtype=torch.float16, head_dim=64)
+            assert "forward_kernel" in attend.source["forward"]
+            return
+        options = {"BACKEND": ("INTERPRET", "REFERENCE", "AUTO")[number % 4]}
+        out = flexmod.flex_attention(q, k, v, kernel_options=options)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    except BaseException as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+assert "triton" not in sys.modules
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not errors, errors
+""")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.parametrize("pause", [0.0, 0.03, 0.1])
+def test_a_fork_during_the_first_call_of_another_thread(pause: float) -> None:
+    """The child gets no half of a module: it would wait for the rest for ever."""
+    python(f"""
+import os, signal, threading, time, torch, flexmod
+from flexmod.backends.table import backend
+
+q, k, v = torch.randn(3, 1, 1, 32, 16)
+thread = threading.Thread(target=backend, args=("interpret",))
+thread.start()
+time.sleep({pause})
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    flexmod.flex_attention(q, k, v, kernel_options={{"BACKEND": "INTERPRET"}})
+    os._exit(7)
+thread.join()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+""")
