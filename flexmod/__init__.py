@@ -4,16 +4,19 @@ mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, No
 out = flexmod.flex_attention(q, k, v, block_mask=mask)
 """
 
-from flexmod import errors, masks, mods
-from flexmod.attention import AuxOutput, AuxRequest, flex_attention
-from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
-from flexmod.block_mask.format import BlockMask
-from flexmod.compare import compare
-from flexmod.compiled import CompiledAttention, compile
-from flexmod.explain import explain
-from flexmod.ir.approximate import tanh_approximate
-from flexmod.packed import nested_attention, varlen_attention
-from flexmod.sinks import apply_sink
+from flexmod.lazy_imports import paused_collections
+
+with paused_collections():
+    from flexmod import errors, masks, mods
+    from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+    from flexmod.block_mask.format import BlockMask
+    from flexmod.compare import compare
+    from flexmod.compiled import CompiledAttention, compile
+    from flexmod.explain import explain
+    from flexmod.ir.approximate import tanh_approximate
+    from flexmod.packed import nested_attention, varlen_attention
+    from flexmod.sinks import apply_sink
 
 __version__ = "0.1.0"
 

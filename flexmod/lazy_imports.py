@@ -9,6 +9,7 @@ their text and print tables. tests/test_import.py holds the list.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def lazy_imports() -> Iterator[None]:
     """Surrounds import statements inside a function. Raises MissingPackage where a package is not there."""
-    with _one_thread:
+    with _one_thread, paused_collections():
         try:
             yield
         except ImportError as error:
@@ -41,3 +42,18 @@ def lazy_imports() -> Iterator[None]:
             if package not in REQUIREMENTS:
                 raise
             raise MissingPackage(package=package, problem=error, requirement=REQUIREMENTS[package]) from error
+
+
+@contextmanager
+def paused_collections() -> Iterator[None]:
+    """Surrounds imports, which make objects that stay: Python's garbage collector would find nothing.
+
+    A full collection reads all objects of torch, which takes 0.1 s, and one is due soon after `import torch`.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -7,18 +7,20 @@ The modules that compile, launch or interpret kernels import Triton. They are im
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rooms import MODULES, PACKAGE, longest_module
 
-from flexmod.lazy_imports import REQUIREMENTS
+from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
@@ -47,7 +49,7 @@ STEPS = {
     "pickle": "import copy, pickle; run(copy.deepcopy(pickle.loads(pickle.dumps(attend))))",
 }
 SCRIPT = f"""
-import json, sys, torch
+import gc, json, sys, torch
 
 def created(mask_mod, block=128):
     return flexmod.create_block_mask(mask_mod, 1, 2, 64, 64, "cpu", block)
@@ -62,6 +64,7 @@ for name, step in {STEPS!r}.items():
     exec(step)
     seen[name] = sorted(set(sys.modules) - before)
     before = set(sys.modules)
+assert gc.isenabled()
 print(json.dumps(seen))
 """
 
@@ -85,6 +88,25 @@ def imported() -> dict[str, list[str]]:
 def test_a_call_on_the_cpu_imports_none_of(step: str, imported: dict[str, list[str]]) -> None:
     heavy = [name for name in imported[step] if any(f"{name}.".startswith(f"{p}.") for p in PACKAGES)]
     assert not heavy
+
+
+@pytest.mark.parametrize("imports", [lazy_imports, paused_collections])
+@pytest.mark.parametrize("collecting", [True, False])
+def test_collections_pause(imports: Callable[[], Any], collecting: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with imports():
+            assert not gc.isenabled()
+            with imports():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled() is collecting
+        with pytest.raises(ImportError), imports():
+            raise ImportError("of another package")
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_the_requirements_are_those_of_the_project() -> None:
