@@ -4,7 +4,11 @@ mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, No
 out = flexmod.flex_attention(q, k, v, block_mask=mask)
 """
 
-from flexmod.lazy_imports import paused_collections
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from flexmod.lazy_imports import lazy_imports, paused_collections
 
 with paused_collections():
     from flexmod import errors, masks, mods
@@ -42,3 +46,12 @@ __all__ = [
     "tanh_approximate",
     "varlen_attention",
 ]
+
+if not TYPE_CHECKING:  # a misspelled name stays a mistake to type checkers
+
+    def __getattr__(name: str) -> ModuleType:
+        """`flexmod.standalone` and `flexmod.ahead` need no import of their own, though they import Triton."""
+        if name not in ("ahead", "standalone"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with lazy_imports():
+            return import_module(f"flexmod.{name}")

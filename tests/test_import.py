@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from test_rooms import MODULES, PACKAGE, longest_module
 
+import flexmod
 from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +114,16 @@ def test_the_requirements_are_those_of_the_project() -> None:
     found = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found is not None
     assert {*REQUIREMENTS.values()} <= {*ast.literal_eval(found[1])}
+
+
+@pytest.mark.parametrize("name", ["ahead", "standalone"])
+def test_modules_that_pages_name_are_there(name: str) -> None:
+    python(f"import flexmod, sys; assert 'triton' not in sys.modules; assert flexmod.{name}.__file__")
+
+
+def test_no_other_name_is_there() -> None:
+    with pytest.raises(AttributeError, match="^module 'flexmod' has no attribute 'attend'$"):
+        flexmod.attend  # noqa: B018  raises
 
 
 # the rule, read off the text
