@@ -7,7 +7,7 @@ graph, so the graph is right for these values alone, and the mod must be traced 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,18 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flexmod.ir.names import METADATA
-from flexmod.ir.proxy import mentions_traced
+from flexmod.ir.proxy import AbstractTracer, mentions_traced
 from flexmod.ir.torch_calls import refuse_impure
 from flexmod.tensor_kinds import check_storage, ends_the_process
-
-if TYPE_CHECKING:
-    from flexmod.ir.trace import Tracer
 
 
 class Watch(TorchFunctionMode):
     """Sees every torch function that a mod calls; those with a traced value go to the tracer."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: AbstractTracer) -> None:
         super().__init__()
         self.tracer = tracer
         self._operations = _Operations(tracer)
@@ -62,7 +59,7 @@ class _Operations(TorchDispatchMode):
     the tracer itself.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: AbstractTracer) -> None:
         super().__init__()
         self.tracer = tracer
 

@@ -1,4 +1,4 @@
-"""What the name of a torch function says of it: that it reduces, draws random numbers, writes in place."""
+"""What the name of a torch function or an operator says: that it casts, reduces, draws, writes in place."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from functools import cache
 
 import torch
 
-from flexmod.ir.proxy import BINARY
-
 CASTS = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
     "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
 }  # fmt: skip
 FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
+# operators by the names of their methods, without underscores, as operations of the table
+BINARY = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "pow": "pow",
+    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+}  # fmt: skip
 REDUCTIONS = {
     "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
     "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",

@@ -1,29 +1,62 @@
 """What a mod sees while it is traced: a Proxy for a scalar, a CaptureView for a partly indexed tensor.
 
-Both hand every operation to their tracer (see `trace.py`), which keeps the graph.
+Both hand every operation to their tracer, an AbstractTracer, which keeps the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from flexmod import errors
-from flexmod.ir.graph import Node, dtype_name
+from flexmod.ir.graph import Graph, Node, dtype_name
+from flexmod.ir.names import BINARY
 from flexmod.ir.ops import promote
 from flexmod.ir.source import user_line
 
-if TYPE_CHECKING:
-    from flexmod.ir.trace import Tracer
+
+class AbstractTracer(Protocol):
+    """What traced values, and torch's calls on them, ask of a tracer. `trace.Tracer` is the one there is.
+
+    `eager`, `described` and `computed` are notes of torch's work apart from the graph; see `eager.py`.
+    """
+
+    device: torch.device
+    tensors: list[torch.Tensor]
+    eager: bool
+    described: dict[int, torch.Tensor]
+    computed: dict[int, object]
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def apply(self, name: str, args: Sequence[Any]) -> Proxy: ...
+
+    def cast(self, value: Any, dtype: Any) -> Proxy: ...
+
+    def load(self, number: int, indices: Sequence[Node]) -> Node: ...
+
+    def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy: ...
+
+    def index(self, target: Any, index: Any) -> Any: ...
+
+    def expect_size(self, index: Any, size: Any, owner: str, argument: str) -> Proxy: ...
+
+    def node(self, value: Any, operation: str) -> Node: ...
+
+    def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None: ...
+
+    def read_values(self, *values: Any) -> list[torch.Tensor]: ...
+
+    def name_of(self, tensor: torch.Tensor) -> str: ...
 
 
 class _Traced:
     """What the two kinds of traced value share: torch functions and methods go to the tracer."""
 
     __slots__ = ("_tracer",)
-    _tracer: Tracer
+    _tracer: AbstractTracer
     __hash__ = object.__hash__
     __array_ufunc__ = None  # numpy's numbers leave their operators to ours
 
@@ -67,7 +100,7 @@ class Proxy(_Traced):
 
     __slots__ = ("_node",)
 
-    def __init__(self, tracer: Tracer, node: Node) -> None:
+    def __init__(self, tracer: AbstractTracer, node: Node) -> None:
         self._tracer = tracer
         self._node = node
 
@@ -101,12 +134,6 @@ class Proxy(_Traced):
         return f"Proxy({self._node.op}: {dtype_name(self._node.dtype)})"
 
 
-BINARY = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "pow": "pow",
-    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
-    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
-}  # fmt: skip
 UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
 CONCRETE = ("int", "float", "index", "complex", "len", "iter", "contains")
 
@@ -147,7 +174,7 @@ class CaptureView(_Traced):
 
     __slots__ = ("_indices", "_number")
 
-    def __init__(self, tracer: Tracer, number: int, indices: tuple[Node | None, ...]) -> None:
+    def __init__(self, tracer: AbstractTracer, number: int, indices: tuple[Node | None, ...]) -> None:
         self._tracer = tracer
         self._number = number
         self._indices = indices
@@ -226,7 +253,7 @@ def mentions_traced(values: Iterable[Any]) -> bool:
     return _first_traced(values) is not None
 
 
-def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> Tracer:
+def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> AbstractTracer:
     found = _first_traced([*args, *(kwargs or {}).values()])
     assert found is not None, "torch dispatches here only for a traced argument"
     return found._tracer

@@ -68,7 +68,7 @@ class Replay(CopiesByAttribute):
     def _run(self, b: Any, **inputs: Any) -> Any:
         inputs["b"] = b
         if isinstance(b, Proxy):
-            return b._tracer.inline(self.traced, inputs)
+            return b._tracer.inline(self.traced.graph, self.traced.tensors, inputs)
         given = {
             n: x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu") for n, x in inputs.items()
         }

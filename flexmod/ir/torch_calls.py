@@ -6,26 +6,25 @@ A function is a cast, a constant, an operation of the table, or composed of such
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flexmod import errors
 from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.names import CASTS, FILLS, REDUCTIONS, draws, writes
+from flexmod.ir.names import BINARY, CASTS, FILLS, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, promote
-from flexmod.ir.proxy import BINARY, CaptureView, Proxy
+from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy
 from flexmod.ir.source import user_line
-
-if TYPE_CHECKING:
-    from flexmod.ir.trace import Tracer
 
 CONCRETE = {"item", "tolist", "numpy"}
 ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
 OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 
-def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    tracer: AbstractTracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A torch function or method with a traced value among its arguments."""
     name = getattr(func, "__name__", str(func))
     refuse_impure(name, kwargs)
@@ -71,7 +70,7 @@ def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
             raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
 
 
-def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch call that stands for several operations of the table."""
     operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
@@ -86,7 +85,7 @@ def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str
         ) from error  # fmt: skip
 
 
-def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
     """A torch call with its keywords as an operation of the table."""
     operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
@@ -111,7 +110,7 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
     return tracer.apply(name, operands)
 
 
-def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
+def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
     """The second of two operands multiplied by alpha, in the dtype of both, as torch has it."""
     if isinstance(alpha, (int, float)) and alpha == 1:  # a tensor's value is not known
         return operands
@@ -122,7 +121,9 @@ def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> 
     return operands[0], tracer.apply("mul", (other, alpha))
 
 
-def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
+def _fill(
+    tracer: AbstractTracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any
+) -> Proxy:
     """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
     rest = list(args)
     if name.startswith("new_"):
@@ -139,7 +140,7 @@ def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, *
     return tracer.cast(value, target)
 
 
-def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
+def _to(tracer: AbstractTracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
     """A dtype is a cast; a device is where the scalar is already."""
     for target in targets:
         if isinstance(target, torch.dtype):
@@ -149,12 +150,12 @@ def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options:
     return tracer.cast(value, dtype) if dtype is not None else Proxy(tracer, tracer.node(value, "to"))
 
 
-def _copy(tracer: Tracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+def _copy(tracer: AbstractTracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
     """torch.tensor(q_idx): a scalar is its own copy."""
     return _to(tracer, value, dtype=dtype)
 
 
-def _type(tracer: Tracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
+def _type(tracer: AbstractTracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
     return tracer.cast(value, dtype)
 
 

@@ -147,26 +147,26 @@ class Tracer:
     def load(self, number: int, indices: Sequence[Node]) -> Node:
         return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
 
-    def inline(self, traced: Traced, inputs: Mapping[str, Proxy]) -> Proxy:
-        """A traced graph again, as part of this one, with these values for its inputs."""
+    def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy:
+        """A graph again, as part of this one, with tensors for its captures and values for its inputs."""
         new: dict[Node, Node] = {}
-        for n in traced.graph.nodes:
+        for n in graph.nodes:
             args = tuple(new[a] for a in n.args)
             if n.op == "input":
                 new[n] = inputs[str(n.value)]._node
             elif n.op == "load":
                 number = n.value
                 assert isinstance(number, int)
-                tensor = traced.tensors[number]
-                self._given_names[id(tensor)] = traced.graph.captures[number].name
+                tensor = tensors[number]
+                self._given_names[id(tensor)] = graph.captures[number].name
                 new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
             elif n.is_const:
                 new[n] = n  # one of its own still, see `Builder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
-        for expected in traced.graph.expected:
+        for expected in graph.expected:
             self.expect_size(inputs[expected.axis], *expected[1:])
-        return Proxy(self, new[traced.graph.result])
+        return Proxy(self, new[graph.result])
 
     def expect_size(self, index: Any, size: Any, owner: str, argument: str) -> Proxy:
         """See `sizes.py`: of an index that is a position as it is, the size of that axis is noted."""
