@@ -102,7 +102,7 @@ ROOMS = (
     ("backends",),
     ("ahead",),
     ("quotes", "standalone"),
-    ("block_mask.generated", "block_mask.in_graph", "block_mask.build"),
+    ("block_mask.generated", "block_mask.find_tiles", "block_mask.in_graph", "block_mask.build"),
     ("layouts",),
     ("checks",),
     ("saved",),

@@ -1,9 +1,4 @@
-"""The builder: a mask_mod becomes the runs of its tiles, and these a BlockMask.
-
-Whole tiles are decided by the bounds of the mask, from coarse to fine, and only the elements of those that
-stay open are looked at: by generated kernels on a GPU (`generated.py`), by torch elsewhere (`refine.py`). A
-mask that is the same for each batch entry or head is built for one.
-"""
+"""The builder: a mask_mod becomes the runs of its tiles (`find_tiles.py`), and these a BlockMask."""
 
 from __future__ import annotations
 
@@ -14,22 +9,20 @@ import torch
 from torch import Tensor
 
 from flexmod import tensor_kinds, transforms
-from flexmod.block_mask import in_graph, refine
+from flexmod.block_mask import in_graph
+from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
-from flexmod.block_mask.tiles import PARTIAL, tile_count
-from flexmod.errors import DeviceMismatch, MaskExtentError
+from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
-from flexmod.ir.host_numbers import captures_on_device, is_host_number
 from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
-from flexmod.lazy_imports import lazy_imports
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -73,49 +66,25 @@ def create_block_mask(
         # In the graph the mask is a GraphMask, which flex_attention takes there.
         return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks)  # type: ignore[return-value]
     traced = trace_mask(mask_mod, here)
-    _check_captures(traced, here)
+    check_captures(traced, here)
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
     if without_values or tensor_kinds.recorded_by_torch():
         return in_graph.outside(mask_mod, traced, sizes, block, here, separate_full_blocks)
     with transforms.paused():
-        return built(mask_mod, traced, sizes, block, here, separate_full_blocks)
+        tiles = find_tiles(traced, sizes, block, here, separate_full_blocks)
+        return BlockMask.of_held(tiles, sizes[2:], block, mask_mod, traced)
 
 
-def built(
-    mask_mod: MaskMod,
-    traced: Traced,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> BlockMask:
-    """The mask of a graph whose captures lie on the device, or are numbers of the host."""
-    check_sizes(traced.graph, sizes, "the block mask")
-    moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
-    if device.type == "cuda":
-        with lazy_imports():
-            from flexmod.block_mask import generated
-        by_axis = generated.build(moved, sizes, block, device, separate)
-        grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-        held = Held(sizes[:2], grid, by_axis, {}, separate)
-        return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
-    table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
-    if not separate:
-        table.clamp_(max=PARTIAL)
-    return BlockMask.of_table(table, sizes[:2], sizes[2:], block, mask_mod, traced, separate=separate)
-
-
-def _find_tiles(mask: BlockMask, traced: Traced) -> Held:
+def _find_again(mask: BlockMask, traced: Traced) -> Held:
     """The tiles of a mask, as its traced mask_mod says."""
-    _check_captures(traced, mask.device)
+    check_captures(traced, mask.device)
     batch, heads = mask.held.batch
     sizes = (batch, heads, *mask.seq_lengths)
     with transforms.paused():
-        made = built(mask.mask_mod, traced, sizes, mask.BLOCK_SIZE, mask.device, mask.held.separate)
-    return made.held
+        return find_tiles(traced, sizes, mask.BLOCK_SIZE, mask.device, mask.held.separate)
 
 
-BlockMask.find_tiles = staticmethod(_find_tiles)
+BlockMask.find_tiles = staticmethod(_find_again)
 
 
 def create_mask(
@@ -137,7 +106,7 @@ def create_mask(
     here = _device(device)
     kind = mod_kind(mod_fn)
     traced = trace(mod_fn, kind, here)
-    _check_captures(traced, here)
+    check_captures(traced, here)
     check_sizes(traced.graph, sizes, "the mask")
     places = _places(sizes, here)
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
@@ -174,15 +143,3 @@ def _device(device: Device) -> torch.device:
     if isinstance(device, torch.device) and device.index is not None:
         return device
     return torch.empty(0, device=device).device
-
-
-def _check_captures(traced: Traced, device: torch.device) -> None:
-    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if tensor.device != device and not is_host_number(tensor, device):
-            raise DeviceMismatch(
-                first="the mask",
-                first_device=str(device),
-                second=capture.name,
-                second_device=str(tensor.device),
-                name=capture.name,
-            )

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import runs, tiles
+from flexmod.block_mask import tiles
 from flexmod.block_mask.algebra import Algebra
 from flexmod.block_mask.copied import Copied
 from flexmod.block_mask.drawn import Drawn
-from flexmod.block_mask.held import Axis, Held, ListPart
+from flexmod.block_mask.held import Held, ListPart
 from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import (
@@ -28,7 +28,6 @@ from flexmod.block_mask.parts import (
     length,
 )
 from flexmod.block_mask.refresh import Refreshed
-from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.kept import numbered
@@ -154,10 +153,7 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
         full_tiles_padded: bool = False,
     ) -> BlockMask:
         """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
-        by_axis: dict[Axis, Runs | None] = {
-            "kv": runs.of_table(table), "q": runs.of_table(table.mT) if by_column else None
-        }  # fmt: skip
-        held = Held(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
+        held = Held.of_table(table, batch, separate, by_column)
         return cls.of_held(held, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
 
     @classmethod

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexmod.block_mask import tiles
 from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.runs import of_table as runs_of_table
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.watched import UNCOUNTED, version_of
@@ -57,6 +58,16 @@ class Held:
         """Checked lists, see `parts.checked_lists`."""
         indices = lists["kv_indices"]
         return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
+
+    @classmethod
+    def of_table(
+        cls, table: Tensor, batch: tuple[int, ...], separate: bool = True, by_column: bool = True
+    ) -> Held:
+        """The runs of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
+        by_axis: dict[Axis, Runs | None] = {
+            "kv": runs_of_table(table), "q": runs_of_table(table.mT) if by_column else None
+        }  # fmt: skip
+        return cls(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have dicts of their own; lists that were made of runs are made again."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexmod import tensor_kinds
-from flexmod.block_mask import build
+from flexmod.block_mask.find_tiles import find_tiles
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis, Held
-from flexmod.block_mask.mask_mod import MaskMod
+from flexmod.block_mask.mask_mod import MaskMod, noop_mask
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import tile_count
 from flexmod.errors import InGraphMaskError
@@ -111,12 +111,12 @@ def build_tiles(
                      traced.tensors, strict=True))  # fmt: skip
     tensor_kinds.check_readable(named)
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
-    mask = build.built(build.noop_mask, traced, whole, (block[0], block[1]), device, separate)
-    rows, columns = mask.held.grid
+    held = find_tiles(traced, whole, (block[0], block[1]), device, separate)
+    rows, columns = held.grid
     most = most_runs(whole, rows, columns)
     found: list[Tensor] = []
     for axis, lines in (("kv", rows), ("q", columns)):
-        runs = mask.held.runs(axis)  # type: ignore[arg-type]
+        runs = held.runs(axis)  # type: ignore[arg-type]
         assert runs is not None
         spans = runs.spans.new_zeros(most, 2)
         spans[: len(runs.spans)] = runs.spans
@@ -189,7 +189,7 @@ def masked(
 
     Raises as `BlockMask.look` does.
     """
-    mask = BlockMask.of_held(held, lengths, block, build.noop_mask, traced, padded)
+    mask = BlockMask.of_held(held, lengths, block, noop_mask, traced, padded)
     lists = mask.held.written()
     if lists:
         now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))

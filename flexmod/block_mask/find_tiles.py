@@ -1,0 +1,58 @@
+"""Finds the tiles of a traced mask_mod: by generated kernels on a GPU, in torch elsewhere.
+
+Whole tiles are decided by the bounds of the mask, from coarse to fine, and only the elements of those that
+stay open are looked at (`generated.py`, `refine.py`). A mask that is the same for each batch entry or head is
+built for one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexmod.block_mask import refine
+from flexmod.block_mask.held import Held
+from flexmod.block_mask.tiles import PARTIAL, tile_count
+from flexmod.errors import DeviceMismatch
+from flexmod.ir.host_numbers import captures_on_device, is_host_number
+from flexmod.ir.passes import fitted
+from flexmod.ir.sizes import check_sizes
+from flexmod.ir.trace import Traced
+from flexmod.lazy_imports import lazy_imports
+
+
+def find_tiles(
+    traced: Traced,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> Held:
+    """The tiles of a mask_mod for (B, H, Q_LEN, KV_LEN), its captures checked (`check_captures`).
+
+    `separate` False lists full tiles as partial. Raises CallSizeError, and what bounds and kernels raise.
+    """
+    check_sizes(traced.graph, sizes, "the block mask")
+    moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
+    if device.type == "cuda":
+        with lazy_imports():
+            from flexmod.block_mask import generated
+        by_axis = generated.build(moved, sizes, block, device, separate)
+        grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+        return Held(sizes[:2], grid, by_axis, {}, separate)
+    table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
+    if not separate:
+        table.clamp_(max=PARTIAL)
+    return Held.of_table(table, sizes[:2], separate)
+
+
+def check_captures(traced: Traced, device: torch.device) -> None:
+    """Captured tensors lie on the device of the mask, or are numbers of the host. Raises DeviceMismatch."""
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        if tensor.device != device and not is_host_number(tensor, device):
+            raise DeviceMismatch(
+                first="the mask",
+                first_device=str(device),
+                second=capture.name,
+                second_device=str(tensor.device),
+                name=capture.name,
+            )
