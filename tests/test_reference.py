@@ -78,7 +78,8 @@ CLASSES = (flexmod.BlockMask, flexmod.CompiledAttention, masks.Mask)
 METHODS = [
     member
     for owner in CLASSES
-    for name, member in vars(owner).items()
+    for base in owner.__mro__
+    for name, member in vars(base).items()
     if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
 ]
 

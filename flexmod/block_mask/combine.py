@@ -6,12 +6,11 @@ that says too little are looked at, as the builder does it (`refine.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from flexmod.block_mask import refine
+from flexmod.block_mask.data import AnyMask, MaskData
 from flexmod.block_mask.derived import Combined, Complement, How, Listed
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
@@ -21,13 +20,10 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
 
-if TYPE_CHECKING:
-    from flexmod.block_mask.format import BlockMask
-
 Lengths = tuple[int, int]
 
 
-def combined(first: BlockMask, second: BlockMask, how: How) -> BlockMask:
+def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
     """What both masks keep, or what either does. Raises BlockMaskCombineError."""
     batch = _common_batch(first, second)
     tables = torch.broadcast_tensors(first.table(), second.table())
@@ -39,7 +35,7 @@ def combined(first: BlockMask, second: BlockMask, how: How) -> BlockMask:
     return _finished(first, table, batch, first.seq_lengths, mask_mod, second)
 
 
-def complement(mask: BlockMask) -> BlockMask:
+def complement(mask: AnyMask) -> AnyMask:
     """What the mask does not keep. Raises BlockMaskCombineError."""
     _check_dimensions(mask)
     was = mask.table()
@@ -51,7 +47,7 @@ def complement(mask: BlockMask) -> BlockMask:
     return _finished(mask, table, _batch(mask), mask.seq_lengths, Complement(_elements(mask)))
 
 
-def resized(mask: BlockMask, lengths: Lengths) -> BlockMask:
+def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
     """The mask of the same mask_mod for other lengths, which may be larger. Raises BlockMaskResizeError."""
     grows = any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True))
     if not mask.classified and grows:
@@ -71,13 +67,13 @@ def resized(mask: BlockMask, lengths: Lengths) -> BlockMask:
 
 
 def _finished(
-    mask: BlockMask,
+    mask: AnyMask,
     table: Tensor,
     batch: tuple[int, ...],
     lengths: Lengths,
     mask_mod: MaskMod,
-    other: BlockMask | None = None,
-) -> BlockMask:
+    other: AnyMask | None = None,
+) -> AnyMask:
     """A mask like `mask` (and `other`) of a table, of which tiles that are OPEN are found out first."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
@@ -104,19 +100,19 @@ def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> N
             edge[edge == PARTIAL] = OPEN
 
 
-def _elements(mask: BlockMask) -> MaskMod:
+def _elements(mask: MaskData) -> MaskMod:
     """A mask_mod that says of every element what the mask does."""
     if mask.classified:
         return mask.mask_mod
     return Listed(mask.mask_mod, mask.table(), mask.BLOCK_SIZE)
 
 
-def _batch(mask: BlockMask) -> tuple[int, int]:
+def _batch(mask: MaskData) -> tuple[int, int]:
     batch, heads = mask.held.batch
     return batch, heads
 
 
-def _check_dimensions(mask: BlockMask) -> None:
+def _check_dimensions(mask: MaskData) -> None:
     if len(mask.held.batch) != 2:
         raise BlockMaskCombineError(
             problem=f"one has the shape {mask.shape}, without dimensions for batch and head",
@@ -124,7 +120,7 @@ def _check_dimensions(mask: BlockMask) -> None:
         )
 
 
-def _common_batch(first: BlockMask, second: BlockMask) -> tuple[int, int]:
+def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
     """The batch dimensions of both together, once the masks are found to fit."""
     for name in ("seq_lengths", "BLOCK_SIZE", "device"):
         values = getattr(first, name), getattr(second, name)

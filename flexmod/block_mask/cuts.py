@@ -6,20 +6,18 @@ a mask_mod stay as they are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from flexmod.block_mask import selection, tiles
+from flexmod.block_mask.data import AnyMask
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, positions
 from flexmod.errors import BlockMaskCropError
 
-if TYPE_CHECKING:
-    from flexmod.block_mask.format import BlockMask
 
-
-def sliced(mask: BlockMask, index: Any) -> BlockMask:
+def sliced(mask: AnyMask, index: Any) -> AnyMask:
     """mask[b, h, q], which sees the positions of the whole. Raises BlockMaskIndexError."""
     shape = (*mask.held.batch, mask.held.grid[0])
     b, h, q = selection.of(index, shape)
@@ -38,7 +36,7 @@ def sliced(mask: BlockMask, index: Any) -> BlockMask:
     return _of_table(mask, part, (len(b), len(h)), (query, mask.seq_lengths[1]), mask_mod)
 
 
-def cropped(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
+def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
     """The first queries and keys. Raises BlockMaskCropError where the lengths grow."""
     mask_q, mask_kv = mask.seq_lengths
     if lengths[0] > mask_q or lengths[1] > mask_kv:
@@ -50,8 +48,8 @@ def cropped(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
 
 
 def _of_table(
-    mask: BlockMask, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
-) -> BlockMask:
+    mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
+) -> AnyMask:
     """A part of `mask`, of its part of the table."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     part = type(mask).of_table(

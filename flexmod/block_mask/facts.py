@@ -1,20 +1,26 @@
-"""What a block mask turns out to be: facts that are counted, never given by hand."""
+"""Counts what a block mask keeps: its facts, and the cells of its pictures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
+from flexmod.block_mask.data import MaskData
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, tile_count
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.trace import Traced
 
 # Elements of partial tiles that are evaluated at a time.
 AT_ONCE = 1 << 22
+# Most elements of partial tiles that a printed mask or a picture counts. Beyond, the density is two bounds,
+# and a picture takes half of each partial tile as kept.
+COUNTED = 1 << 26
+ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,37 @@ class Facts:
         return "; ".join(part for part in parts if part)
 
 
-def facts(
-    table: Tensor,
-    batch: tuple[int, ...],
-    lengths: tuple[int, int],
-    block: tuple[int, int],
-    traced: Traced,
-    budget: float = math.inf,
-) -> Facts:
-    """The facts of a mask of tiles `table`, int8 [..., Qb, KVb], whose batch dimensions are `batch` or 1.
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Numbers of elements in each cell, float32 [rows, columns].
 
-    The elements of partial tiles are evaluated where there are no more than `budget`.
+    area     that there are
+    full     in full tiles
+    partial  in partial tiles
+    kept     in partial tiles, of those that the mask keeps
+    step     (queries, keys) of a cell
     """
+
+    area: Tensor
+    full: Tensor
+    partial: Tensor
+    kept: Tensor
+    step: tuple[int, int]
+
+    def density(self) -> Tensor:
+        """The share of each cell that is kept."""
+        return (self.full + self.kept) / self.area
+
+
+def sparsity(mask: MaskData) -> float:
+    """How much of the score matrix lies outside of the listed tiles, in per cent."""
+    return 100 * (1 - mask.held.listed() * math.prod(mask.BLOCK_SIZE) / mask.numel())
+
+
+def facts(mask: MaskData, budget: float = math.inf) -> Facts:
+    """The facts of a mask. Elements of partial tiles are counted where there are no more than `budget`."""
+    table, batch, traced = mask.table(), mask.held.batch, mask.traced
+    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:
         table = table[None]
     sizes = (*(1,) * (2 - len(batch)), *batch[-2:])
@@ -124,3 +149,61 @@ def elements(
             q_idx=q_idx.clamp(max=lengths[0] - 1), kv_idx=kv_idx.clamp(max=lengths[1] - 1),
         )  # fmt: skip
         yield places, kept & inside
+
+
+def cells(mask: MaskData, grid: tuple[int, int]) -> Cells:
+    """The tiles of a mask of one batch and one head in at most `grid` rows and columns. On the CPU."""
+    table = mask.table()
+    table = table.reshape(table.shape[-2:])
+    steps = [max(1, tile_count(n, most)) for n, most in zip(table.shape, grid, strict=True)]
+    heights, widths = (_sizes(n, size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    rows, columns = (tile_count(n, step) for n, step in zip(table.shape, steps, strict=True))
+    area = _pooled(heights[:, None], steps[0], 0) @ _pooled(widths[None], steps[1], 1)
+    full, partial = (torch.zeros(rows, columns, **ON_CPU) for _ in range(2))
+    for row, band in enumerate(table.split(steps[0])):
+        height = heights[row * steps[0] :][: len(band)]
+        for kind, counts in ((FULL, full), (PARTIAL, partial)):
+            listed = (band == kind).cpu().float()
+            counts[row] = _pooled((height @ listed * widths)[None], steps[1], 1)[0]
+    size = mask.BLOCK_SIZE
+    kept = _kept(mask, table, steps, partial)
+    return Cells(area, full, partial, kept, (steps[0] * size[0], steps[1] * size[1]))
+
+
+def tokens(mask: MaskData) -> Cells:
+    """Each element of a mask of one batch and one head. On the CPU."""
+    queries, keys = mask.seq_lengths
+    q, kv = (torch.arange(n, dtype=torch.int32, device=mask.device) for n in (queries, keys))
+    zero = torch.zeros((), dtype=torch.int32, device=mask.device)
+    traced = mask.traced
+    (kept,) = evaluate(traced.graph, traced.tensors, b=zero, h=zero, q_idx=q[:, None], kv_idx=kv)
+    table = mask.table()
+    rows, columns = (n // size for n, size in zip((q, kv), mask.BLOCK_SIZE, strict=True))
+    kinds = table.reshape(table.shape[-2:])[rows][:, columns].cpu()
+    partial = (kinds == PARTIAL).float()
+    ones = torch.ones(queries, keys, **ON_CPU)
+    return Cells(ones, (kinds == FULL).float(), partial, partial * kept.cpu().expand(queries, keys), (1, 1))
+
+
+def _sizes(length: int, block: int) -> Tensor:
+    """How many positions each tile has, float32."""
+    return (length - torch.arange(0, length, block, device="cpu")).clamp(max=block).float()
+
+
+def _pooled(counts: Tensor, step: int, axis: int) -> Tensor:
+    """The sums of `step` entries each along an axis."""
+    return torch.stack([part.sum(axis) for part in counts.split(step, axis)], axis)
+
+
+def _kept(mask: MaskData, table: Tensor, steps: list[int], partial: Tensor) -> Tensor:
+    """How many elements of partial tiles the mask keeps, by cell; half of them where they are too many."""
+    if float(partial.sum()) > COUNTED:
+        return partial / 2
+    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
+    sides = min(block[0], lengths[0]), min(block[1], lengths[1])
+    counts = torch.zeros(math.prod(partial.shape), **ON_CPU)
+    for places, kept in elements(table[None, None], lengths, block, sides, mask.traced):
+        _, _, row, column = places.cpu().unbind(1)
+        cell = row // steps[0] * partial.shape[1] + column // steps[1]
+        counts.index_add_(0, cell, kept.sum((1, 2)).cpu().float())
+    return counts.view(partial.shape)

@@ -7,37 +7,26 @@ it is sliced, and checks when it is made that its parts fit together.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import tiles
-from flexmod.block_mask.algebra import Algebra
-from flexmod.block_mask.copied import Copied
-from flexmod.block_mask.drawn import Drawn
-from flexmod.block_mask.held import Held, ListPart
-from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
+from flexmod.block_mask import combine, cuts, pictures, tiles
+from flexmod.block_mask.data import MaskData, fresh
+from flexmod.block_mask.derived import How
+from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
+from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import (
-    block_pair,
-    check_lengths,
-    check_values,
-    checked_lists,
-    length,
-)
-from flexmod.block_mask.refresh import Refreshed
+from flexmod.block_mask.parts import block_pair, check_values, checked_lists, length
+from flexmod.block_mask.rebase import moved
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
-from flexmod.ir.kept import numbered
-from flexmod.ir.passes import fitted
-from flexmod.ir.trace import Traced
 
 DEFAULT_BLOCK = 128
 
 
-class BlockMask(Refreshed, Copied, Algebra, Drawn):
+class BlockMask(MaskData):
     """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
 
     A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
@@ -69,16 +58,6 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
     raises.
     """
 
-    kv_num_blocks = ListPart()
-    kv_indices = ListPart()
-    full_kv_num_blocks = ListPart()
-    full_kv_indices = ListPart()
-    q_num_blocks = ListPart()
-    q_indices = ListPart()
-    full_q_num_blocks = ListPart()
-    full_q_indices = ListPart()
-    _seen: tuple[object, ...] | None
-
     def __init__(
         self,
         seq_lengths: tuple[int, int],
@@ -105,7 +84,7 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
         self._held = Held.of_lists(checked_lists(parts))
-        self._snapshot: MaskSnapshot | None = None
+        self._snapshot = None
         self._block_size = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths
         self.mask_mod = mask_mod
@@ -113,48 +92,6 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
         self.dq_write_order_full = dq_write_order_full
         self.dq_kv_order = dq_kv_order
         self.dq_kv_order_spt = dq_kv_order_spt
-
-    @classmethod
-    def of_held(
-        cls,
-        held: Held,
-        seq_lengths: tuple[int, int],
-        block_size: tuple[int, int],
-        mask_mod: MaskMod,
-        traced: Traced,
-        full_tiles_padded: bool = False,
-    ) -> BlockMask:
-        """A mask of tiles that need no look, with the graph of its mask_mod."""
-        mask = cls.__new__(cls)
-        mask._held = held
-        mask._snapshot = None
-        mask._block_size = block_size
-        mask._seq_lengths = seq_lengths
-        mask.full_tiles_padded = full_tiles_padded
-        mask._classified = True
-        mask._seen = mask._lists_now()
-        mask._mask_mod = mask_mod
-        mask._know(traced)
-        mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
-        return mask
-
-    @classmethod
-    def of_table(
-        cls,
-        table: Tensor,
-        batch: tuple[int, ...],
-        seq_lengths: tuple[int, int],
-        block_size: tuple[int, int],
-        mask_mod: MaskMod,
-        traced: Traced,
-        *,
-        separate: bool = True,
-        by_column: bool = True,
-        full_tiles_padded: bool = False,
-    ) -> BlockMask:
-        """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
-        held = Held.of_table(table, batch, separate, by_column)
-        return cls.of_held(held, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
 
     @classmethod
     def from_kv_blocks(
@@ -201,135 +138,6 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
 
-    @property
-    def held(self) -> Held:
-        """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
-        if self._held.outdated:
-            self._held = self._held.as_lists()
-        return self._held
-
-    def snapshot(self) -> MaskSnapshot:
-        """The mask as a call launches from it: what is assigned later does not change it.
-
-        The last one while nothing has changed. Raises as `look` and `refresh` do.
-        """
-        self.refresh()
-        held, last = self.held, self._snapshot
-        if (
-            last is not None
-            and last.held is held
-            and last.mod is self._traced
-            and last.seq_lengths is self._seq_lengths
-            and last.BLOCK_SIZE is self._block_size
-            and last.full_tiles_padded is self.full_tiles_padded
-            and last.lists == held.written()
-        ):
-            return last
-        self.look()
-        made = MaskSnapshot(
-            held, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced, held.written()
-        )
-        if last is not None and made.is_like(last):  # what calls know of it holds still
-            made = replace(made, name=last.name)
-        if self._seen == (held, made.lists):  # not so in lists that nobody could look at
-            self._snapshot = made
-        return made
-
-    @property
-    def mask_mod(self) -> MaskMod:
-        """The function behind the tiles; it may be assigned, and is traced then."""
-        return self._mask_mod
-
-    @mask_mod.setter
-    def mask_mod(self, mask_mod: MaskMod) -> None:
-        self._know(trace_mask(mask_mod, self.device))
-        self._mask_mod = mask_mod
-        self._classified = False
-
-    def _know(self, traced: Traced) -> None:
-        graph, self.graph_number = numbered(traced.graph)
-        self._traced = replace(traced, graph=graph)
-        self.watch(traced, self.device)
-
-    @property
-    def classified(self) -> bool:
-        """Are the tiles what mask_mod says, and not lists that were given beside it?"""
-        return self._classified and self.held.form == "runs"
-
-    @property
-    def traced(self) -> Traced:
-        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
-        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
-        return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
-
-    @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:
-        """Numbers of queries and of keys in a tile."""
-        return self._block_size
-
-    @BLOCK_SIZE.setter
-    def BLOCK_SIZE(self, block_size: int | tuple[int, int]) -> None:
-        pair = block_pair(block_size)
-        self._check_lists(self.seq_lengths, pair)
-        self._block_size = pair
-
-    @property
-    def seq_lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
-        return self._seq_lengths
-
-    @seq_lengths.setter
-    def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
-        self._check_lists(pair, self.BLOCK_SIZE)
-        self._seq_lengths = pair
-
-    def look(self, again: bool = False) -> bool:
-        """Checks lists that were assigned or written to since they were last looked at, or `again`.
-
-        While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
-        """
-        if is_captured(self.device):
-            return False
-        if again or self._lists_now() != self._seen:
-            checked_lists(self._parts(LISTS))
-            self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
-        return True
-
-    def known_lists(self, padded: bool) -> None:
-        """The lists, as they are now, have been checked, and this was found."""
-        self.full_tiles_padded, self._seen = padded, self._lists_now()
-
-    def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
-        now = self._lists_now()
-        check_lengths(lengths, self.kv_indices, self.q_indices, block)
-        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, block)
-        self._seen = now
-
-    def _lists_now(self) -> tuple[Held, tuple[object, ...]]:
-        held = self.held
-        return held, held.written()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Batch dimensions, queries, keys."""
-        return (*self.held.batch, *self.seq_lengths)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tiles are."""
-        return self.held.device
-
-    def numel(self) -> int:
-        """The number of scores, masked or not."""
-        return math.prod(self.shape)
-
-    def table(self) -> Tensor:
-        """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
-        which the mask is the same.
-        """
-        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
-
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
         self.refresh()
@@ -346,8 +154,139 @@ class BlockMask(Refreshed, Copied, Algebra, Drawn):
         parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
         return (*lengths, *parts.values(), *block, self.mask_mod)
 
-    def _parts(self, names: tuple[str, ...]) -> Parts:
-        return {name: getattr(self, name) for name in names}
+    def __getitem__(self, index: Any) -> BlockMask:
+        """mask[b, h, q]: some batches, heads and rows of tiles. No dimension is lost: mask[0] has B=1.
+
+        An entry is an int, a slice, or a list or tensor of ints or bools. The slice sees the positions of the
+        whole: the mask_mod of mask[1] gets b = 1, that of mask[:, :, 2] gets q_idx from 2 * BLOCK_SIZE[0] on.
+
+        Raises BlockMaskIndexError.
+        """
+        return cuts.sliced(fresh(self), index)
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The upper left corner: the same mask_mod on the first queries and keys.
+
+        Raises BlockMaskCropError where the lengths grow.
+        """
+        return cuts.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
+
+    def resize(self, q_len: int, kv_len: int) -> BlockMask:
+        """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
+        kept. So a mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, looks at one row and one
+        column of tiles.
+
+        Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
+        """
+        return combine.resized(fresh(self), (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """What both masks keep. A dimension of 1, for batch or head, serves each of the other's.
+
+        Raises BlockMaskCombineError.
+        """
+        return self._with(other, "and")
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """What either mask keeps. Raises BlockMaskCombineError."""
+        return self._with(other, "or")
+
+    def _with(self, other: BlockMask, how: How) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return combine.combined(fresh(self), fresh(other), how)
+
+    def __invert__(self) -> BlockMask:
+        """What the mask does not keep. Raises BlockMaskCombineError."""
+        return combine.complement(fresh(self))
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
+        mask = fresh(self)
+        mask_mod = moved(mask.mask_mod, device)
+        traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, torch.device(device))
+        new = mask.of_held(
+            mask.held.to(device), mask.seq_lengths, mask.BLOCK_SIZE, mask_mod, traced, mask.full_tiles_padded
+        )
+        new._classified = mask._classified
+        for name in FLASH_PARTS:
+            part = getattr(mask, name)
+            setattr(new, name, None if part is None else part.to(device))
+        new.dq_kv_order_spt = mask.dq_kv_order_spt
+        return new
+
+    def to_string(
+        self,
+        grid_size: int | tuple[int, int] = (20, 20),
+        limit: int = 4,
+        *,
+        density: bool = False,
+        color: bool = False,
+    ) -> str:
+        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
+
+        `density` shades by the share of elements that the mask keeps instead; `color` does that in a
+        terminal's colors, and tells full tiles from partial ones.
+
+        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
+        negative limit draws all of them. Raises GridSizeError.
+        """
+        return pictures.text(fresh(self), grid_size, limit, density, color)
+
+    def to_svg(self, b: int = 0, h: int = 0) -> str:
+        """The picture of one batch and head as the text of an SVG file.
+
+        Full tiles, partial ones, and how much these keep have colors; up to 128 positions each element is
+        drawn. Raises BlockMaskIndexError.
+        """
+        return pictures.svg(self._one(b, h))
+
+    def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
+        """The picture of one batch and head, drawn with matplotlib into `target`: the name of a file, axes,
+        or None for a new figure. Returns the axes.
+
+        Up to 1024 positions each element is drawn. Raises MissingMatplotlib, BlockMaskIndexError.
+
+            mask.plot("mask.png")
+        """
+        return pictures.plot(self._one(b, h), target)
+
+    def sparsity(self) -> float:
+        """How much of the score matrix lies outside of the listed tiles, in per cent.
+
+        Below zero where the padding of the tiles at the edge outweighs what is skipped.
+        """
+        return sparsity(fresh(self))
+
+    def facts(self, budget: float = math.inf) -> Facts:
+        """What the mask turns out to be: density, whether every query has keys, and so on.
+
+        Elements of partial tiles are counted where there are no more than `budget`.
+        """
+        return facts(fresh(self), budget)
+
+    def __str__(self) -> str:
+        """The picture, and the facts in a line."""
+        mask = fresh(self)
+        head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
+        return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
+
+    def __repr__(self) -> str:
+        mask = fresh(self)
+        shapes = [(name, None if part is None else part.shape) for name, part in mask._parts(LISTS).items()]
+        shown = [
+            *shapes,
+            ("BLOCK_SIZE", mask.BLOCK_SIZE),
+            ("shape", mask.shape),
+            ("sparsity", f"{mask.sparsity():.2f}%"),
+            ("mask_mod", getattr(mask.mask_mod, "__name__", mask.mask_mod)),
+        ]
+        lines = [f"    {name}={value}" for name, value in shown]
+        return "BlockMask(\n" + ",\n".join(lines) + "\n)"
+
+    def _one(self, b: int, h: int) -> BlockMask:
+        mask = fresh(self)
+        return mask[b, h] if mask.held.batch else mask
 
 
 def from_torch(mask: Any) -> BlockMask:

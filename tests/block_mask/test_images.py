@@ -11,9 +11,11 @@ import torch
 
 from block_mask.zoo import ZOO
 from flexmod import errors, masks
-from flexmod.block_mask import cells as cells_module
+from flexmod.block_mask import facts as facts_module
 from flexmod.block_mask.build import create_block_mask, create_mask
-from flexmod.block_mask.cells import EMPTY_COLOR, FULL_COLOR, KEPT_COLOR, MASKED_COLOR, cells, tokens
+from flexmod.block_mask.facts import cells, tokens
+from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.pictures import EMPTY_COLOR, FULL_COLOR, KEPT_COLOR, MASKED_COLOR, colors
 from flexmod.block_mask.tiles import PARTIAL
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -55,7 +57,7 @@ def test_cells_count_what_is_kept(name, grid):
 
 
 def test_partial_tiles_count_half_where_they_are_too_many(monkeypatch):
-    monkeypatch.setattr(cells_module, "COUNTED", 100)
+    monkeypatch.setattr(facts_module, "COUNTED", 100)
     found = cells(small(64), (4, 4))
     assert torch.equal(found.kept, found.partial / 2)
     assert found.density().diagonal().tolist() == [0.5] * 4
@@ -66,7 +68,7 @@ def test_tokens_are_the_mask():
     kept = create_mask(masks.natten((6, 7), 3), None, None, 42, 42, "cpu")[0, 0]
     found = tokens(mask)
     assert torch.equal(found.density() > 0, kept)
-    assert torch.equal(found.colors(), painted(mask, kept))
+    assert torch.equal(colors(found), painted(mask, kept))
 
 
 def test_shades():
@@ -83,6 +85,19 @@ def test_a_shade_for_each_head():
     assert mask.to_string(density=True, limit=1).startswith(
         "(0, 0)\n░░  \n  ░░\n\n...\nThe first 1 are shown"
     )
+
+
+@pytest.mark.parametrize("density", [False, True])
+def test_a_cell_for_each_tile_that_lists_leave_out(density):
+    """Lists with room for one tile a row, of a mask with four."""
+    counts, indices = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 1, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(64, 64))
+    assert mask.to_string(-1, density=density) == "(0, 0)\n" + 4 * "██      \n"
+
+
+@pytest.mark.parametrize("options", [{}, {"density": True}, {"color": True}])
+def test_a_picture_of_no_head(options):
+    assert small().to_string(limit=0, **options).startswith("...\nThe first 0 are shown")
 
 
 def test_colors_of_a_terminal():

@@ -1,31 +1,42 @@
-"""The picture of a block mask as an image: SVG of its own making, or matplotlib's.
+"""Draws a block mask: as text, as SVG, or with matplotlib.
 
-One color is what full tiles keep, which no kernel looks at twice, another what partial tiles keep; pale is
-what partial tiles compute and then mask. Where there are few positions each element is drawn.
+The text has a character pair for each cell, and a grid for each (batch, head). By default it is torch's:
+solid where all tiles are listed, shaded where some are, blank where none is. By density, a cell's shade or
+color says how much of its elements the mask keeps.
+
+An image has one color for what full tiles keep, another for what partial tiles keep, and a pale one for what
+partial tiles compute and then mask. Where there are few positions, it shows each element.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
-from flexmod.block_mask.cells import (
-    EMPTY_COLOR,
-    FULL_COLOR,
-    KEPT_COLOR,
-    MASKED_COLOR,
-    Cells,
-    Color,
-    cells,
-    tokens,
-)
-from flexmod.errors import MissingMatplotlib
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.cuts import sliced
+from flexmod.block_mask.data import MaskData
+from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
+from flexmod.block_mask.tiles import EMPTY, tile_count
+from flexmod.errors import GridSizeError, MissingMatplotlib
 
+SOLID, SHADED, BLANK = "█", "░", " "
+# from the density given on, until the next: nothing, up to a third, two thirds, less than all, all
+SHADES = ((1.0, "█"), (2 / 3, "▓"), (1 / 3, "▒"), (0.0, "░"))
+RESET = "\x1b[0m"
+Color = tuple[int, int, int]
+# Kept, in full tiles; kept, in partial ones; masked, in partial ones; in no tile.
+FULL_COLOR: Color = (35, 61, 101)
+KEPT_COLOR: Color = (224, 123, 0)
+MASKED_COLOR: Color = (253, 236, 208)
+EMPTY_COLOR: Color = (255, 255, 255)
 # Positions on the longer axis up to which elements are drawn; cells on an axis beyond.
 ELEMENTS = {"svg": 128, "plot": 1024}
 CELLS = {"svg": 96, "plot": 768}
@@ -39,7 +50,24 @@ GRID_COLOR: Color = (190, 190, 190)
 SIDE, LEFT, TOP, FONT = 480.0, 64.0, 40.0, 12
 
 
-def svg(mask: BlockMask) -> str:
+def text(
+    mask: MaskData, grid_size: int | tuple[int, int], limit: int, density: bool = False, color: bool = False
+) -> str:
+    """The picture in characters; see `BlockMask.to_string`. Raises GridSizeError."""
+    batch_shape = mask.held.batch
+    count = math.prod(batch_shape) if limit < 0 else limit
+    places = list(itertools.islice(itertools.product(*map(range, batch_shape)), count))
+    listed = (mask.table() != EMPTY).expand(*batch_shape, -1, -1)
+    shape = listed.shape[-2:]
+    grid = _grid_of(shape, grid_size)
+    if density or color:
+        shown = [cells(sliced(mask, place) if place else mask, grid) for place in places]
+        return _titled([_by_density(one, color) for one in shown], batch_shape, limit)
+    steps = tile_count(shape[0], grid[0]), tile_count(shape[1], grid[1])
+    return _titled([_grid(listed[place], steps) for place in places], batch_shape, limit)
+
+
+def svg(mask: MaskData) -> str:
     """A mask of one batch and one head as the text of an SVG file."""
     drawn = _drawn(mask, "svg")
     scale = SIDE / max(mask.seq_lengths)
@@ -63,7 +91,7 @@ def svg(mask: BlockMask) -> str:
     return "\n".join(parts) + "\n"
 
 
-def plot(mask: BlockMask, target: Any = None) -> Any:
+def plot(mask: MaskData, target: Any = None) -> Any:
     """Draws a mask of one batch and one head with matplotlib, into `target`: the name of a file, axes, or
     None for a new figure. Returns the axes. Raises MissingMatplotlib.
     """
@@ -85,7 +113,7 @@ def plot(mask: BlockMask, target: Any = None) -> Any:
     rows, columns = drawn.area.shape
     # the last cells reach over the end; the axes end with the lengths
     extent = (-0.5, columns * drawn.step[1] - 0.5, rows * drawn.step[0] - 0.5, -0.5)
-    axes.imshow(drawn.colors().numpy(), extent=extent, interpolation="nearest", aspect="equal")
+    axes.imshow(colors(drawn).numpy(), extent=extent, interpolation="nearest", aspect="equal")
     axes.set_xlim(-0.5, keys - 0.5)
     axes.set_ylim(queries - 0.5, -0.5)
     axes.set_xlabel("key")
@@ -107,16 +135,72 @@ def plot(mask: BlockMask, target: Any = None) -> Any:
     return axes
 
 
-def title(mask: BlockMask) -> str:
+def title(mask: MaskData) -> str:
     """The name of the mask_mod, the lengths, and how much is not looked at."""
     name = getattr(mask.mask_mod, "__name__", type(mask.mask_mod).__name__)
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     return (
-        f"{name}, {lengths[0]} x {lengths[1]}, tiles {block[0]} x {block[1]}, sparsity {mask.sparsity():.2f}%"
+        f"{name}, {lengths[0]} x {lengths[1]}, tiles {block[0]} x {block[1]}, sparsity {sparsity(mask):.2f}%"
     )
 
 
-def _drawn(mask: BlockMask, kind: str) -> Cells:
+def colors(cells: Cells) -> Tensor:
+    """uint8 [rows, columns, 3]: the colors of a cell's elements, mixed."""
+    masked = cells.partial - cells.kept
+    parts = (cells.full, cells.kept, masked, cells.area - cells.full - cells.partial)
+    mixed = torch.zeros(*cells.area.shape, 3, **ON_CPU)
+    for part, color in zip(parts, (FULL_COLOR, KEPT_COLOR, MASKED_COLOR, EMPTY_COLOR), strict=True):
+        mixed += (part / cells.area)[..., None] * torch.tensor(color, **ON_CPU)
+    return mixed.round().to(torch.uint8)
+
+
+def _titled(grids: Sequence[str], batch_shape: Sequence[int], limit: int) -> str:
+    """Grids under the names of their (batch, head), and a word on how to see the others."""
+    names = itertools.product(*map(range, batch_shape))
+    parts = [f"{name}\n{grid}" for name, grid in zip(names, grids, strict=False)]
+    if len(parts) < torch.Size(batch_shape).numel():
+        parts.append(f"...\nThe first {limit} are shown; to_string(limit=N) draws N, mask[b, h] picks one.")
+    return "\n".join(parts)
+
+
+def _by_density(cells: Cells, color: bool) -> str:
+    """Cells as shades, or as colors of a terminal that has 24 bits of them."""
+    if not color:
+        return "".join("".join(_shade(x) * 2 for x in row) + "\n" for row in cells.density().tolist())
+    lines = []
+    for row in colors(cells).tolist():
+        runs = ((rgb, len(list(same))) for rgb, same in itertools.groupby(row))
+        lines.append("".join(f"\x1b[48;2;{r};{g};{b}m{'  ' * n}" for (r, g, b), n in runs) + RESET + "\n")
+    return "".join(lines)
+
+
+def _grid_of(shape: Sequence[int], grid_size: int | tuple[int, int]) -> tuple[int, int]:
+    """The largest numbers of rows and columns to draw. Raises GridSizeError."""
+    wanted = grid_size if isinstance(grid_size, tuple) else (grid_size, grid_size)
+    if len(wanted) != 2 or not all(isinstance(n, int) and (n > 0 or n == -1) for n in wanted):
+        raise GridSizeError(grid_size=grid_size)
+    rows, columns = (size if n == -1 else n for size, n in zip(shape, wanted, strict=True))
+    return rows, columns
+
+
+def _shade(density: float) -> str:
+    if density == 0:
+        return BLANK
+    return next(shade for least, shade in SHADES if density >= least)
+
+
+def _grid(table: Tensor, steps: tuple[int, int]) -> str:
+    rows, columns = table.shape
+    padding = (0, -columns % steps[1], 0, -rows % steps[0])
+    present = F.max_pool2d(F.pad(table.float(), padding)[None], steps)[0]
+    # the padding counts as present here: a cell at the edge is solid when all the tiles that exist are
+    missing = F.max_pool2d(F.pad(1.0 - table.float(), padding)[None], steps)[0]
+    cells = (present - missing).tolist()
+    symbols = {1.0: SOLID, 0.0: SHADED, -1.0: BLANK}
+    return "".join("".join(symbols[cell] * 2 for cell in row) + "\n" for row in cells)
+
+
+def _drawn(mask: MaskData, kind: str) -> Cells:
     if max(mask.seq_lengths) <= ELEMENTS[kind]:
         return tokens(mask)
     return cells(mask, (CELLS[kind], CELLS[kind]))
@@ -127,10 +211,10 @@ def _rectangles(drawn: Cells, lengths: tuple[int, int]) -> list[str]:
     ground is white.
     """
     paths: dict[Color, list[str]] = {}
-    for row, colors in enumerate(drawn.colors().tolist()):
+    for row, line in enumerate(colors(drawn).tolist()):
         column, top = 0, row * drawn.step[0]
         height = min(drawn.step[0], lengths[0] - top)
-        for color, same in itertools.groupby(map(tuple, colors)):
+        for color, same in itertools.groupby(map(tuple, line)):
             left = column * drawn.step[1]
             column += len(list(same))
             width = min(column * drawn.step[1], lengths[1]) - left
@@ -139,7 +223,7 @@ def _rectangles(drawn: Cells, lengths: tuple[int, int]) -> list[str]:
     return [f'<path fill="{_hex(color)}" d="{"".join(path)}"/>' for color, path in paths.items()]
 
 
-def _lines(mask: BlockMask, scale: float) -> list[str]:
+def _lines(mask: MaskData, scale: float) -> list[str]:
     """The edges of tiles."""
     (queries, keys), (rows, columns) = mask.seq_lengths, mask.BLOCK_SIZE
     down = [f"M0 {edge * scale:.2f}H{keys * scale:.2f}" for edge in range(rows, queries, rows)]
@@ -147,7 +231,7 @@ def _lines(mask: BlockMask, scale: float) -> list[str]:
     return [f'<path d="{"".join(down + across)}" stroke="{_hex(GRID_COLOR)}" fill="none"/>']
 
 
-def _labels(mask: BlockMask, height: float, width: float) -> list[str]:
+def _labels(mask: MaskData, height: float, width: float) -> list[str]:
     """The ends of both axes, their names, and what the colors mean."""
     queries, keys = mask.seq_lengths
     middle = TOP + height / 2

@@ -1,0 +1,338 @@
+"""The data of a block mask: its tiles, its lengths, and its mask_mod with the graph.
+
+The tiles of a mask that was built are a cache of what its mask_mod says: a change of a captured tensor
+invalidates them. Functions on masks (`cuts.py`, `combine.py`, `facts.py`, `pictures.py`) take a MaskData and
+return masks of its class. `BlockMask` (`format.py`), the class of users, has them as methods.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.held import Held, ListPart
+from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
+from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
+from flexmod.block_mask.rebase import Derived
+from flexmod.block_mask.tiles import LISTS, Parts
+from flexmod.errors import FakeTensorError
+from flexmod.ir.composed import Mask
+from flexmod.ir.copies import deep_copied_traces
+from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.kept import numbered
+from flexmod.ir.passes import fitted
+from flexmod.ir.replay import leaves, replay
+from flexmod.ir.source import mod_name
+from flexmod.ir.trace import Traced
+from flexmod.ir.watched import Watched
+
+AnyMask = TypeVar("AnyMask", bound="MaskData")
+
+
+class MaskData:
+    """The parts of a BlockMask, their checks, and the snapshot that calls launch from.
+
+    It watches the tensors that its mask_mod captures, and those that a trace of it read (`t.item()`,
+    `t.shape`). A copy or a pickle has the tiles, the lengths, the mask_mod and its captures.
+    """
+
+    kv_num_blocks = ListPart()
+    kv_indices = ListPart()
+    full_kv_num_blocks = ListPart()
+    full_kv_indices = ListPart()
+    q_num_blocks = ListPart()
+    q_indices = ListPart()
+    full_q_num_blocks = ListPart()
+    full_q_indices = ListPart()
+    # (mask, its traced mask_mod) -> its tiles, as `held`; the builder puts itself here
+    find_tiles: ClassVar[Callable[..., Any]]
+    _held: Held
+    _seq_lengths: tuple[int, int]
+    _block_size: tuple[int, int]
+    _mask_mod: MaskMod
+    _traced: Traced
+    _classified: bool
+    full_tiles_padded: bool
+    dq_write_order: Tensor | None
+    dq_write_order_full: Tensor | None
+    dq_kv_order: Tensor | None
+    dq_kv_order_spt: bool | None
+    _snapshot: MaskSnapshot | None
+    _seen: tuple[object, ...] | None
+    _watched: Watched | None = None
+    _described: tuple[tuple[Tensor, object], ...] = ()
+    _on_gpu = False
+    # tiles that CUDA graphs read: a replay must find their memory
+    _in_graphs: tuple[Any, ...] = ()
+
+    @classmethod
+    def of_held(
+        cls: type[AnyMask],
+        held: Held,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        traced: Traced,
+        full_tiles_padded: bool = False,
+    ) -> AnyMask:
+        """A mask of tiles that need no look, with the graph of its mask_mod."""
+        mask = cls.__new__(cls)
+        mask._held = held
+        mask._snapshot = None
+        mask._block_size = block_size
+        mask._seq_lengths = seq_lengths
+        mask.full_tiles_padded = full_tiles_padded
+        mask._classified = True
+        mask._seen = mask._lists_now()
+        mask._mask_mod = mask_mod
+        mask._know(traced)
+        mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
+        return mask
+
+    @classmethod
+    def of_table(
+        cls: type[AnyMask],
+        table: Tensor,
+        batch: tuple[int, ...],
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        mask_mod: MaskMod,
+        traced: Traced,
+        *,
+        separate: bool = True,
+        by_column: bool = True,
+        full_tiles_padded: bool = False,
+    ) -> AnyMask:
+        """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
+        held = Held.of_table(table, batch, separate, by_column)
+        return cls.of_held(held, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
+
+    @property
+    def held(self) -> Held:
+        """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
+        if self._held.outdated:
+            self._held = self._held.as_lists()
+        return self._held
+
+    def snapshot(self) -> MaskSnapshot:
+        """The mask as a call launches from it: what is assigned later does not change it.
+
+        The last one while nothing has changed. Raises as `look` and `refresh` do.
+        """
+        self.refresh()
+        held, last = self.held, self._snapshot
+        if (
+            last is not None
+            and last.held is held
+            and last.mod is self._traced
+            and last.seq_lengths is self._seq_lengths
+            and last.BLOCK_SIZE is self._block_size
+            and last.full_tiles_padded is self.full_tiles_padded
+            and last.lists == held.written()
+        ):
+            return last
+        self.look()
+        made = MaskSnapshot(
+            held, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced, held.written()
+        )
+        if last is not None and made.is_like(last):  # what calls know of it holds still
+            made = replace(made, name=last.name)
+        if self._seen == (held, made.lists):  # not so in lists that nobody could look at
+            self._snapshot = made
+        return made
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """The function behind the tiles; it may be assigned, and is traced then."""
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: MaskMod) -> None:
+        self._know(trace_mask(mask_mod, self.device))
+        self._mask_mod = mask_mod
+        self._classified = False
+
+    def _know(self, traced: Traced) -> None:
+        graph, self.graph_number = numbered(traced.graph)
+        self._traced = replace(traced, graph=graph)
+        self.watch(traced, self.device)
+
+    @property
+    def classified(self) -> bool:
+        """Are the tiles what mask_mod says, and not lists that were given beside it?"""
+        return self._classified and self.held.form == "runs"
+
+    @property
+    def traced(self) -> Traced:
+        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
+        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
+        return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """Numbers of queries and of keys in a tile."""
+        return self._block_size
+
+    @BLOCK_SIZE.setter
+    def BLOCK_SIZE(self, block_size: int | tuple[int, int]) -> None:
+        pair = block_pair(block_size)
+        self._check_lists(self.seq_lengths, pair)
+        self._block_size = pair
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self._seq_lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: tuple[int, int]) -> None:
+        pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
+        self._check_lists(pair, self.BLOCK_SIZE)
+        self._seq_lengths = pair
+
+    def look(self, again: bool = False) -> bool:
+        """Checks lists that were assigned or written to since they were last looked at, or `again`.
+
+        While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
+        """
+        if is_captured(self.device):
+            return False
+        if again or self._lists_now() != self._seen:
+            checked_lists(self._parts(LISTS))
+            self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
+        return True
+
+    def known_lists(self, padded: bool) -> None:
+        """The lists, as they are now, have been checked, and this was found."""
+        self.full_tiles_padded, self._seen = padded, self._lists_now()
+
+    def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
+        now = self._lists_now()
+        check_lengths(lengths, self.kv_indices, self.q_indices, block)
+        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, block)
+        self._seen = now
+
+    def _lists_now(self) -> tuple[Held, tuple[object, ...]]:
+        held = self.held
+        return held, held.written()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch dimensions, queries, keys."""
+        return (*self.held.batch, *self.seq_lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tiles are."""
+        return self.held.device
+
+    def numel(self) -> int:
+        """The number of scores, masked or not."""
+        return math.prod(self.shape)
+
+    def table(self) -> Tensor:
+        """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
+        which the mask is the same.
+        """
+        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
+
+    def _parts(self, names: tuple[str, ...]) -> Parts:
+        return {name: getattr(self, name) for name in names}
+
+    def watch(self, traced: Traced, device: torch.device) -> None:
+        """From now on changes of the tensors of a trace count. `device` is that of the tiles."""
+        self._watched = _watched(traced)
+        self._described = tuple([(tensor, tensor_key(tensor)) for tensor in traced.described])
+        self._on_gpu = device.type == "cuda"
+
+    def refresh(self) -> bool:
+        """Finds the tiles again if what mask_mod captures has changed since they were found. Has it?
+
+        Calls and the methods of a mask do it. Inside torch.compile, and while a CUDA graph is captured, the
+        tiles stay as they are. Writes that torch does not count are not seen, nor are those to tensors of
+        inference mode. Raises what building the mask raises.
+        """
+        watched = self._watched
+        if (watched is None and not self._described) or torch.compiler.is_compiling():
+            return False
+        if self._on_gpu and is_captured(self.device):
+            if not any(held is self._held for held in self._in_graphs):
+                self._in_graphs += (self._held,)
+            return False
+        described = any(tensor_key(tensor) != kind for tensor, kind in self._described)
+        changed = described or (watched is not None and not watched.unchanged())
+        if not changed or not self.classified or self.numel() == 0:
+            return False
+        same = watched is None or watched.same_kinds()
+        again = described or self._traced.read or not same
+        traced = trace_mask(self.mask_mod, self.device) if again else self._traced
+        watched = _watched(traced)  # before tiles are found: a write meanwhile counts
+        held = self.find_tiles(self, traced)
+        if again:
+            self._know(traced)
+        self._held, self.full_tiles_padded, self._watched = held, False, watched
+        self._seen = self._lists_now()
+        return True
+
+    def __copy__(self: AnyMask) -> AnyMask:
+        """The same tensors; what is assigned to one mask is not assigned to the other."""
+        new = object.__new__(type(self))
+        new.__setstate__({**self._state(), "_held": copy.copy(self.held)})
+        return new
+
+    def __deepcopy__(self: AnyMask, memo: dict[int, Any]) -> AnyMask:
+        """Tensors of its own; those that a mask_mod captures are shared where it is a function, as Python
+        copies no functions.
+        """
+        new = memo[id(self)] = object.__new__(type(self))
+        state = self._state()
+        mask_mod, traced = state.pop("_mask_mod"), state.pop("_traced")
+        mask_mod, (traced,) = deep_copied_traces(mask_mod, [traced], memo)
+        state = {name: copy.deepcopy(value, memo) for name, value in state.items()}
+        new.__setstate__({**state, "_mask_mod": mask_mod, "_traced": traced})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: in place of a function its graph, as it was traced, and what it captures."""
+        traced, mask_mod = leaves(self._traced), self._mask_mod
+        if not isinstance(mask_mod, Derived):
+            replayed = replay(traced, mod_name(mask_mod))
+            mask_mod = Mask(replayed) if isinstance(mask_mod, Mask) else replayed
+        return {**self._state(), "_traced": traced, "_mask_mod": mask_mod}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know(self._traced)
+        self._seen = self._lists_now() if state["_seen"] else None
+
+    def _state(self) -> dict[str, Any]:
+        """Its attributes without what goes by identity; in place of the lists that it has checked, whether
+        these are all.
+        """
+        self.refresh()
+        if any(getattr(tensor, "fake_mode", None) for tensor in self.held.tensors()):
+            raise FakeTensorError(
+                problem="block_mask has fake tensors, shapes without values, and is copied or pickled",
+                advice="build it again, outside of the FakeTensorMode",
+            )
+        seen = self._lists_now() == self._seen
+        own = {"_seen": seen, "_snapshot": None, "_watched": None, "_described": (), "_in_graphs": ()}
+        return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
+
+
+def fresh(mask: AnyMask) -> AnyMask:
+    """The mask, with tiles of what its mask_mod captures now."""
+    mask.refresh()
+    return mask
+
+
+def _watched(traced: Traced) -> Watched | None:
+    tensors = (*traced.tensors, *traced.read)
+    return Watched(tensors, strict=False) if tensors else None
