@@ -14,16 +14,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rooms import MODULES, PACKAGE, longest_module
+from test_rooms import MODULES, ROOT, longest_module
 
 import flexmod
 from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
 
 # In this order, in one process: what each one imports is told apart.
@@ -150,7 +148,7 @@ STATEMENTS = {name: [*import_statements(ast.parse(path.read_text()))] for name, 
 
 def ours(name: str) -> str | None:
     parts = name.split(".")
-    return longest_module(parts[1:], MODULES) if parts[0] == PACKAGE.name else None
+    return longest_module(parts[1:], MODULES) if parts[0] == "flexmod" else None
 
 
 def at_import() -> set[str]:

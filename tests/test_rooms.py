@@ -1,143 +1,103 @@
-"""The house keeps its order: a room imports only from rooms above it.
+"""The house keeps its order: a room imports only from rooms above it, and no modules import in a circle.
 
-A room is a module, or a folder whose modules may import one another. A module that is in no room fails the
-test: give it a place in ROOMS and in docs/design.md.
+A room is a module or a folder. An import counts wherever it stands: at the top of a file, in a function, or
+under TYPE_CHECKING. A module that is in no room fails the test: give it a place in ROOMS and in
+docs/design.md.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "flexmod"
 
-ROOMS = (
-    ("errors", "command_errors"),
-    ("locks", "lazy_imports"),
-    ("config", "syntax"),
-    ("kernel_options",),
-    ("transforms", "tensor_kinds"),
-    ("ir.graph",),
-    ("ir.bounds",),
-    ("ir.divisions", "ir.ops", "ir.formulas"),
-    (
-        "ir.sizes",
-        "ir.approximate",
-        "ir.source",
-        "ir.names",
-        "ir.proxy",
-        "ir.torch_calls",
-        "ir.eager",
-        "ir.trace",
-        "ir.copies",
-    ),
-    ("ir.host_numbers",),
-    ("ir.evaluate",),
-    ("ir.replay", "ir.composed"),
-    ("ir.fingerprint", "ir.traces", "ir.watched"),
-    ("ir.integers",),
-    ("ir.positions",),
-    ("ir.passes",),
-    ("ir.tanhs",),
-    ("ir.exponents",),
-    ("ir.ends", "ir.linear", "ir.casts", "ir.sources", "ir.intervals"),
-    ("ir.ranges",),
-    ("ir.derivative",),
-    ("ir.reductions",),
-    ("ir.constants", "ir.kept", "ir.record"),
-    (
-        "block_mask.tiles",
-        "block_mask.runs",
-        "block_mask.mask_mod",
-        "block_mask.parts",
-        "block_mask.held",
-        "block_mask.rebase",
-        "block_mask.selection",
-        "block_mask.spans",
-        "block_mask.refine",
-        "block_mask.derived",
-        "block_mask.launched",
-        "block_mask.data",
-        "block_mask.combine",
-        "block_mask.cuts",
-        "block_mask.facts",
-        "block_mask.pictures",
-        "block_mask.format",
-    ),
-    (
-        "codegen.mod_text",
-        "codegen.prelude",
-        "codegen.expressions",
-        "codegen.functions",
-        "codegen.costs",
-        "codegen.rounding",
-        "codegen.triton_text",
-        "codegen.exponent_text",
-        "codegen.term_text",
-        "codegen.torch_text",
-        "codegen.builder_text",
-    ),
-    ("codegen.spec",),
-    ("codegen.choose",),
-    ("codegen.schedule",),
-    ("codegen.render",),
-    ("codegen.watch",),
-    ("codegen.kernels", "codegen.builder_kernels"),
-    ("codegen.cache",),
-    ("codegen.hopper",),
-    ("compiler",),
-    ("mask_compiler",),
-    ("variant",),
-    ("explain",),
-    ("runtime",),
-    ("backends",),
-    ("ahead",),
-    ("quotes", "standalone"),
-    ("block_mask.generated", "block_mask.find_tiles", "block_mask.in_graph", "block_mask.build"),
-    ("layouts",),
-    ("checks",),
-    ("saved",),
-    ("autograd",),
-    ("calls",),
-    ("library",),
-    ("attention",),
-    ("shown", "compiled"),
-    ("masks", "mods"),
-    ("packed",),
-    ("sinks",),
-    ("integrations",),
-    ("mod_names",),
-    ("peers",),
-    ("compare",),
-    ("bench",),
-    ("tune",),
-    ("cli",),
-    ("__init__", "__main__"),
-)
+# from the top down: each imports only from those before it
+ORDER = """
+errors command_errors
+locks lazy_imports
+config syntax
+kernel_options
+transforms tensor_kinds
+ir.graph
+ir.bounds
+ir.divisions ir.ops ir.formulas
+ir.sizes ir.approximate ir.source ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
+ir.host_numbers
+ir.evaluate
+ir.replay ir.composed
+ir.fingerprint ir.traces ir.watched
+ir.integers
+ir.positions
+ir.passes
+ir.tanhs
+ir.exponents
+ir.ends ir.linear ir.casts ir.sources ir.intervals
+ir.ranges
+ir.derivative
+ir.reductions
+ir.constants ir.kept ir.record
+block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.held block_mask.rebase
+block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
+block_mask.data block_mask.combine block_mask.cuts block_mask.facts block_mask.pictures
+block_mask.format
+codegen.mod_text codegen.prelude codegen.expressions codegen.functions codegen.costs codegen.rounding
+codegen.triton_text codegen.exponent_text codegen.term_text codegen.torch_text codegen.builder_text
+codegen.spec
+codegen.choose
+codegen.schedule
+codegen.render
+codegen.watch
+codegen.kernels codegen.builder_kernels
+codegen.cache
+codegen.hopper
+compiler
+mask_compiler
+variant
+explain
+runtime
+backends
+ahead
+quotes standalone
+block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
+layouts
+checks
+saved
+autograd
+calls
+library
+attention
+shown compiled
+masks mods
+packed
+sinks
+integrations
+mod_names
+peers
+compare
+bench
+tune
+cli
+__init__ __main__
+"""
+ROOMS = tuple(ORDER.split())
 
 
-def modules() -> dict[str, Path]:
-    """Dotted names within flexmod, e.g. "ir.graph"; a folder's __init__ goes by the folder's name."""
+def modules(package: Path) -> dict[str, Path]:
+    """Dotted names within a package, e.g. "ir.graph"; a folder's __init__ goes by the folder's name."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts)
         found[name.removesuffix(".__init__")] = path
     return found
 
 
-def room_of(module: str) -> int | None:
-    for number, room in enumerate(ROOMS):
-        if any(module == name or module.startswith(name + ".") for name in room):
-            return number
-    return None
-
-
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """The flexmod modules that a file imports, at its top or inside a function."""
+    """The flexmod modules that a file imports, wherever the import stands."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -161,27 +121,118 @@ def longest_module(parts: list[str], known: dict[str, Path]) -> str:
     return "__init__"
 
 
-MODULES = modules()
+def room_of(module: str, rooms: Sequence[str]) -> int | None:
+    for number, name in enumerate(rooms):
+        if module == name or module.startswith(name + "."):
+            return number
+    return None
+
+
+def upward(module: str, known: dict[str, Path], rooms: Sequence[str]) -> list[str]:
+    """The imports of a module from rooms below its own, as arrows."""
+    here = room_of(module, rooms)
+    assert here is not None, f"{module} is in no room: give it one in ROOMS and in docs/design.md"
+    found = []
+    for other in sorted(imported(known[module], known)):
+        there = room_of(other, rooms)
+        assert there is not None, f"{module} imports {other}, which is in no room"
+        if there > here:
+            found.append(f"{module} -> {other}")
+    return found
+
+
+def circles(known: dict[str, Path]) -> list[str]:
+    """The imports by which a module comes back to itself, as arrows."""
+    uses = {module: sorted(imported(path, known)) for module, path in known.items()}
+
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        queue = [module]
+        while queue:
+            new = set(uses[queue.pop()]) - found
+            found |= new
+            queue += new
+        return found
+
+    reach = {module: reached(module) for module in uses}
+    return [f"{module} -> {other}" for module in uses for other in uses[module] if module in reach[other]]
+
+
+MODULES = modules(ROOT / "flexmod")
 # The __init__ of a folder that is split into several rooms holds nothing.
 FOLDERS = {name for name in MODULES if any(other.startswith(name + ".") for other in MODULES)}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_come_from_above(module: str) -> None:
-    here = room_of(module)
-    if here is None and module in FOLDERS:
+    if room_of(module, ROOMS) is None and module in FOLDERS:
         assert not imported(MODULES[module], MODULES), "the __init__ of a folder of rooms imports nothing"
         return
-    assert here is not None, f"{module} is in no room: give it one in ROOMS and in docs/design.md"
-    for other in imported(MODULES[module], MODULES):
-        there = room_of(other)
-        assert there is not None, f"{module} imports {other}, which is in no room"
-        assert there <= here, f"{module} imports {other}, which is a room below it"
+    arrows = upward(module, MODULES, ROOMS)
+    assert not arrows, f"imports from a room below: {', '.join(arrows)}"
+
+
+def test_rooms_exist() -> None:
+    assert [name for name in ROOMS if name not in MODULES] == []
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    arrows = circles(MODULES)
+    assert not arrows, f"imports in a circle: {', '.join(arrows)}"
+
+
+IMPORTS = {
+    "at the top": "from flexmod.b.deep import thing",
+    "of a module": "from flexmod.b import deep",
+    "whole": "import flexmod.b.deep as b",
+    "in a function": "def f():\n    from flexmod.b import deep\n    return deep",
+    "in a method": "class C:\n    def f(self):\n        import flexmod.b.deep",
+    "for types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flexmod.b.deep import thing",
+}
+
+
+@pytest.fixture
+def planted(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """A package of a, which imports b.deep, and c; b.deep imports what it is told to."""
+    back, text = request.param
+    (tmp_path / "b").mkdir()
+    files = {"a.py": text, "b/__init__.py": "", "b/deep.py": back, "c.py": "from flexmod import a"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    return modules(tmp_path)
+
+
+def with_back(*backs: str) -> list[object]:
+    return [pytest.param((back, IMPORTS[name]), id=name) for back in backs for name in IMPORTS]
+
+
+@pytest.mark.parametrize("planted", with_back("from flexmod.a import thing"), indirect=True)
+def test_a_planted_circle_is_found(planted: dict[str, Path]) -> None:
+    assert circles(planted) == ["a -> b.deep", "b.deep -> a"]
+
+
+@pytest.mark.parametrize("planted", with_back("from flexmod.c import thing"), indirect=True)
+def test_a_planted_circle_of_three_is_found(planted: dict[str, Path]) -> None:
+    assert circles(planted) == ["a -> b.deep", "b.deep -> c", "c -> a"]
+
+
+@pytest.mark.parametrize("planted", with_back("import torch"), indirect=True)
+def test_a_planted_upward_arrow_is_found(planted: dict[str, Path]) -> None:
+    assert circles(planted) == []
+    assert upward("a", planted, ("a", "b", "c")) == ["a -> b.deep"]
+    assert upward("a", planted, ("b", "a", "c")) == upward("c", planted, ("b", "a", "c")) == []
+    with pytest.raises(AssertionError, match="^a imports b.deep, which is in no room"):
+        upward("a", planted, ("a", "c"))
+
+
+def test_a_module_that_imports_itself_is_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f():\n    from flexmod.a import g\n    return g")
+    assert circles(modules(tmp_path)) == ["a -> a"]
 
 
 def test_design_page_lists_the_same_rooms() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = [name for cell in first_cells for name in re.findall(r"`(.+?)(?:\.py|/)?`", cell)]
-    ours = [name.replace(".", "/") for room in ROOMS[:-1] for name in room]
+    ours = [name.replace(".", "/") for name in ROOMS if name not in ("__init__", "__main__")]
     assert [name for name in listed if name in ours] == ours
