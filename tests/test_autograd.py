@@ -16,7 +16,8 @@ from reference_case import make_case
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flexmod import AuxRequest, autograd, create_block_mask, errors, flex_attention, mods
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, mods
+from flexmod.backends import table
 from flexmod.codegen import render
 from flexmod.runtime import launch
 
@@ -246,7 +247,7 @@ def test_without_gradients_nothing_is_made_for_them(options: Any, mode: Any, lau
     q, k, v = inputs()
     slopes = torch.rand(HEADS, requires_grad=True)
     kept: list[Any] = []
-    backend = autograd.BACKENDS["interpret" if options else "cpu"]
+    backend = table.backend("interpret" if options else "cpu")
     forward = type(backend).forward if options else backend.forward
     rendered: list[bool] = []
     render_text = render.render

@@ -50,7 +50,8 @@ def remainder(a, b):
 @triton.jit
 def rounded_product(a, b):
     """a * b, rounded by itself: a compiler would fuse it with a sum, and round once for both."""
-    return tl.fma(a, b, 0.0)
+    product = a * b
+    return tl.where(product == 0, product, tl.fma(a, b, 0.0))  # -0.0 + 0.0 is 0.0
 ''',
     "safe_divisor": '''
 @triton.jit
