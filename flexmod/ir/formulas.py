@@ -18,13 +18,22 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 def _at_least(x: Any, low: Any) -> Any:
     # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
-    return torch.where(x < low, low, x) if x.is_floating_point() else x.maximum(low)
+    return _limited(x, x < low, low) if x.is_floating_point() else x.maximum(low)
 
 
 def _at_most(x: Any, high: Any) -> Any:
     if high is None:
         return x
-    return torch.where(x > high, high, x) if x.is_floating_point() else x.minimum(high)
+    return _limited(x, x > high, high) if x.is_floating_point() else x.minimum(high)
+
+
+def _limited(x: Any, outside: Any, limit: Any) -> Any:
+    """The limit where x is outside of it. A limit that is nan makes the result nan, as in torch."""
+    if not hasattr(limit, "is_floating_point"):
+        return torch.where(outside, limit, x) if limit == limit else torch.full_like(x, limit)
+    if limit.is_floating_point():
+        outside = outside | torch.isnan(limit)
+    return torch.where(outside, limit, x)
 
 
 def _relu(x: Any) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mod_kernel import run
 from table_walk import DTYPES, TOLERANCE
 
-from flexmod import errors
+from flexmod import create_mask, errors
 from flexmod.ir import formulas, ops
 from flexmod.ir.bounds import UNKNOWN
 from flexmod.ir.derivative import differentiate
@@ -305,6 +305,28 @@ def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     smooth = expected.isfinite()
     torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
+
+
+LIMITS = {
+    "a number": (math.nan, 2.0),
+    "a captured number": (torch.tensor(math.nan), torch.tensor(2.0)),
+    "one of a row": (torch.tensor([1.0, math.nan, 3.0, -2.0]), torch.tensor([math.nan, 4.0, 2.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("low, high", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("sides", ["min", "max", "both"])
+def test_a_limit_that_is_nan(low: Any, high: Any, sides: str) -> None:
+    """The result is nan, as torch has it: no comparison with it is true."""
+
+    def clamped(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        least, most = (limit[q_idx] if getattr(limit, "ndim", 0) else limit for limit in (low, high))
+        limits = {"min": {"min": least}, "max": {"max": least}, "both": {"min": most, "max": least}}
+        return torch.clamp(kv_idx * 1.0, **limits[sides]) >= q_idx
+
+    rows, columns = torch.arange(4)[:, None], torch.arange(6)
+    expected = clamped(None, None, rows, columns).expand(4, 6)
+    assert torch.equal(create_mask(clamped, None, None, 4, 6, device="cpu")[0, 0], expected)
 
 
 # intervals
