@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from flexmod.errors import MissingPackage
 
@@ -34,7 +36,7 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def lazy_imports() -> Iterator[None]:
     """Surrounds import statements inside a function. Raises MissingPackage where a package is not there."""
-    with _one_thread, paused_collections():
+    with _one_thread, interrupts_afterwards(), paused_collections():
         try:
             yield
         except ImportError as error:
@@ -42,6 +44,26 @@ def lazy_imports() -> Iterator[None]:
             if package not in REQUIREMENTS:
                 raise
             raise MissingPackage(package=package, problem=error, requirement=REQUIREMENTS[package]) from error
+
+
+@contextmanager
+def interrupts_afterwards() -> Iterator[None]:
+    """Surrounds imports: Ctrl-C raises KeyboardInterrupt after them.
+
+    In the middle it would leave half of Triton in `sys.modules`, and no later call could import the rest.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[-1])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -286,3 +287,56 @@ if not child:
 thread.join()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """)
+
+
+@pytest.mark.parametrize(
+    "module", ["triton.language.core", "triton.language.random", "triton.compiler.compiler"]
+)
+def test_ctrl_c_during_the_first_call(module: str) -> None:
+    """It interrupts the call after the imports: the next call finds all of Triton."""
+    python(f"""
+import signal, sys, torch, flexmod
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+q, k, v = torch.randn(3, 1, 1, 32, 16)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+handler = signal.getsignal(signal.SIGINT)
+try:
+    flexmod.flex_attention(q, k, v, kernel_options={{"BACKEND": "INTERPRET"}})
+    raise AssertionError("the call went on")
+except KeyboardInterrupt:
+    pass
+assert signal.getsignal(signal.SIGINT) is handler
+out = flexmod.flex_attention(q, k, v, kernel_options={{"BACKEND": "INTERPRET"}})
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+""")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
+def test_other_handlers_of_ctrl_c_stay(handler: Any) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with lazy_imports():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_ctrl_c_is_called_once_after_the_imports() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+    try:
+        with lazy_imports():
+            with lazy_imports():
+                signal.raise_signal(signal.SIGINT)
+            assert not called
+        assert called == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
