@@ -202,7 +202,7 @@ def _types_of_mods(
 def captured_types(text: ModText | None, tensors: Sequence[torch.Tensor]) -> dict[str, str]:
     """Triton's types of the parameters that a mod brings along."""
     types = {}
-    plain = {"number": "fp32", "size": "i32", "stride": "i32", "found": "*i64"}
+    plain = {"number": "fp32", "double": "i64", "size": "i32", "stride": "i32", "found": "*i64"}
     for p in text.parameters if text else ():
         types[p.name] = f"*{TYPES[tensors[p.index].dtype]}" if p.kind == "pointer" else plain[p.kind]
     return types

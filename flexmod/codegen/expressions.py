@@ -113,14 +113,23 @@ def typed(text: str, dtype: torch.dtype) -> str:
 
 
 def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False) -> str:
-    """A Python number in Triton, which takes a denormal one for a float64, and -0.0 for 0.0."""
+    """A Python number in Triton, which takes a denormal one for a float64, and -0.0 for 0.0.
+
+    Beside float64 it would compare with the number that float32 has.
+    """
     text = literal(value, dtype)
     rounded = number(value, dtype)  # type: ignore[arg-type]
+    if dtype == torch.float64 and rounded.isfinite() and not _in_float32(rounded):
+        return f"tl.cast({rounded.view(torch.int64).item()}, tl.int64).to(tl.float64, bitcast=True)"
     if text == "-0.0" or (dtype.is_floating_point and rounded == 0 and rounded.signbit()):
-        bits = 64 if dtype == torch.float64 else 32
-        return f"tl.cast({-(2 ** (bits - 1))}, tl.int{bits}).to(tl.float{bits}, bitcast=True)"
+        return f"tl.cast({-(2**31)}, tl.int32).to(tl.float32, bitcast=True)"
     denormal = held(dtype) == torch.float32 and 0 < rounded.abs() < torch.finfo(torch.float32).smallest_normal
     return typed(text, dtype) if denormal or has_dtype else text
+
+
+def _in_float32(rounded: torch.Tensor) -> bool:
+    """Has float32 the same number, which is not -0.0?"""
+    return bool(rounded.float().double() == rounded and not (rounded == 0 and rounded.signbit()))
 
 
 ATOM = re.compile(r"[\w.]+(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)(\.to\([\w.]+\))*)?$")

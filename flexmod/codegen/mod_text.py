@@ -29,6 +29,7 @@ multiple of `offset`.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -39,7 +40,7 @@ from flexmod.errors import Where
 from flexmod.ir.exponents import is_small
 from flexmod.ir.reductions import Along
 
-Kind = Literal["pointer", "size", "stride", "number", "found"]
+Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
 
 # Numbers of a "found" parameter before those of the checks: M and N.
 FOUND_HEAD = 2
@@ -63,7 +64,8 @@ class Parameter:
     """A kernel parameter that a mod needs.
 
     `index` counts captured tensors, or for kind "number" the promoted constants; `dim` is the dimension whose
-    size or stride (in elements) it is. Kind "found" is what checks write to, see `codegen/watch.py`.
+    size or stride (in elements) it is. A "double" is the bits of one as an int64: a launch takes floats as
+    float32. Kind "found" is what checks write to, see `codegen/watch.py`.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Parameter:
         """The launch argument that this parameter stands for."""
         if self.kind == "number":
             return numbers[self.index]
+        if self.kind == "double":
+            return struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
         tensor = tensors[self.index]
         if self.kind == "size":
             return tensor.shape[self.dim]

@@ -175,7 +175,7 @@ def _unspecialized(*names: str | list[str] | ModText | None) -> str:
     for name in names:
         own += name if isinstance(name, list) else [name] if isinstance(name, str) and name else []
     mods = [mod for mod in names if isinstance(mod, ModText)]
-    captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number")]
+    captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number", "double")]
     inside = ", ".join(f'"{name}"' for name in [*own, *captured])
     return (
         inside

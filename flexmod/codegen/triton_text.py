@@ -221,9 +221,7 @@ class Writer:
                 function.uses.setdefault(str(node.value))
             return f"{node.value}.to(tl.int64)" if node.dtype == torch.int64 else str(node.value)
         if node.op == "param":
-            return self.parameter(
-                function, f"{self.numbers}{node.value}", "number", node.value, comment="a Python number"
-            )
+            return self._parameter_value(function, node)
         text = self._expression(function, node)
         function.quote(node)
         if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
@@ -231,6 +229,15 @@ class Writer:
         name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
         function.names[node] = function.bind(name, text)
         return name
+
+    def _parameter_value(self, function: Function, node: Node) -> str:
+        """A promoted constant: see `promote_constants` and `Parameter`."""
+        double = node.dtype == torch.float64
+        name = self.parameter(
+            function, f"{self.numbers}{node.value}", "double" if double else "number", node.value,
+            comment="the bits of a Python number" if double else "a Python number",
+        )  # fmt: skip
+        return f"tl.cast({name}, tl.int64).to(tl.float64, bitcast=True)" if double else name
 
     def _expression(self, function: Function, node: Node) -> str:
         if node.op == "load":

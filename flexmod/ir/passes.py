@@ -260,15 +260,43 @@ def _as_float(builder: Builder, node: Node) -> Node:
 
 
 def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
-    """The constants at these places of `graph.skeleton` as run-time parameters, numbered by place."""
+    """The constants at these places of `graph.skeleton` as run-time parameters, numbered by place.
+
+    A launch takes floats as float32, so those that are read as float64 become parameters of that dtype. One
+    that is read as both stays a constant.
+    """
+    dtypes = _dtypes_as_read(graph)
     places = {n: i for i, n in enumerate(n for n in graph.nodes if n.is_const)}
 
     def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        if node.is_const and places[node] in slots:
-            return builder.node("param", (), node.dtype, places[node], node.where)
-        return None
+        read = dtypes.get(node, set())
+        if not node.is_const or places[node] not in slots or {torch.float64} < read:
+            return None
+        dtype = torch.float64 if torch.float64 in read else node.dtype
+        return builder.node("param", (), dtype, places[node], node.where)
 
     return rebuild(graph, change)
+
+
+def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
+    """The dtypes to which each floating-point constant is brought."""
+    found: dict[Node, set[torch.dtype]] = {}
+
+    def reads(node: Node, dtype: torch.dtype) -> None:
+        if node.is_const and isinstance(node.value, float):
+            found.setdefault(node, set()).add(dtype)
+
+    for node in graph.nodes:
+        if node.op == CAST:
+            source = node.args[0]
+            reads(source, strong(node.dtype if isinstance(source.dtype, type) else source.dtype))
+        elif node.op in OPS:
+            at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)
+            for argument, dtype in zip(node.args, at, strict=True):
+                reads(argument, dtype)
+    for result in graph.results:
+        reads(result, strong(result.dtype))
+    return found
 
 
 def widen(graph: Graph) -> Graph:
