@@ -26,7 +26,8 @@ import flexmod
 from flexmod import calls, masks, mods
 from flexmod.backends import generated, hopper
 from flexmod.codegen.choose import Verdict
-from flexmod.runtime import counters, launch, tape
+from flexmod.runtime import bound, counters, jit, launch
+from flexmod.runtime.direct import Direct
 from flexmod.runtime.target import Target
 
 H200 = Target("sm_90", "cuda", 227 << 10, processors=132)
@@ -68,15 +69,12 @@ def _compiled(*_: Any) -> Any:
 @contextmanager
 def on_an_h200() -> Iterator[None]:
     """Calls take CPU tensors for those of an H200."""
-    start = tape.start
-
-    def started(function: Any, grid: Any, device: Any, arguments: Any) -> Any:
-        return start(function, grid, torch.device("cuda", 0), arguments)
-
     made = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
     made["_cuda_isCurrentStreamCapturing"] = lambda: False  # type: ignore[assignment]
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
-        tape, start=started, compiled=_compiled, _launched=_compiled
+        jit, start=_compiled, compiled=_compiled
+    ), mock.patch.object(
+        bound, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
     ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "target_of", lambda device: H200), mock.patch.object(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,11 +30,26 @@ from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 
 if TYPE_CHECKING:
-    from flexmod.runtime.tape import Repeated, Tensors
+    from flexmod.runtime.bound import Bound, Tensors
 
 GENERATED = ("triton", "interpret")
 GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `Call.backward`'s tensors
 BACKWARDS = 64  # that a call remembers
+
+
+class _ForMask(NamedTuple):
+    """A bound plan, and the kinds of the tensors of the mask that it was bound to."""
+
+    kinds: tuple[object, ...] | None
+    bound: Bound
+
+    def serves(self, mask: MaskSnapshot | None) -> bool:
+        kinds = None if mask is None else mask.kinds
+        return kinds is self.kinds or kinds == self.kinds
+
+
+def _has_kinds(mask: MaskSnapshot | None) -> bool:
+    return mask is None or None not in mask.kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +65,9 @@ class Call:
     want_max: bool
     track: bool
     host_numbers: bool = False
-    _backward: dict[object, Repeated] = field(default_factory=dict)
+    _forward: list[_ForMask] = field(default_factory=list)  # one, when the call has run
+    _backward: dict[object, _ForMask] = field(default_factory=dict)
     _places: list[object] = field(default_factory=list)  # of the tensors that the first forward saved
-
-    @cached_property
-    def _forward(self) -> Repeated:
-        repeated: Repeated = backend(self.backend).repeated()
-        return repeated
 
     @cached_property
     def facts(self) -> int:
@@ -100,29 +111,32 @@ class Call:
 
         `tensors` are query, key, value and those that the score mod captures.
         """
-        generated = self.backend in GENERATED
-        if generated:
-            beside, kinds = ((), ()) if mask is None else (mask.tensors, mask.kinds)
-            played = self._forward.played(tensors, beside, kinds)
-            if played is not None:
-                return played
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Tensors:
-            keep: list[Tensor] = []
-            kept = {"keep": keep} if self.track and self.backend != "reference" else {}
-            result: Forward = backend(self.backend).forward(
-                self.whole(mask, captured), query, key, value, want_max=self.want_max, **kept
-            )
-            return (*result, *keep)
-
+        beside = () if mask is None else mask.tensors
+        for known in self._forward:
+            if known.serves(mask):
+                return known.bound.run((*tensors, *beside), None if mask is None else mask.derived)
         if nothing(*tensors[:2]):
             return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
-        found = self._forward(attend, tensors, beside, kinds) if generated else attend(*tensors)
+        query, key, value, *captured = tensors
+        problem = self.whole(mask, captured)
+        if self.backend in GENERATED:
+            given = (*tensors, *map(torch.resolve_neg, beside))
+            bound = backend(self.backend).forward(problem, given, want_max=self.want_max, keep=self.track)
+            found: Tensors = bound.run(given, None if mask is None else mask.derived)
+            if _has_kinds(mask):
+                self._forward[:] = [_ForMask(None if mask is None else mask.kinds, bound)]
+        else:
+            keep: list[Tensor] = []
+            kept = {"keep": keep} if self.track and self.backend != "reference" else {}
+            result: Forward = backend(self.backend).forward(
+                problem, query, key, value, want_max=self.want_max, **kept
+            )
+            found = (*result, *keep)
         if self.track and not self._places:
             results = (t for place, t in enumerate(found) if place != 2)
-            kept = (*tensors[:3], *results, *tensors[3:])
-            self._places[:] = [saved.place(tensor) for tensor in kept if tensor is not None]
+            saved_ones = (*tensors[:3], *results, *tensors[3:])
+            self._places[:] = [saved.place(tensor) for tensor in saved_ones if tensor is not None]
         return found
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
@@ -140,15 +154,6 @@ class Call:
         Raises SavedTensorError.
         """
 
-        def differentiate(*tensors: Any) -> Tensors:
-            grad_out, grad_lse, query, key, value, out, lse, *rest = tensors
-            found: Gradients = backend(self.backend).backward(
-                self.whole(mask, rest[kept:], needs[3:]), query, key, value, out, lse, grad_out, grad_lse,
-                needs[:3], tuple(rest[:kept]),
-            )  # fmt: skip
-            asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
-            return (*found[:3], *(gradient if need else None for gradient, need in asked))
-
         if nothing(*tensors[2:4]):
             given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
@@ -156,17 +161,36 @@ class Call:
         if self.backend not in GENERATED:
             _check_readable(tensors)
             self._check_places(tensors, kept)
-            return differentiate(*tensors)
+            return self._differentiated(mask, needs, kept, tensors)
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
-        repeated = self._backward.get(case)
-        if repeated is None:
+        known = self._backward.get(case)
+        beside = () if mask is None else mask.tensors
+        if known is None or not known.serves(mask):
             _check_readable(tensors)
             self._check_places(tensors, kept)
-            repeated = backend(self.backend).repeated()
-            remember(self._backward, case, repeated, BACKWARDS)
-        beside, kinds = ((), ()) if mask is None else (mask.tensors, mask.kinds)
-        return repeated(differentiate, tensors, beside, kinds)
+            problem = self.whole(mask, tensors[7 + kept :], needs[3:])  # type: ignore[arg-type]
+            tensors = (*tensors, *map(torch.resolve_neg, beside))
+            bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
+            if _has_kinds(mask):
+                kinds = None if mask is None else mask.kinds
+                remember(self._backward, case, _ForMask(kinds, bound), BACKWARDS)
+        else:
+            tensors, bound = (*tensors, *beside), known.bound
+        found = bound.run(tensors, None if mask is None else mask.derived)
+        asked = zip(found[3:] or (None,) * len(needs[3:]), needs[3:], strict=True)
+        return (*found[:3], *(gradient if need else None for gradient, need in asked))
+
+    def _differentiated(
+        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
+    ) -> Tensors:
+        grad_out, grad_lse, query, key, value, out, lse, *rest = tensors
+        found: Gradients = backend(self.backend).backward(
+            self.whole(mask, rest[kept:], needs[3:]), query, key, value, out, lse, grad_out, grad_lse,  # type: ignore[arg-type]
+            needs[:3], tuple(rest[:kept]),
+        )  # fmt: skip
+        asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
+        return (*found[:3], *(gradient if need else None for gradient, need in asked))
 
     def _check_places(self, tensors: Tensors, kept: int) -> None:
         if self._places:

@@ -5,13 +5,18 @@ The mods stand in as the compiler would write them, so that the kernels can be t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmod.block_mask import runs, tiles
+from flexmod.block_mask.held import Held
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.ir.graph import Capture, Graph
+from flexmod.ir.trace import Traced
 
 CAUSAL = ModText(
     """@triton.jit
@@ -97,27 +102,26 @@ def score_grad(grad, score, b, h, q_idx, kv_idx):
 
 
 class Lists:
-    """The parts of a MaskSnapshot that a launch reads. `form` is what it launches from, "lists" or "runs"."""
+    """The eight lists of a mask. `form` is what a call launches from, "lists" or "runs"."""
 
     def __init__(self, **parts: Any) -> None:
         self.form = "lists"
-        self.derived: dict[object, Any] = {}
         self.__dict__.update(parts)
 
-    @property
-    def held(self) -> Lists:
-        return self
+    def snapshot(self, captured: Sequence[Tensor] = ()) -> MaskSnapshot:
+        """As a call has it; the mask_mod captures these tensors."""
+        names = {name: getattr(self, name) for name in tiles.LISTS}
+        held = Held.of_lists(names)
+        if self.form == "runs":
+            by_axis: Any = {axis: self._runs(axis) for axis in ("kv", "q")}
+            separate = self.full_kv_indices is not None
+            held = Held(held.batch, held.grid, by_axis, {}, separate)
+        captures = tuple(Capture(f"t{n}", x.dtype, x.dim(), False) for n, x in enumerate(captured))
+        traced = Traced(Graph("mask", (), captures), tuple(captured))
+        return MaskSnapshot(held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, traced)
 
-    def list(self, name: str) -> Tensor | None:
-        found: Tensor | None = getattr(self, name)
-        return found
-
-    @property
-    def by_column(self) -> bool:
-        return self.q_indices is not None
-
-    def runs(self, axis: str) -> runs.Runs | None:
-        if self.form == "lists":
+    def _runs(self, axis: str) -> runs.Runs | None:
+        if getattr(self, f"{axis}_indices") is None:
             return None
         counts, indices = getattr(self, f"{axis}_num_blocks"), getattr(self, f"{axis}_indices")
         full = getattr(self, f"full_{axis}_num_blocks"), getattr(self, f"full_{axis}_indices")
@@ -129,7 +133,7 @@ class Lists:
 
 
 def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> Lists:
-    """The attributes of a MaskSnapshot that the backend reads, from a dense mask [Bm, Hm, M, N] of bool."""
+    """The lists of a dense mask [Bm, Hm, M, N] of bool."""
     q_block, kv_block = block
     m, n = dense.shape[2:]
     padded = torch.nn.functional.pad(dense, (0, -n % kv_block, 0, -m % q_block))

@@ -57,10 +57,7 @@ def launched() -> Iterator[list[str]]:
         names.append(name)
         return start(kernels, name, *arguments)
 
-    with (
-        mock.patch("flexmod.runtime.launch.start", watch),
-        mock.patch("flexmod.backends.triton.start", watch),
-    ):
+    with mock.patch("flexmod.runtime.launch.start", watch):
         yield names
 
 

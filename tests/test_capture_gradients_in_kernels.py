@@ -13,7 +13,8 @@ from reference_case import LargestTensor, make_case
 from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
-from flexmod.backends import generated, triton_captured
+from flexmod.backends import generated
+from flexmod.runtime import launch
 
 BATCH, HEADS, ROWS, COLUMNS = 2, 2, 35, 21
 LEARNED = learned_mods(BATCH, HEADS, ROWS, COLUMNS)
@@ -253,9 +254,9 @@ def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = generated.Generated.backward
 
     def watch(self: Any, problem: Any, *args: Any, **options: Any) -> Any:
-        result = backward(self, problem, *args, **options)
-        asked.append(tuple(x is not None for x in (*result[:3], *result.captures)))
-        return result
+        bound = backward(self, problem, *args, **options)
+        asked.append(tuple(place is not None for place in bound.plan.results))
+        return bound
 
     monkeypatch.setattr(generated.Generated, "backward", watch)
     call = case(torch.bfloat16)
@@ -366,13 +367,13 @@ def test_fixed_point_with_what_is_not_finite(value: float) -> None:
 
 def test_the_option_asks_for_fixed_point(any_order: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    launch = triton_captured.launch
+    start = launch.start
 
-    def watch(kernels: Any, kernel: Any, *rest: Any) -> Any:
-        launched.append(kernel)
-        return launch(kernels, kernel, *rest)
+    def watch(kernels: Any, name: Any, *rest: Any) -> Any:
+        launched.extend(["scatter"] * (name == "scatter_kernel"))
+        return start(kernels, name, *rest)
 
-    monkeypatch.setattr(triton_captured, "launch", watch)
+    monkeypatch.setattr(launch, "start", watch)
     terms = random(40).float()
     plain, fixed = crowded(terms), crowded(terms, deterministic=True)
     assert launched == ["scatter"] * 3

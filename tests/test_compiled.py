@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import planned
 import pytest
 import torch
 from reference_case import make_case
@@ -12,7 +13,6 @@ from torch import Tensor
 import flexmod
 from flexmod import AuxRequest, calls, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir import trace as tracing
-from flexmod.runtime.tape import Tape
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 LENGTH = 24
@@ -43,14 +43,12 @@ def test_results_and_gradients(options: Any) -> None:
         assert all(map(torch.equal, *found))
 
 
-def test_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    plays = []
-    play = Tape.play
-    monkeypatch.setattr(Tape, "play", lambda tape, given: plays.append(tape) or play(tape, given))
+def test_its_plan_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = planned.reruns(monkeypatch)
     attend = flexmod.compile(mods.softcap(2.0), masks.causal(), kernel_options=INTERPRET)
     for _ in range(5):
         attend(*inputs())
-    assert len(plays) == 3
+    assert len(plays) == 4
 
 
 def test_a_known_call_looks_at_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:

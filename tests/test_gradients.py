@@ -138,10 +138,7 @@ def arguments() -> Iterator[dict[str, dict[str, Any]]]:
         found[name] = dict(given)
         return start(kernels, name, device, grid, given)
 
-    with (
-        mock.patch("flexmod.runtime.launch.start", watch),
-        mock.patch("flexmod.backends.triton.start", watch),
-    ):
+    with mock.patch("flexmod.runtime.launch.start", watch):
         yield found
 
 

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexmod
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, library, masks, mods
 from flexmod.backends import arguments, hopper
-from flexmod.runtime import tape
+from flexmod.plan import fixed
+from flexmod.runtime import jit
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -70,9 +71,9 @@ def test_the_output_lies_as_query_does(options: Any) -> None:
 def test_kernels_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel is given is the caller's memory, and what it writes is what the caller gets."""
     launches: list[dict[str, Any]] = []
-    start = tape.start
+    start = jit.start
     monkeypatch.setattr(
-        tape, "start", lambda of, grid, on, given: launches.append(dict(given)) or start(of, grid, on, given)
+        jit, "start", lambda of, grid, on, given: launches.append(dict(given)) or start(of, grid, on, given)
     )
     q, k, v = inputs()
     out = attend(q, k, v, INTERPRET, layout="bshd")
@@ -94,9 +95,9 @@ def test_the_tma_unit_addresses_it() -> None:
     q, k, v = (torch.empty(2, 50, 4, 64, dtype=torch.float16).transpose(1, 2) for _ in range(3))
     assert hopper.call_obstacle(q, k, v) is None
     out = arguments.allocate(q, 64)
-    descriptor = hopper.tiles(out, 64, 64)
+    descriptor = hopper.tiles(fixed("out", out), 64, 64)
     assert out.transpose(1, 2).is_contiguous() and hopper.addressable(out)
-    assert (descriptor.shape, descriptor.strides) == ([2, 4, 50, 64], [50 * 256, 64, 256, 1])
+    assert (descriptor.shape, descriptor.strides) == ((2, 4, 50, 64), (50 * 256, 64, 256, 1))
 
 
 def test_a_handle() -> None:

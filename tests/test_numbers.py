@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import planned
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from flexmod.block_mask.mask_mod import trace_mask
 from flexmod.ir import host_numbers
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime import tape
 
 LENGTH = 20
 BACKENDS = {"cpu": {}, "interpret": {"BACKEND": "INTERPRET"}, "reference": {"BACKEND": "REFERENCE"}}
@@ -356,16 +356,8 @@ def another_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recorded runs that were played again."""
-    tapes: list[Any] = []
-    play = tape.Tape.play
-
-    def watch(self: tape.Tape, *arguments: Any) -> Any:
-        tapes.append(self)
-        return play(self, *arguments)
-
-    monkeypatch.setattr(tape.Tape, "play", watch)
-    return tapes
+    """The plans that were run again."""
+    return planned.reruns(monkeypatch)
 
 
 @pytest.mark.parametrize("way", ["eager", "handle"])

@@ -41,6 +41,7 @@ ir.ranges
 ir.derivative
 ir.reductions
 ir.constants ir.kept ir.record
+plan
 block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.held block_mask.rebase
 block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
 block_mask.data block_mask.combine block_mask.cuts block_mask.facts block_mask.pictures

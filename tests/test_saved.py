@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import planned
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import flexmod
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
 from flexmod.block_mask.tiles import LISTS
-from flexmod.runtime import tape
 
 LENGTH, BLOCK, HEADS, DIM = 24, 16, 1, 16
 BACKENDS: dict[str, Any] = {
@@ -390,36 +390,21 @@ def test_lists_of_64_bits_become_those_of_32(backend: str) -> None:
 
 @pytest.mark.parametrize("batch", [None, 2])
 @IN_FORMS
-def test_recordings_are_played_for_what_they_were_made_of(
+def test_plans_are_run_again_for_the_kinds_that_they_were_bound_to(
     form: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("eager", "interpret", form)
     if batch:
         case.tensors = [x.detach().repeat(batch, 1, 1, 1).requires_grad_() for x in case.tensors]
         case.grad_out = case.grad_out.repeat(batch, 1, 1, 1)
-    played: list[Any] = []
-    play = tape.Tape.play
-    monkeypatch.setattr(tape.Tape, "play", lambda self, given: played.append(self) or play(self, given))
+    played = planned.reruns(monkeypatch)
     case.warm()
-    assert len(played) == 2
+    assert len(played) == 4
     for name in LISTS:
         part = getattr(case.mask, name)
         setattr(case.mask, name, torch.nn.functional.pad(part, (0, 3)) if "indices" in name else part.clone())
     case.backward(case.forward())
-    assert len(played) == 2
-
-
-def test_a_recording_of_other_kinds_is_not_played() -> None:
-    repeated, ran = tape.Repeated(), list[int]()
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        ran.append(1)
-        return (x + beside,)
-
-    beside = torch.ones(2)
-    for kinds, expected in ((("a",), 1), (("a",), 2), (("a",), 2), (("b",), 3), ((None,), 4), (("a",), 4)):
-        repeated(run, (torch.zeros(2),), (beside,), kinds)
-        assert len(ran) == expected
+    assert len(played) == 4
 
 
 def test_a_snapshot_is_made_once() -> None:

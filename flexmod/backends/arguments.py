@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from flexmod.backends.interface import Problem
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.runs import Runs
+from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
+from flexmod.ir.trace import Traced
+from flexmod.plan import Call, Extent, Place, Size, Writer, contiguous, fixed, if_several, named
 
 Arguments = dict[str, object]
+Numbers = Sequence[bool | int | float]
 
 
 def allocate(like: Tensor, dim: int) -> Tensor:
@@ -19,11 +26,88 @@ def allocate(like: Tensor, dim: int) -> Tensor:
 
     Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
     """
-    strides, step = [0, 0, 0, 1], dim
-    for i in sorted((2, 1, 0), key=like.stride):
+    strides = strides_in_order(like.shape, dim, order_of(like))
+    return like.new_empty_strided((*like.shape[:3], dim), strides)  # type: ignore[arg-type]
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """Batch, heads and rows, dimensions 0 to 2, from the one that is closest in memory on."""
+    return tuple(sorted((2, 1, 0), key=tensor.stride))
+
+
+def strides_in_order(shape: Sequence[Extent], dim: int, order: Sequence[int]) -> list[Extent]:
+    """The strides of [*shape[:3], dim] without gaps."""
+    strides: list[Extent] = [0, 0, 0, 1]
+    step: Extent = dim
+    for i in order:
         strides[i] = step
-        step *= like.shape[i]
-    return like.new_empty_strided((*like.shape[:3], dim), strides)
+        step = shape[i] * step
+    return strides
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What a plan is run on, as places, and the numbers beside: `inputs` are all of them, in order.
+
+    q [B, HQ, M, D], k [KV_B, HKV, N, D], v [KV_B, HKV, N, DV]; `orders` says how each lies in memory. The
+    mask and what the mods capture have places where a call has tensors.
+    """
+
+    q: Place
+    k: Place
+    v: Place
+    orders: Mapping[str, tuple[int, ...]]
+    scale: float
+    mask: MaskSnapshot | None = None
+    score_captured: Captured = NOTHING
+    mask_captured: Captured = NOTHING
+    inputs: tuple[Place | None, ...] = ()
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """B, HQ, M and N."""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    def like(self, writer: Writer, name: str, place: Place, dim: int) -> Place:
+        """A new tensor as q, k or v, but for a last dimension of `dim`; in memory in its order."""
+        strides = strides_in_order(place.shape, dim, self.orders[place.name])
+        return writer.empty(name, (*place.shape[:3], dim), place.dtype, strides)
+
+
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, score_numbers: Numbers, mask_numbers: Numbers
+) -> Operands:
+    """Of a call; `inputs` are its query, key and value, what the mods capture, and the tiles of its mask."""
+    batch, heads, length, shared_batch, shared, keys = map(Size, ("B", "HQ", "M", "KV_B", "HKV", "N"))
+    query = named("query", q, (batch, heads, length, q.shape[3]))
+    key = named("key", k, (shared_batch, shared, keys, k.shape[3]))
+    value = named("value", v, (shared_batch, shared, keys, v.shape[3]))
+    captured = _captured_places("score", problem.score)
+    mask, of_mask = None, tuple[Place, ...]()
+    if problem.mask is not None:
+        of_mask = places_of_mask(problem.mask)
+        mask = problem.mask.with_tensors(of_mask)  # type: ignore[arg-type]
+    return Operands(
+        query, key, value,
+        {"query": order_of(q), "key": order_of(k), "value": order_of(v)},
+        problem.scale, mask,
+        Captured(captured, score_numbers),
+        Captured(mask.mod.tensors if mask else (), mask_numbers),  # type: ignore[arg-type]
+        (query, key, value, *captured, *of_mask),
+    )  # fmt: skip
+
+
+def _captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
+    tensors = traced.tensors if traced else ()
+    return tuple(named(f"{mod}_capture{number}", tensor) for number, tensor in enumerate(tensors))
+
+
+def places_of_mask(mask: MaskSnapshot) -> tuple[Place, ...]:
+    """Places for all tensors of a mask, in their order. A user's lists have the layout that they have."""
+    names = mask.held.parts()
+    make = fixed if mask.held.form == "lists" else named
+    tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.held.tensors(), strict=True))
+    return (*tiles, *_captured_places("mask", mask.mod))
 
 
 def block_of(mask: MaskSnapshot) -> tuple[int, int]:
@@ -37,28 +121,29 @@ def block_of(mask: MaskSnapshot) -> tuple[int, int]:
     return rows, columns
 
 
-def strided(name: str, letters: str, row: str, tensor: Tensor | None) -> Arguments:
+def strided(name: str, letters: str, row: str, tensor: Place | None) -> Arguments:
     """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
-    b, h, m, d = tensor.stride() if tensor is not None else (0, 0, 0, 0)
+    b, h, m, d = tensor.strides if tensor is not None else (0, 0, 0, 0)
     return {
         name: tensor,
-        f"stride_{letters}b": b if tensor is not None and tensor.shape[0] > 1 else 0,
+        f"stride_{letters}b": if_several(tensor.shape[0], b) if tensor is not None else 0,
         f"stride_{letters}h": h,
         f"stride_{letters}{row}": m,
         f"stride_{letters}d": d,
     }
 
 
-def sizes(q: Tensor, k: Tensor, scale: float) -> Arguments:
-    return {"scale": scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
+def sizes(call: Operands) -> Arguments:
+    q, k = call.q, call.k
+    return {"scale": call.scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
 
 
-def grad_lse_arguments(grad_lse: Tensor | None) -> Arguments:
-    strides = grad_lse.stride() if grad_lse is not None else (0, 0, 0)
+def grad_lse_arguments(grad_lse: Place | None) -> Arguments:
+    strides = grad_lse.strides if grad_lse is not None else (0, 0, 0)
     return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
 
 
-def mask_arguments(mask: MaskSnapshot | None, axis: Axis) -> Arguments:
+def mask_arguments(writer: Writer, mask: MaskSnapshot | None, axis: Axis) -> Arguments:
     """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
     if mask is None:
         return {}
@@ -68,45 +153,25 @@ def mask_arguments(mask: MaskSnapshot | None, axis: Axis) -> Arguments:
             advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
         )
     runs = mask.held.runs(axis)
-    return _lists(mask, axis) if runs is None else _run_arguments(axis, runs)
-
-
-def _run_arguments(axis: Axis, runs: Runs) -> Arguments:
-    return {
-        f"{axis.upper()}_ROWS": runs.rows,
-        f"{axis.upper()}_RUNS": runs.spans,
-        **mask_strides(runs.rows.shape[:3]),
-    }
-
-
-def _lists(mask: MaskSnapshot, axis: Axis) -> Arguments:
-    """The lists of a mask; see `_list_arguments`.
-
-    Remembered where they are the mask's own tensors. Copies are made again: a recording has to see it, and on
-    another stream a launch could read a copy before it is written.
-    """
-    known: Arguments | None = mask.derived.get(axis)
-    if known is not None:
-        return known
+    if runs is not None:
+        rows: Any = runs.rows
+        return {
+            f"{axis.upper()}_ROWS": rows, f"{axis.upper()}_RUNS": runs.spans, **mask_strides(rows.shape[:3])
+        }  # fmt: skip
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
-    lists = [mask.held.list(name) for name in names]
-    arguments = _list_arguments(axis, names, lists)
-    read = [arguments[name.upper()] for name in names]
-    if all(a is b for a, b in zip(read, lists, strict=True)):
-        mask.derived[axis] = arguments
-    return arguments
+    return _list_arguments(writer, axis, names, [mask.held.list(name) for name in names])
 
 
-def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> Arguments:
+def _list_arguments(writer: Writer, axis: str, names: list[str], lists: list[Any]) -> Arguments:
     """Lists of blocks, contiguous, with the strides they share.
 
     A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
     """
-    present = [t for t in lists if t is not None]
+    present: list[Place] = [place for place in lists if place is not None]
     for dim in (0, 1):
-        if all(t.shape[dim] == 1 or t.stride(dim) == 0 for t in present):
-            present = [t if t.shape[dim] == 1 else t.narrow(dim, 0, 1) for t in present]
-    counts, indices, *full = [t.contiguous() for t in present]
+        if all(place.shape[dim] == 1 or place.strides[dim] == 0 for place in present):
+            present = [_first(place, dim) for place in present]
+    counts, indices, *full = [_dense(writer, place) for place in present]
     full_counts, full_indices = full if full else (None, None)
     return {
         names[0].upper(): counts,
@@ -119,10 +184,35 @@ def _list_arguments(axis: str, names: list[str], lists: list[Tensor | None]) -> 
     }
 
 
-def mask_strides(shape: Sequence[int]) -> Arguments:
+def _first(place: Place, dim: int) -> Place:
+    """The first entry of a dimension, which begins where the whole does."""
+    shape = (*place.shape[:dim], 1, *place.shape[dim + 1 :])
+    return replace(place, shape=shape)
+
+
+def _dense(writer: Writer, place: Place) -> Place:
+    """The place itself if it is contiguous, or a copy."""
+    dense = contiguous(place.shape)
+    layout = zip(place.shape, place.strides, dense, strict=True)
+    if all(size == 1 or stride == wanted for size, stride, wanted in layout):
+        return place
+    known = [step.makes[0] for step in writer.steps if isinstance(step, Call) and step.function is copied]
+    made = Place(f"{place.name}_copied", place.shape, dense, place.dtype)
+    if made not in known:
+        writer.call(copied, (place, place.shape, place.strides), (made,))
+    return made
+
+
+def copied(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> tuple[Tensor]:
+    """A contiguous copy of a view that begins where the tensor does."""
+    view = tensor.as_strided(shape, strides, tensor.storage_offset())
+    return (view.clone(memory_format=torch.contiguous_format),)
+
+
+def mask_strides(shape: Sequence[Extent]) -> Arguments:
     """From one batch, and one head, of [batches, heads, lines] to the next, in lines; 0 for a single one."""
     batch, heads, lines = shape
     return {
-        "stride_mask_b": heads * lines if batch > 1 else 0,
-        "stride_mask_h": lines if heads > 1 else 0,
+        "stride_mask_b": if_several(batch, heads * lines),
+        "stride_mask_h": if_several(heads, lines),
     }

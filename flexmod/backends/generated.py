@@ -1,4 +1,4 @@
-"""The generated kernels as a backend: a problem's mods are compiled, then launched.
+"""The generated kernels as a backend: a problem's mods are compiled, and its calls get plans.
 
 By `hopper.py` where the kernels made for that chip can run, else by `triton.py`, which runs them all. Two
 backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter on CPU tensors.
@@ -7,7 +7,7 @@ backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,108 +17,111 @@ from torch import Tensor
 
 from flexmod import config
 from flexmod.backends import hopper, triton
-from flexmod.backends.captured import Sums, gradients
-from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.hopper import Way, hopper_kernels, template, why_portable
-from flexmod.codegen.kernels import Captured, Kernels
-from flexmod.codegen.spec import KernelSpec, option
+from flexmod.backends.arguments import Operands, operands
+from flexmod.backends.captured import gradients
+from flexmod.backends.interface import Problem
+from flexmod.backends.triton import Found, Incoming, Tiles
+from flexmod.codegen.hopper import HopperKernels, Shape, Way, hopper_kernels, template, why_portable
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, option
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
-from flexmod.ir.passes import Extents
-from flexmod.runtime import tuned
-from flexmod.runtime.tape import Repeated
+from flexmod.ir.reductions import Term
+from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of, named
+from flexmod.runtime import launch, tuned
+from flexmod.runtime.bound import Bound, sample
 from flexmod.runtime.target import family_of, target_of
+
+Tensors = Sequence[Tensor | None]
+Results = tuple[Place | None, ...]
+NO_TILES: Mapping[KernelName, Tile] = {}
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A backend in the sense of `interface.py`."""
+    """Makes the plans of calls, bound to the kinds of their tensors."""
 
     interpreted: bool
 
-    def forward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        want_max: bool,
-        keep: list[Tensor] | None = None,
-    ) -> Forward:
-        compiled = self._compile(problem, q, k, v, backward=False)
-        given = {**compiled.arguments, "want_max": want_max}
-        found = None
-        if self._for_hopper("forward", compiled, q, k, v):
+    def forward(self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool) -> Bound:
+        """Bound to query, key, value, what the score_mod captures, and the tensors of the mask.
+
+        Its results are those of `Forward`, and with `keep` what a backward takes as `kept`.
+
+        Raises:
+            NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.settle`.
+            BlockSizeError, OptionValueError: see `ladder`.
+            BlockMaskPartsError: see `mask_arguments`.
+        """
+        compiled = self._compile(problem, tensors, backward=False)
+        kernels, wants = compiled.kernels, {"want_max": want_max, "keep": keep}
+
+        def write_own(writer: Writer, call: Operands, shape: Shape, tiles: Tiles) -> Results:
+            return hopper.forward(writer, hopper_kernels(kernels), call, shape, **wants)
+
+        def write(writer: Writer, call: Operands, tiles: Tiles) -> Results:
+            return triton.forward(writer, kernels, call, tiles, **wants)
+
+        if self._for_hopper("forward", compiled):
             try:
-                found = hopper.forward(hopper_kernels(compiled.kernels), q, k, v, keep=keep, **given)
+                return compiled.settled_shape(hopper_kernels(kernels), "forward", write_own)
             except hopper.NoShape as none:
-                _portable("forward", compiled.kernels, str(none))
-        if found is None:
-            found = triton.forward(compiled.kernels, q, k, v, keep=keep, **given)
-        compiled.look()
-        return found
+                _portable("forward", kernels, str(none))
+        return compiled.settled(kernels, write)
 
     def backward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        needs: tuple[bool, bool, bool],
-        kept: tuple[Tensor, ...] = (),
-    ) -> Gradients:
-        compiled = self._compile(problem, q, k, v, backward=True)
-        tensors, given = (q, k, v, out, lse, grad_out, grad_lse, needs), compiled.arguments
-        found = None
-        if self._for_hopper("backward", compiled, q, k, v):
+        self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
+    ) -> Bound:
+        """Bound to grad_out, grad_lse or None, query, key, value, out, lse, what the forward kept, what the
+        score_mod captures, and the tensors of the mask.
+
+        `kept` says how many tensors the forward kept. Its results are those of `Gradients`, one after the
+        other. Raises as `forward`.
+        """
+        compiled = self._compile(problem, tensors, backward=True, kept=kept)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if self._for_hopper("backward", compiled):
+            own = replace(compiled, fused=True) if compiled.wanted else compiled
+            kernels = hopper_kernels(own.kernels)
+            facts = hopper.facts_of(compiled.qkv[1], tensors[0])
+
+            def write_own(writer: Writer, call: Operands, shape: Shape, tiles: Tiles) -> Results:
+                found = hopper.backward(writer, kernels, call, own.incoming, needs, shape, tiles, facts)
+                return own.with_captured(writer, call, found)
+
             try:
-                own = replace(compiled, fused=True) if compiled.wanted else compiled
-                found = hopper.backward(hopper_kernels(own.kernels), *tensors, kept, **given)
-                compiled = own
+                return own.settled_shape(kernels, "backward", write_own)
             except hopper.NoShape as none:
                 _portable("backward", compiled.kernels, str(none))
-        if found is None:
-            found = triton.backward(compiled.kernels, *tensors, kept, **given)
-        compiled.look()
-        return Gradients(found.query, found.key, found.value, compiled.capture_gradients(found.sums))
 
-    @staticmethod
-    def repeated() -> Repeated:
-        """What records and plays a direction of a call."""
-        return Repeated()
+        def write(writer: Writer, call: Operands, tiles: Tiles) -> Results:
+            found = triton.backward(
+                writer, compiled.kernels, call, compiled.incoming, needs, tiles, deterministic=deterministic
+            )
+            return compiled.with_captured(writer, call, found)
 
-    def _for_hopper(self, way: Way, compiled: _Compiled, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return compiled.settled(compiled.kernels, write)
+
+    def _for_hopper(self, way: Way, compiled: _Compiled) -> bool:
         """Do the kernels made for Hopper take this call?"""
-        kernels = compiled.kernels
+        kernels, (q, k, v) = compiled.kernels, compiled.qkv
         target = "Triton's interpreter" if self.interpreted else target_of(q.device).name
         why = why_portable(
             kernels.spec, way, target, kernels.options,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         if why is None:
-            why = hopper.call_obstacle(q, k, v, compiled.mask if way == "backward" else None)
+            why = hopper.call_obstacle(q, k, v, compiled.problem.mask if way == "backward" else None)
         if why is not None:
             _portable(way, kernels, why)
         return why is None
 
-    def _compile(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Compiled:
+    def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, kept: int = 0) -> _Compiled:
+        qkv = q, k, v = _query_key_value(tensors, backward)
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        watch = Watch(extents[2:], q.device) if config.check_bounds() else None
-        score = mask = None
-        score_captured = mask_captured = Captured()
-        if problem.score is not None:
-            score = compile_mod(problem.score.graph, extents)
-            score_captured = Captured(problem.score.tensors, score.numbers, watch)
-        if problem.mask is not None:
-            mask = compile_mod(problem.mask.traced.graph, extents)
-            mask_captured = Captured(problem.mask.traced.tensors, mask.numbers, watch)
+        score = compile_mod(problem.score.graph, extents) if problem.score else None
+        mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
         spec = triton.kernel_spec(
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
@@ -129,10 +132,11 @@ class Generated:
         def make(fused: bool) -> Kernels:
             return kernels_for(spec, *lowered, problem.options, self.interpreted, wanted, fused, family)
 
-        given = (problem.scale, problem.mask, score_captured, mask_captured)
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
             self._tune(problem, spec, [make(fused) for fused in (False, True)], q.device)
-        return _Compiled(make, score, *given, wanted, extents, watch)
+        numbers = (score.numbers if score else (), mask.numbers if mask else ())
+        call = operands(q, k, v, problem, *numbers)
+        return _Compiled(make, problem, tuple(tensors), qkv, call, score, wanted, backward, kept)
 
     def _tune(
         self, problem: Problem, spec: KernelSpec, kernels: Sequence[Kernels], device: torch.device
@@ -151,48 +155,150 @@ class Generated:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A call's kernels and what its mods close over.
+    """A call, and the kernels that its mods make: what its plans are written with.
 
     `make(fused)` makes the kernels; `wanted` are the captures that get gradients, and `fused` says that
-    Hopper's backward makes them. `watch` is there where the kernels check indices.
+    Hopper's backward makes them. `tensors` are what a plan is bound to.
     """
 
     make: Callable[[bool], Kernels]
+    problem: Problem
+    tensors: tuple[Tensor | None, ...]
+    qkv: tuple[Tensor, Tensor, Tensor]
+    call: Operands
     score: Mod | None
-    scale: float
-    mask: MaskSnapshot | None
-    score_captured: Captured
-    mask_captured: Captured
     wanted: tuple[int, ...]
-    extents: Extents
-    watch: Watch | None
+    backward: bool
+    kept: int
     fused: bool = False
 
     @cached_property
     def kernels(self) -> Kernels:
         return self.make(self.fused)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What every launch is given."""
-        names = ("scale", "mask", "score_captured", "mask_captured")
-        return {name: getattr(self, name) for name in names}
-
-    def look(self) -> None:
-        """Raises CaptureBoundsError where kernels that check found something."""
-        if self.watch is not None:
-            self.watch.look()
-
-    def capture_gradients(self, sums: Sums) -> tuple[Tensor | None, ...]:
-        """See `interface.Gradients`."""
-        if not self.wanted:
-            return ()
-        assert self.score is not None and self.score.lowered.score is not None
-        graph = self.score.lowered.score
-        terms = capture_terms(graph, self.wanted, self.fused)
-        return gradients(
-            graph, terms, sums, self.score_captured.tensors, self.score_captured.numbers, self.extents
+    @cached_property
+    def incoming(self) -> Incoming:
+        """The places of what comes from the forward and from autograd."""
+        grad_out, grad_lse, _, _, _, out, lse, *rest = self.tensors[: 7 + self.kept]
+        assert out is not None and lse is not None and grad_out is not None
+        sizes = self.call.q.shape[:3]
+        rows = (sizes, contiguous(sizes), lse.dtype)
+        return Incoming(
+            named("out", out, (*sizes, out.shape[3])),
+            Place("lse", *rows),
+            named("grad_out", grad_out, (*sizes, out.shape[3])),
+            None if grad_lse is None else named("grad_lse", grad_lse, sizes),
+            tuple(Place(f"kept{number}", *rows) for number in range(len(rest))),
         )
+
+    @cached_property
+    def inputs(self) -> Results:
+        """The places of `tensors`."""
+        if not self.backward:
+            return self.call.inputs
+        out, lse, grad_out, grad_lse, kept = self.incoming
+        return (grad_out, grad_lse, *self.call.inputs[:3], out, lse, *kept, *self.call.inputs[3:])
+
+    @cached_property
+    def extents(self) -> Mapping[str, int]:
+        """What the names in plans are for the tensors."""
+        processors = {"PROCESSORS": hopper.processors(self.qkv[0].device)}
+        return {**extents_of(self.inputs, self.tensors), **processors}
+
+    def plan(self, write: Callable[[Writer, Operands], Results]) -> Plan:
+        """The plan that `write` writes; where kernels check indices, the host looks at the end."""
+        writer, call = Writer(), self.call
+        watch = None
+        if config.check_bounds():
+            watch = Watch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
+            call = replace(
+                call,
+                score_captured=call.score_captured._replace(watch=watch),
+                mask_captured=call.mask_captured._replace(watch=watch),
+            )
+        results = write(writer, call)
+        if watch is not None:
+            watch.look()
+        return writer.plan(self.inputs, results)
+
+    def settled(self, kernels: Kernels, write: Callable[[Writer, Operands, Tiles], Results]) -> Bound:
+        """The plan with the tile that each of its kernels takes, bound."""
+        def plan(tiles: Tiles) -> Plan:
+            return self.plan(lambda writer, call: write(writer, call, tiles))
+
+        return self._bound(kernels, plan)
+
+    def settled_shape(
+        self, kernels: HopperKernels, way: Way, write: Callable[[Writer, Operands, Shape, Tiles], Results]
+    ) -> Bound:
+        """The same by the kernels for Hopper. Raises NoShape."""
+
+        def plan(shape: Shape, tiles: Tiles) -> Plan:
+            return self.plan(lambda writer, call: write(writer, call, shape, tiles))
+
+        def arguments(shape: Shape) -> dict[str, Any]:
+            (step,) = plan(shape, _FirstRungs(kernels.portable)).launches(way)
+            return self._sample(step)
+
+        shape = hopper.settle(kernels, way, self.qkv[0].device, arguments)
+        return self._bound(kernels.portable, lambda tiles: plan(shape, tiles))
+
+    def _bound(self, kernels: Kernels, plan: Callable[[Tiles], Plan]) -> Bound:
+        tiles = _FirstRungs(kernels)
+        with_tiles: list[Any] = [s.kernel for s in plan(tiles).launches() if isinstance(s.rung, Tile)]
+        for name in dict.fromkeys(with_tiles):
+
+            def arguments(tile: Tile, name: KernelName = name) -> list[dict[str, Any]]:
+                return [self._sample(step) for step in plan(tiles.but(name, tile)).launches(name)]
+
+            tiles[name] = launch.settle(kernels, name, self.qkv[0].device, arguments)
+        return Bound(plan(tiles), self.tensors, self.qkv[0].device, self.extents)
+
+    def _sample(self, step: Launch) -> dict[str, Any]:
+        given = zip(self.inputs, self.tensors, strict=True)
+        tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
+        return sample(step, tensors, self.extents)
+
+    def with_captured(self, writer: Writer, call: Operands, found: Found) -> Results:
+        """The gradients that a backward found, and those of captured tensors from its sums."""
+        if not self.wanted:
+            return found[:3]
+        assert self.score is not None and self.score.lowered.score is not None
+        graph, captured = self.score.lowered.score, call.score_captured
+        terms = _Terms(capture_terms(graph, self.wanted, self.fused))
+        tensors: Sequence[Any] = captured.tensors
+        grads = [
+            Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
+            if number in self.wanted
+            else None
+            for number, place in enumerate(tensors)
+        ]
+        given = (graph, terms, found.sums, tuple(tensors), tuple(captured.numbers), call.extents)
+        return (*found[:3], *writer.call(gradients, given, grads))
+
+
+class _Terms(tuple[Term, ...]):
+    """Terms as one argument of a step."""
+
+
+class _FirstRungs(dict[KernelName, Tile]):
+    """The tiles of kernels; the first rung of its ladder for one that has not settled."""
+
+    def __init__(self, kernels: Kernels, known: Mapping[KernelName, Tile] = NO_TILES) -> None:
+        super().__init__(known)
+        self._kernels = kernels
+
+    def __missing__(self, kernel: KernelName) -> Tile:
+        return self._kernels.ladder(kernel)[0]
+
+    def but(self, kernel: KernelName, tile: Tile) -> _FirstRungs:
+        return _FirstRungs(self._kernels, {**self, kernel: tile})
+
+
+def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = tensors[2:5] if backward else tensors[:3]
+    assert query is not None and key is not None and value is not None
+    return query, key, value
 
 
 def _portable(way: Way, kernels: Kernels, why: str) -> None:

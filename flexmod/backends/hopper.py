@@ -1,40 +1,40 @@
-"""Launches the kernels of `codegen/hopper.py`, for calls that they take. Shapes as in `interface.py`.
+"""The plans of the kernels of `codegen/hopper.py`, for calls that they take. Shapes as in `interface.py`.
 
 The backward sums dQ in memory, all programs in any order: two runs may differ in the last bits of it.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod import config
 from flexmod.backends import triton
-from flexmod.backends.arguments import allocate, block_of, mask_arguments, sizes, strided
-from flexmod.backends.interface import Forward
-from flexmod.backends.triton import Found
+from flexmod.backends.arguments import (
+    Arguments,
+    Operands,
+    block_of,
+    copied,
+    mask_arguments,
+    sizes,
+    strided,
+)
+from flexmod.backends.triton import Found, Incoming, Tiles
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.choose import Verdict, choose
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape, Way, sum_block, sum_row, wide
-from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.codegen.schedule import grid
 from flexmod.errors import MisaddressedProductsError
-from flexmod.ir.reductions import Along
-from flexmod.runtime import launch, machine_code, tape
+from flexmod.plan import Descriptor, Extent, Place, Size, Writer, cdiv, contiguous, if_several, least, product
+from flexmod.runtime import jit, launch, machine_code
 from flexmod.runtime.counters import COUNTER
-from flexmod.runtime.gluon import layout_of
 from flexmod.runtime.target import target_of
-
-Arguments = Mapping[str, Any]
 
 # Queries in a backward's tile, at most.
 TALLEST = 128
@@ -49,6 +49,24 @@ class NoShape(Exception):
     """No shape of a kernel does on this device, and why."""
 
 
+class BackwardFacts(NamedTuple):
+    """`addressable`: the TMA unit can address the gradient of the output, or else a copy is made of it.
+
+    `ordered`: long programs go first. There must not be so many that the L2 counts for more.
+    """
+
+    addressable: bool
+    ordered: bool
+
+
+def facts_of(key: Tensor, grad_out: Tensor | None) -> BackwardFacts:
+    """Of a backward of these tensors."""
+    assert grad_out is not None
+    kv_batch, kv_heads, keys, _ = key.shape
+    programs: Any = grid(kv_batch, kv_heads, keys, 128)
+    return BackwardFacts(addressable(grad_out), programs <= ORDERED * processors(key.device))
+
+
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
     """Why the kernels do not take these tensors, None where they do.
 
@@ -57,7 +75,8 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if not addressable(tensor):
             return f"{name}'s rows, heads or storage are not at multiples of 16 bytes"
-    if q.shape[0] * q.shape[1] * _pitch(q.shape[2], by_column) >= 2**31:
+    rows: Any = q.shape[0] * q.shape[1] * _pitch(q.shape[2], by_column)
+    if rows >= 2**31:
         return "2^31 rows of queries or more"
     if by_column is not None and not by_column.held.by_column:
         return "block_mask has no q_num_blocks and q_indices"
@@ -73,176 +92,163 @@ def addressable(tensor: Tensor) -> bool:
 
 
 def forward(
+    writer: Writer,
     kernels: HopperKernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: Operands,
+    shape: Shape,
     *,
-    scale: float,
-    mask: MaskSnapshot | None = None,
-    score_captured: Captured = NOTHING,
-    mask_captured: Captured = NOTHING,
     want_max: bool = False,
-    keep: list[Tensor] | None = None,
-    shape: Shape | None = None,
-) -> Forward:
-    """Attention of the variant that `kernels` were made for. `call_obstacle` must have found none.
+    keep: bool = False,
+) -> tuple[Place | None, ...]:
+    """Writes attention of the variant that `kernels` were made for, as `triton.forward` does.
 
-    `keep`: as `triton.forward` has it. `shape`: this one, not one of the ladder. Raises NoShape before
-    anything runs.
+    `call_obstacle` must have found none.
     """
-    batch, heads, length, _ = q.shape
-    spec = kernels.spec
-    out = allocate(q, v.shape[3])
-    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    max_scores = torch.empty_like(lse) if want_max else None
-    shared = {
+    batch, heads, length, _ = call.extents
+    spec, q, k, v = kernels.spec, call.q, call.k, call.v
+    out = call.like(writer, "out", q, spec.value_dim)
+    lse = writer.empty("lse", (batch, heads, length))
+    max_scores = writer.like("max_scores", lse) if want_max else None
+    kept = triton.statistics_kept(writer, kernels.portable, lse, keep)
+    arguments = {
+        "K": tiles(k, shape.block_n, spec.head_tile),
+        "V": tiles(v, shape.block_n, spec.value_tile),
         "Q": tiles(q, 64, spec.head_tile),
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
-        **triton.statistics_kept(kernels.portable, lse, keep),
+        **kept,
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
-        **mask_arguments(mask, "kv"),
-        **_order(mask, "kv"),
-        **kernels.portable.mod_arguments("hopper_forward", score_captured, mask_captured),
-        **sizes(q, k, scale),
+        **mask_arguments(writer, call.mask, "kv"),
+        **_order(call.mask, "kv"),
+        **kernels.portable.mod_arguments("hopper_forward", call.score_captured, call.mask_captured),
+        **sizes(call),
         "B": batch,
         "KV_B": k.shape[0],
     }
-
-    def arguments(shape: Shape) -> Arguments:
-        return {
-            "K": tiles(k, shape.block_n, spec.head_tile),
-            "V": tiles(v, shape.block_n, spec.value_tile),
-            **shared,
-            **shape.arguments(),
-        }
-
-    shape = shape or settle(kernels, "forward", q.device, arguments)
-    programs = (min(processors(q.device), *grid(batch, heads, length, shape.block_m)),)
-    start(kernels, "forward_kernel", q.device, programs, arguments(shape))
-    return Forward(out, lse, max_scores)
+    programs = least(Size("PROCESSORS"), grid(batch, heads, length, shape.block_m))
+    writer.launch(kernels, "forward", programs, arguments, shape)
+    return (out, lse, max_scores, *(place for place in kept.values() if place is not None))
 
 
 def backward(
+    writer: Writer,
     kernels: HopperKernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    call: Operands,
+    incoming: Incoming,
     needs: tuple[bool, bool, bool],
-    kept: tuple[Tensor, ...] = (),
-    *,
-    scale: float,
-    mask: MaskSnapshot | None = None,
-    score_captured: Captured = NOTHING,
-    mask_captured: Captured = NOTHING,
-    shape: Shape | None = None,
+    shape: Shape,
+    portable_tiles: Tiles,
+    facts: BackwardFacts,
 ) -> Found:
-    """Gradients of q, k and v where `needs` asks for them, and the sums for captures. As in the forward.
+    """Writes gradients of q, k and v where `needs` asks for them, and the sums for captures.
 
-    A `grad_out` that the TMA unit cannot address is copied. Sums by column and along diagonals come with dK
-    and dV; portable kernels make the others.
+    Sums by column and along diagonals come with dK and dV; portable kernels make the others.
     """
-    spec = kernels.spec
-    batch, heads, length, _ = q.shape
-    kv_batch, kv_heads, keys, _ = k.shape
-    pitch = _pitch(length, mask)
-    if not addressable(grad_out):
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    grad_k, grad_v = allocate(k, k.shape[3]), allocate(v, v.shape[3])
-    lse2, delta = (q.new_empty(batch * heads * pitch, dtype=torch.float32) for _ in range(2))
+    if not facts.addressable:
+        incoming = incoming._replace(grad_out=_copied(writer, incoming.grad_out))
+    spec, q, k, v = kernels.spec, call.q, call.k, call.v
+    batch, heads, length, keys = call.extents
+    kv_batch, kv_heads = k.shape[:2]
+    pitch = _pitch(length, call.mask)
+    grad_k = call.like(writer, "grad_key", k, spec.head_dim)
+    grad_v = call.like(writer, "grad_value", v, spec.value_dim)
+    rows = batch * heads * pitch
+    lse2, delta = writer.empty("lse2", (rows,)), writer.empty("delta", (rows,))
     row = sum_row(spec.head_tile)
-    blocks = (batch * heads * pitch // SUMMED, SUMMED * q.shape[3] // row, row)
-    numbers_of_sum = math.prod(blocks)
+    blocks = (rows // SUMMED, SUMMED * spec.head_dim // row, row)
     # heads are marked beside the sums of dQ: one thing to set to zero
-    zeros = q.new_empty(numbers_of_sum + batch * heads, dtype=torch.float32)
-    sum_grad_q = zeros[:numbers_of_sum].view(blocks)
-    small = kernels.portable.small_scores
-    saved = {} if small else dict(zip(kernels.portable.kept, kept, strict=True))
-    made = {"PEAKS": torch.empty_like(lse2), "LARGE": zeros[numbers_of_sum:]} if saved else {}
-    buffers, sums = _sums(kernels, lse, keys)
-    ordered = grid(kv_batch, kv_heads, keys, 128)[0] <= ORDERED * processors(q.device)
-    shared = {
+    zeros = writer.empty("zeros", (product(blocks) + batch * heads,), zeros=True)
+    sum_grad_q = writer.view("sum_grad_query", zeros, blocks)
+    saved: dict[str, Place] = {}
+    made: dict[str, Place] = {}
+    if not kernels.portable.small_scores:
+        saved = dict(zip(kernels.portable.kept, incoming.kept, strict=True))
+        large = writer.view("large", zeros, (batch * heads,), offset=product(blocks))
+        made = {"PEAKS": writer.like("peaks", lse2), "LARGE": large}
+    buffers, sums = _sums(writer, kernels, call)
+    weights = {"LSE2": lse2, **saved, **made}
+    programs, statistics = triton.statistics_arguments(spec, incoming, delta, pitch, weights)
+    writer.launch(kernels, "statistics", programs, statistics)
+    order = _order(call.mask, "q", facts.ordered)
+    arguments = {
+        "Q": tiles(q, shape.block_m, spec.head_tile),
+        "K": tiles(k, shape.block_n, spec.head_tile),
+        "V": tiles(v, shape.block_n, spec.value_tile),
+        "GRAD_OUT": tiles(incoming.grad_out, shape.block_m, spec.value_tile),
+        "LSE2": numbers(lse2, shape.block_m),
+        "DELTA": numbers(delta, shape.block_m),
+        "SUM_GRAD_Q": summed(sum_grad_q, spec.head_tile, shape.block_m),
         **buffers,
         **made,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
-        **mask_arguments(mask, "q"),
-        **_order(mask, "q", ordered),
-        **kernels.portable.mod_arguments("dkdv", score_captured, mask_captured),
-        **sizes(q, k, scale),
+        **mask_arguments(writer, call.mask, "q"),
+        **order,
+        **kernels.portable.mod_arguments("dkdv", call.score_captured, call.mask_captured),
+        **sizes(call),
         "B": batch,
-        "KV_B": k.shape[0],
+        "KV_B": kv_batch,
         "PITCH": pitch,
     }
-
-    def arguments(shape: Shape) -> Arguments:
-        return {
-            "Q": tiles(q, shape.block_m, spec.head_tile),
-            "K": tiles(k, shape.block_n, spec.head_tile),
-            "V": tiles(v, shape.block_n, spec.value_tile),
-            "GRAD_OUT": tiles(grad_out, shape.block_m, spec.value_tile),
-            "LSE2": numbers(lse2, shape.block_m),
-            "DELTA": numbers(delta, shape.block_m),
-            "SUM_GRAD_Q": summed(sum_grad_q, spec.head_tile, shape.block_m),
-            **shared,
-            **shape.arguments(),
-        }
-
-    shape = shape or settle(kernels, "backward", q.device, arguments)
-    for grows in (zeros, *sums["diagonal"], *(sums["column"] if wide(spec) else ())):
-        grows.zero_()
-    weights = {"LSE2": lse2, **saved, **made}
-    programs, statistics = triton.statistics_arguments(
-        spec, out, lse, grad_out, grad_lse, delta, pitch, weights
-    )
-    start(kernels, "statistics_kernel", q.device, programs, statistics)
     # whole blocks where the mask has an order: see `count_tiles`
-    whole = spec.mask_block[1] if spec.mask_block and shared.get("Q_ORDER") is not None else 1
-    programs = grid(kv_batch, kv_heads, -(-keys // whole) * whole, shape.block_n)
-    start(kernels, "backward_kernel", q.device, programs, arguments(shape))
+    whole = spec.mask_block[1] if spec.mask_block and order.get("Q_ORDER") is not None else 1
+    programs = grid(kv_batch, kv_heads, cdiv(keys, whole) * whole, shape.block_n)
+    writer.launch(kernels, "backward", programs, arguments, shape)
     grad_q = None
     if needs[0]:
-        grad_q = allocate(q, q.shape[3])
+        grad_q = call.like(writer, "grad_query", q, spec.head_dim)
         rounding = {
             "SUM_GRAD_Q": sum_grad_q,
             **strided("GRAD_Q", "dq", "m", grad_q),
-            "scale": scale,
+            "scale": call.scale,
             "HQ": heads,
             "M": length,
             "PITCH": pitch,
         }
-        start(kernels, "round_kernel", q.device, grid(batch, heads, length, SUMMED), rounding)
-    beside: dict[Along, list[Tensor]] = {}
+        writer.launch(kernels, "round", grid(batch, heads, length, SUMMED), rounding)
+    beside: triton.Sums = {}
     if kernels.portable.captures.besides_columns:
-        lse2, delta = (x.view(batch, heads, pitch)[..., :length].contiguous() for x in (lse2, delta))
-        beside = triton.sums_beside(
-            kernels.portable, q, k, v, grad_out, {**(saved or {"LSE2": lse2}), "DELTA": delta}, lse,
-            scale=scale, mask=mask, score_captured=score_captured, mask_captured=mask_captured,
-        )  # fmt: skip
+        by_row = {"DELTA": _rows_of(writer, delta, call, pitch)}
+        by_row |= saved or {"LSE2": _rows_of(writer, lse2, call, pitch)}
+        grad_out = incoming.grad_out
+        beside = triton.sums_beside(writer, kernels.portable, call, grad_out, by_row, portable_tiles)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
 
 
-def _sums(kernels: HopperKernels, lse: Tensor, keys: int) -> tuple[Arguments, dict[Along, list[Tensor]]]:
+def _rows_of(writer: Writer, padded: Place, call: Operands, pitch: Extent) -> Place:
+    """[B, Hq, M] of numbers that lie in rows of `pitch`."""
+    batch, heads, length, _ = call.extents
+    made = Place(f"{padded.name}_rows", (batch, heads, length), (), padded.dtype)
+    writer.call(copied, (padded, made.shape, (heads * pitch, pitch, 1)), (made,))
+    return made
+
+
+def _copied(writer: Writer, place: Place) -> Place:
+    made = Place(f"{place.name}_copied", place.shape, contiguous(place.shape), place.dtype)
+    writer.call(copied, (place, place.shape, place.strides), (made,))
+    return made
+
+
+def _sums(
+    writer: Writer, kernels: HopperKernels, call: Operands
+) -> tuple[Arguments, triton.Sums]:
     """What the fused kernel's sums for captures go into: arguments, and by how they are summed."""
     text = kernels.portable.captures.column
-    arguments: dict[str, Tensor] = {}
-    sums: dict[Along, list[Tensor]] = {"column": [], "diagonal": []}
+    batch, heads, length, keys = call.extents
+    arguments: Arguments = {}
+    sums: triton.Sums = {"column": [], "diagonal": []}
     for term in text.terms if text else ():
-        length = keys if term.along == "column" else lse.shape[2] + keys - 1
-        buffer = lse.new_empty((*lse.shape[:2], length))
-        arguments[f"{term.into}_by_{term.along}".upper()] = buffer
-        sums[term.along].append(buffer)
+        name, along = f"{term.into}_by_{term.along}", term.along
+        places = keys if along == "column" else length + keys - 1
+        grows = along == "diagonal" or wide(kernels.spec)
+        arguments[name.upper()] = buffer = writer.empty(name.lower(), (batch, heads, places), zeros=grows)
+        sums[along].append(buffer)
     return arguments, sums
 
 
 def settle(
-    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Arguments]
+    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Mapping[str, Any]]
 ) -> Shape:
     """The shape for a kernel: the first that compiles, fits and does, or else the best by its verdict.
 
@@ -261,7 +267,7 @@ def settle(
 
 
 def _first_that_does(
-    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Arguments]
+    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Mapping[str, Any]]
 ) -> Shape | str:
     """As in `settle`; a string says why there is none."""
     _ = kernels.module  # a fault in its text is no matter of shapes
@@ -294,21 +300,14 @@ def refusal_in_words(refusal: object) -> str:
     return str(refusal).partition("\n")[0] or type(refusal).__name__
 
 
-def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> bool:
-    compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
+def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Mapping[str, Any]) -> bool:
+    compiled = jit.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
     return launch.known_wrong(kernels.portable, compiled) is not None
 
 
-def _judged(kernels: HopperKernels, way: Way, device: torch.device, arguments: Arguments) -> Verdict:
-    compiled = tape.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
+def _judged(kernels: HopperKernels, way: Way, device: torch.device, arguments: Mapping[str, Any]) -> Verdict:
+    compiled = jit.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
     return launch.judged(kernels.portable, compiled, device, machine_code.losses)
-
-
-def start(
-    kernels: HopperKernels, name: str, device: torch.device, programs: tuple[int], arguments: Arguments
-) -> None:
-    """One launch."""
-    tape.start(getattr(kernels.module, name), programs, device, arguments)
 
 
 def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Arguments:
@@ -318,38 +317,31 @@ def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Argume
 
 def processors(device: torch.device) -> int:
     """How many programs of the forward run at a time: one on each of the chip's processors."""
-    return target_of(device).processors or 1
+    return target_of(device).processors or 1 if device.type == "cuda" else 1
 
 
-def tiles(tensor: Tensor, rows: int, dims: int) -> TensorDescriptor:
+def tiles(tensor: Place, rows: int, dims: int) -> Descriptor:
     """A [B, H, length, dim] tensor in tiles of `rows` x `dims` of one head; zeros past an end."""
     # the stride of a dimension of 1 may be anything, but for the unit
-    strides = [tensor.stride(dim) if tensor.shape[dim] > 1 else tensor.shape[3] for dim in range(3)]
-    block = (1, 1, rows, dims)
-    layout = _layout(block, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(block), layout)
+    row = tensor.shape[3]
+    strides = (if_several(tensor.shape[dim], tensor.stride(dim), row) for dim in range(3))
+    return Descriptor(tensor, tensor.shape, (*strides, 1), (1, 1, rows, dims))
 
 
-def summed(sums: Tensor, head_tile: int, block_m: int) -> TensorDescriptor:
+def summed(sums: Place, head_tile: int, block_m: int) -> Descriptor:
     """Sums of dQ, [blocks of 64 queries, 64 * D / row, row]: what a consumer adds to one at a time."""
-    block = sum_block(head_tile, block_m)
-    strides = [sums.stride(0), sums.stride(1), 1]
-    return TensorDescriptor(sums, list(sums.shape), strides, list(block), _layout(block, sums.dtype))
+    return Descriptor(sums, sums.shape, sums.strides, tuple(sum_block(head_tile, block_m)))
 
 
-def numbers(tensor: Tensor, count: int) -> TensorDescriptor:
+def numbers(tensor: Place, count: int) -> Descriptor:
     """A one-dimensional tensor, `count` numbers at a time."""
-    layout = _layout((count,), tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), [1], [count], layout)
+    return Descriptor(tensor, tensor.shape, (1,), (count,))
 
 
-_layout = lru_cache(layout_of)
-
-
-def _pitch(length: int, mask: MaskSnapshot | None) -> int:
+def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
     """Rows between two heads in LSE2 and DELTA.
 
     Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.
     """
     whole = TALLEST if mask is None else max(TALLEST, block_of(mask)[0])
-    return -(-length // whole) * whole
+    return cdiv(length, whole) * whole

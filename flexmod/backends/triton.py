@@ -1,7 +1,7 @@
-"""The Triton backend: the generated kernels, on a GPU or in the interpreter.
+"""The plans of the portable kernels, which run on a GPU or in the interpreter.
 
-The compiler makes `Kernels` for a `kernel_spec`; `forward` and `backward` allocate, gather the arguments and
-launch. Shapes are those of `interface.py`.
+The compiler makes `Kernels` for a `kernel_spec`; `forward` and `backward` write what is allocated and which
+kernels are launched, with a tile for each kernel that has a ladder. Shapes are those of `interface.py`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,46 @@ from torch import Tensor
 
 from flexmod.backends.arguments import (
     Arguments,
-    allocate,
+    Operands,
     block_of,
     grad_lse_arguments,
     mask_arguments,
     sizes,
     strided,
 )
-from flexmod.backends.captured import Sums
-from flexmod.backends.interface import Forward
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.kernels import NOTHING, Captured, Kernels
+from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
 from flexmod.ir.reductions import Along
-from flexmod.runtime.launch import launch, start
+from flexmod.plan import Extent, Place, Writer
 
 # What `statistics_kernel` may make of scores that may be large: kernels that read PEAK and REST want nothing.
 NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
 
 
+Tiles = Mapping[KernelName, Tile]
+Sums = dict[Along, list[Place]]
+
+
+class Incoming(NamedTuple):
+    """What a backward is run on besides q, k and v: see `interface.py`."""
+
+    out: Place
+    lse: Place
+    grad_out: Place
+    grad_lse: Place | None
+    kept: tuple[Place, ...] = ()
+
+
 class Found(NamedTuple):
     """What a backward finds: gradients where they were asked for, and the sums of captured tensors' terms."""
 
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
+    query: Place | None
+    key: Place | None
+    value: Place | None
     sums: Sums
 
 
@@ -73,242 +85,212 @@ def kernel_spec(
 
 
 def forward(
+    writer: Writer,
     kernels: Kernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: Operands,
+    tiles: Tiles,
     *,
-    scale: float,
-    mask: MaskSnapshot | None = None,
-    score_captured: Captured = NOTHING,
-    mask_captured: Captured = NOTHING,
     want_max: bool = False,
-    keep: list[Tensor] | None = None,
-) -> Forward:
-    """Attention of the variant that `kernels` were made for.
+    keep: bool = False,
+) -> tuple[Place | None, ...]:
+    """Writes attention of the variant that `kernels` were made for; returns out, lse and the row maximum.
 
-    The lse, one number that is rounded, is too coarse for a backward where it is large: `keep` gets two
-    numbers a row in its place.
+    The lse, one number that is rounded, is too coarse for a backward where it is large: with `keep` two
+    numbers a row come after these.
 
-    Raises:
-        NoTileFits: see `launch`.
-        BlockSizeError, OptionValueError: see `ladder`.
+    Raises BlockMaskPartsError, as `mask_arguments`.
     """
-    batch, heads, length, _ = q.shape
-    out = allocate(q, v.shape[3])
-    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    max_scores = torch.empty_like(lse) if want_max else None
+    batch, heads, length, _ = call.extents
+    out = call.like(writer, "out", call.q, call.v.shape[3])  # type: ignore[arg-type]
+    lse = writer.empty("lse", (batch, heads, length))
+    max_scores = writer.like("max_scores", lse) if want_max else None
+    kept = statistics_kept(writer, kernels, lse, keep)
     arguments = {
-        **strided("Q", "q", "m", q),
-        **strided("K", "k", "n", k),
-        **strided("V", "v", "n", v),
+        **strided("Q", "q", "m", call.q),
+        **strided("K", "k", "n", call.k),
+        **strided("V", "v", "n", call.v),
         **strided("OUT", "o", "m", out),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        **statistics_kept(kernels, lse, keep),
-        **mask_arguments(mask, "kv"),
-        **kernels.mod_arguments("forward", score_captured, mask_captured),
-        **sizes(q, k, scale),
+        **kept,
+        **mask_arguments(writer, call.mask, "kv"),
+        **kernels.mod_arguments("forward", call.score_captured, call.mask_captured),
+        **sizes(call),
     }
-    launch(kernels, "forward", q.device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
-    return Forward(out, lse, max_scores)
+    tile = tiles["forward"]
+    writer.launch(kernels, "forward", grid(batch, heads, length, tile.block_m), arguments, tile)
+    return (out, lse, max_scores, *(place for place in kept.values() if place is not None))
 
 
-def statistics_kept(kernels: Kernels, lse: Tensor, keep: list[Tensor] | None) -> Arguments:
-    """The arguments for what a backward needs besides the lse, which is in `keep` then."""
-    names = kernels.kept
-    if keep is not None:
-        keep += [torch.empty_like(lse) for _ in names]
-    return dict(zip(names, keep if keep else (None, None), strict=False))
+def statistics_kept(
+    writer: Writer, kernels: Kernels, lse: Place, keep: bool
+) -> dict[str, Place | None]:
+    """The arguments for what a backward needs besides the lse, if there will be one."""
+    return {name: writer.like(name.lower(), lse) if keep else None for name in kernels.kept}
 
 
 def backward(
+    writer: Writer,
     kernels: Kernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
+    call: Operands,
+    incoming: Incoming,
     needs: tuple[bool, bool, bool],
-    kept: tuple[Tensor, ...] = (),
+    tiles: Tiles,
     *,
-    scale: float,
-    mask: MaskSnapshot | None = None,
-    score_captured: Captured = NOTHING,
-    mask_captured: Captured = NOTHING,
+    deterministic: bool = False,
 ) -> Found:
-    """Gradients of q, k and v where `needs` asks for them; the strides of `grad_out` and `grad_lse` may be 0.
+    """Writes gradients of q, k and v where `needs` asks for them; the strides of grad_out may be 0.
 
-    The sums are those that `kernels.captures` name.
+    The sums are those that `kernels.captures` name; `deterministic`: two runs shall agree bit for bit.
 
-    Raises:
-        BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
-        NoTileFits, BlockSizeError, OptionValueError: as in the forward.
+    Raises BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
     """
-    batch, heads, length, _ = q.shape
-    captures, keys = kernels.captures, k.shape[2]
-    delta = torch.empty_like(lse)
+    batch, heads, length, keys = call.extents
+    captures, lse = kernels.captures, incoming.lse
+    delta = writer.like("delta", lse)
     by_lse = kernels.small_scores and not kernels.spec.exact
-    weights = {"LSE2": torch.empty_like(lse)} if by_lse else dict(zip(kernels.kept, kept, strict=True))
-    grad_q = grad_k = grad_v = None
-    sums: dict[Along, list[Tensor]] = {}
-    arguments = _of_backward(
-        kernels, q, k, v, grad_out, {**weights, "DELTA": delta}, scale, mask, score_captured, mask_captured
+    weights: dict[str, Place] = (
+        {"LSE2": writer.like("lse2", lse)} if by_lse else dict(zip(kernels.kept, incoming.kept, strict=True))
     )
-
-    def by_query(tile: Tile) -> tuple[int]:
-        return grid(batch, heads, length, tile.block_m)
-
+    grad_q = grad_k = grad_v = None
+    sums: Sums = {}
+    arguments = _of_backward(writer, kernels, call, incoming.grad_out, {**weights, "DELTA": delta})
     if kernels.spec.exact:
-        launch(kernels, "delta", q.device, by_query, {**arguments("delta"), **grad_lse_arguments(grad_lse)})
+        given = {**arguments("delta"), **grad_lse_arguments(incoming.grad_lse)}
+        tile = tiles["delta"]
+        writer.launch(kernels, "delta", grid(batch, heads, length, tile.block_m), given, tile)
     else:
         programs, given = statistics_arguments(
-            kernels.spec, out, lse, grad_out, grad_lse, delta, length, weights if by_lse else NO_PEAKS
+            kernels.spec, incoming, delta, length, weights if by_lse else NO_PEAKS
         )
-        start(kernels, "statistics_kernel", q.device, programs, given)
+        writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
-        grad_q = allocate(q, q.shape[3]) if needs[0] else None
-        sums["row"] = _by_query(kernels, lse, grad_q, arguments)
+        grad_q = call.like(writer, "grad_query", call.q, kernels.spec.head_dim) if needs[0] else None
+        sums["row"] = _by_query(writer, kernels, call, grad_q, arguments, tiles)
     if needs[1] or needs[2] or captures.column:
         # without terms of its own the kernel makes both
-        grad_k = allocate(k, k.shape[3]) if needs[1] or not captures.column else None
-        grad_v = allocate(v, v.shape[3]) if needs[2] or not captures.column else None
-        columns, sums["column"] = sum_buffers(captures.column, "_BY_COLUMN", lse, keys)
+        both, spec = not captures.column, kernels.spec
+        grad_k = call.like(writer, "grad_key", call.k, spec.head_dim) if needs[1] or both else None
+        grad_v = call.like(writer, "grad_value", call.v, spec.value_dim) if needs[2] or both else None
+        columns, sums["column"] = sum_buffers(writer, captures.column, "_BY_COLUMN", (batch, heads, keys))
+        shared_batch, shared_heads = call.k.shape[:2]
         own = {
             **arguments("dkdv"),
             **strided("GRAD_K", "dk", "n", grad_k),
             **strided("GRAD_V", "dv", "n", grad_v),
             **columns,
-            **({"BATCHES": batch // k.shape[0]} if kernels.spec.shared_kv else {}),
+            **({"BATCHES": batch // shared_batch} if spec.shared_kv else {}),
         }
-        b, h, n, _ = k.shape
-        launch(kernels, "dkdv", q.device, lambda tile: grid(b, h, n, tile.block_n), own)
-    sums |= _apart(kernels, lse, keys, mask, score_captured, arguments)
+        tile = tiles["dkdv"]
+        writer.launch(kernels, "dkdv", grid(shared_batch, shared_heads, keys, tile.block_n), own, tile)
+    sums |= _apart(writer, kernels, call, arguments, tiles, deterministic)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
 
 def sums_beside(
+    writer: Writer,
     kernels: Kernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    statistics: Mapping[str, Tensor],
-    lse: Tensor,
+    call: Operands,
+    grad_out: Place,
+    statistics: Mapping[str, Place],
+    tiles: Tiles,
     *,
-    scale: float,
-    mask: MaskSnapshot | None = None,
-    score_captured: Captured = NOTHING,
-    mask_captured: Captured = NOTHING,
-) -> dict[Along, list[Tensor]]:
-    """The sums that `kernels.captures` name but for those by column: what a backward by other kernels lacks.
+    deterministic: bool = False,
+) -> Sums:
+    """Writes the sums that `kernels.captures` name but for those by column, which other kernels make.
 
     `statistics` are arguments, [B, Hq, M] float32: DELTA as `statistics_kernel` makes it, and LSE2 or what
     the forward kept. Raises as `backward` does.
     """
-    arguments = _of_backward(
-        kernels, q, k, v, grad_out, statistics, scale, mask, score_captured, mask_captured
-    )
-    sums: dict[Along, list[Tensor]] = {}
+    arguments = _of_backward(writer, kernels, call, grad_out, statistics)
+    sums: Sums = {}
     if kernels.captures.row:
-        sums["row"] = _by_query(kernels, lse, None, arguments)
-    return sums | _apart(kernels, lse, k.shape[2], mask, score_captured, arguments)
+        sums["row"] = _by_query(writer, kernels, call, None, arguments, tiles)
+    return sums | _apart(writer, kernels, call, arguments, tiles, deterministic)
 
 
 def _of_backward(
-    kernels: Kernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    statistics: Mapping[str, Tensor],
-    scale: float,
-    mask: MaskSnapshot | None,
-    score_captured: Captured,
-    mask_captured: Captured,
+    writer: Writer, kernels: Kernels, call: Operands, grad_out: Place, statistics: Mapping[str, Place]
 ) -> Callable[[KernelName], Arguments]:
     """What a kernel of the backward is given, but for its results."""
     shared = {
-        **strided("Q", "q", "m", q),
-        **strided("K", "k", "n", k),
-        **strided("V", "v", "n", v),
+        **strided("Q", "q", "m", call.q),
+        **strided("K", "k", "n", call.k),
+        **strided("V", "v", "n", call.v),
         **strided("GRAD_OUT", "g", "m", grad_out),
         **statistics,
-        **sizes(q, k, scale),
+        **sizes(call),
     }
 
     def arguments(kernel: KernelName) -> Arguments:
-        lists = {} if kernel == "diagonal" else mask_arguments(mask, "q" if kernel == "dkdv" else "kv")
-        return {**shared, **lists, **kernels.mod_arguments(kernel, score_captured, mask_captured)}
+        axis: Literal["q", "kv"] = "q" if kernel == "dkdv" else "kv"
+        lists = {} if kernel == "diagonal" else mask_arguments(writer, call.mask, axis)
+        mods = kernels.mod_arguments(kernel, call.score_captured, call.mask_captured)
+        return {**shared, **lists, **mods}
 
     return arguments
 
 
 def _by_query(
-    kernels: Kernels, lse: Tensor, grad_q: Tensor | None, arguments: Callable[[KernelName], Arguments]
-) -> list[Tensor]:
+    writer: Writer,
+    kernels: Kernels,
+    call: Operands,
+    grad_q: Place | None,
+    arguments: Callable[[KernelName], Arguments],
+    tiles: Tiles,
+) -> list[Place]:
     """dq_kernel: fills `grad_q`, where it is given, and makes the sums by row."""
-    rows, sums = sum_buffers(kernels.captures.row, "_BY_ROW", lse, lse.shape[2])
+    batch, heads, length, _ = call.extents
+    rows, sums = sum_buffers(writer, kernels.captures.row, "_BY_ROW", (batch, heads, length))
     own = {**arguments("dq"), **strided("GRAD_Q", "dq", "m", grad_q), **rows}
-    batch, heads, length = lse.shape
-    launch(kernels, "dq", lse.device, lambda tile: grid(batch, heads, length, tile.block_m), own)
+    tile = tiles["dq"]
+    writer.launch(kernels, "dq", grid(batch, heads, length, tile.block_m), own, tile)
     return sums
 
 
 def _apart(
+    writer: Writer,
     kernels: Kernels,
-    lse: Tensor,
-    keys: int,
-    mask: MaskSnapshot | None,
-    score_captured: Captured,
+    call: Operands,
     arguments: Callable[[KernelName], Arguments],
-) -> dict[Along, list[Tensor]]:
+    tiles: Tiles,
+    deterministic: bool,
+) -> Sums:
     """The sums that have kernels of their own."""
-    sums: dict[Along, list[Tensor]] = {}
-    batch, heads, length = lse.shape
-    extents, device = (batch, heads, length, keys), lse.device
+    sums: Sums = {}
     if kernels.captures.diagonal:
-        sums["diagonal"] = sums_along_diagonals(kernels, device, extents, arguments("diagonal"), mask)
+        given, tile = arguments("diagonal"), tiles["diagonal"]
+        sums["diagonal"] = sums_along_diagonals(writer, kernels, call, given, tile)
     if kernels.captures.element:
-        sums["element"] = sums_of_elements(
-            kernels, device, extents, arguments("scatter"), score_captured.tensors
-        )
+        given, tile = arguments("scatter"), tiles["scatter"]
+        sums["element"] = sums_of_elements(writer, kernels, call, given, tile, deterministic)
     return sums
 
 
 def sum_buffers(
-    text: ModText | None, suffix: str, lse: Tensor, length: int
-) -> tuple[Arguments, list[Tensor]]:
+    writer: Writer, text: ModText | None, suffix: str, shape: tuple[Extent, ...]
+) -> tuple[Arguments, list[Place]]:
     """A [B, Hq, length] buffer for each of a text's terms, as arguments and in order."""
-    terms = text.terms if text else ()
-    buffers = [lse.new_empty((*lse.shape[:2], length)) for _ in terms]
-    return {term.into.upper() + suffix: x for term, x in zip(terms, buffers, strict=True)}, buffers
+    names = [f"{term.into}{suffix}" for term in (text.terms if text else ())]
+    buffers = [writer.empty(name.lower(), shape) for name in names]
+    return {name.upper(): buffer for name, buffer in zip(names, buffers, strict=True)}, buffers
 
 
 def statistics_arguments(
-    spec: KernelSpec,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    delta: Tensor,
-    pitch: int,
-    weights: Mapping[str, object],
-) -> tuple[tuple[int], Arguments]:
+    spec: KernelSpec, incoming: Incoming, delta: Place, pitch: Extent, weights: Mapping[str, object]
+) -> tuple[Extent, Arguments]:
     """The grid and the arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
 
     These are LSE2 alone where scores are small, else those of NO_PEAKS.
     """
-    batch, heads, length = lse.shape
+    batch, heads, length = incoming.lse.shape
     rows = statistics_rows(spec)
     arguments = {
-        **strided("OUT", "o", "m", out),
-        **strided("GRAD_OUT", "g", "m", grad_out),
-        "LSE": lse,
+        **strided("OUT", "o", "m", incoming.out),
+        **strided("GRAD_OUT", "g", "m", incoming.grad_out),
+        "LSE": incoming.lse,
         **weights,
-        **grad_lse_arguments(grad_lse),
+        **grad_lse_arguments(incoming.grad_lse),
         "DELTA": delta,
         "HQ": heads,
         "M": length,

@@ -2,164 +2,181 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import Arguments, mask_strides
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, ordered, tile_count
+from flexmod.backends.arguments import Arguments, Operands, mask_strides
+from flexmod.block_mask.held import Form, Held
+from flexmod.block_mask.launched import MaskSnapshot, columns_of
+from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
-from flexmod.ir.traces import remember
-from flexmod.ir.watched import UNCOUNTED, version_of
-from flexmod.runtime.launch import launch
-
-Extents = tuple[int, int, int, int]
+from flexmod.plan import Extent, Place, Writer, bits
 
 # What is left of 64 bits for a sum: its sign, and one bit to spare for what rounding adds to a term.
 FIXED_BITS = 62
-DERIVED = 16  # arguments that a mask keeps
 
 
 def sums_along_diagonals(
-    kernels: Kernels, device: torch.device, extents: Extents, shared: Arguments, mask: MaskSnapshot | None
-) -> list[Tensor]:
+    writer: Writer, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
+) -> list[Place]:
     """Each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32; `shared` are arguments of any tile."""
     text = kernels.captures.diagonal
     assert text is not None
-    batch, heads, length, keys = extents
-    windows: list[Tensor] = []
+    batch, heads, length, keys = call.extents
+    diagonals = diagonal_count(length, keys, tile.block_m, tile.block_n)
+    names = [f"{term.into}_by_diagonal" for term in text.terms]
+    shape = (batch, heads, diagonals, 2 * tile.block_m)
+    windows = [writer.empty(f"{name}_windows", shape) for name in names]
+    arguments = {
+        **shared,
+        **{name.upper(): window for name, window in zip(names, windows, strict=True)},
+        **_diagonal_lists(writer, call.mask, tile, diagonals),
+    }
+    writer.launch(kernels, "diagonal", grid(batch, heads, diagonals, 1), arguments, tile)
+    sums = [Place(name, (batch, heads, length + keys - 1), (0, 0, 1), torch.float32) for name in names]
+    for window, made in zip(windows, sums, strict=True):
+        writer.call(joined_windows, (window, tile.block_m, tile.block_n, length, keys), (made,))
+    return sums
 
-    def diagonals(tile: Tile) -> int:
-        return diagonal_count(length, keys, tile.block_m, tile.block_n)
 
-    def arguments(tile: Tile) -> Arguments:
-        shape = (batch, heads, diagonals(tile), 2 * tile.block_m)
-        windows[:] = [torch.empty(shape, dtype=torch.float32, device=device) for _ in text.terms]
-        names = [f"{term.into.upper()}_BY_DIAGONAL" for term in text.terms]
-        return {**shared, **dict(zip(names, windows, strict=True)), **_diagonal_lists(mask, tile)}
-
-    tile = launch(kernels, "diagonal", device, lambda tile: grid(batch, heads, diagonals(tile), 1), arguments)
-    return [_joined(window, tile, length, keys) for window in windows]
-
-
-def _joined(windows: Tensor, tile: Tile, length: int, keys: int) -> Tensor:
+def joined_windows(windows: Tensor, block_m: int, block_n: int, length: int, keys: int) -> tuple[Tensor]:
     """The sums of neighboring diagonals of tiles, which overlap, added up: [B, Hq, M + N - 1]."""
     batch, heads, count, width = windows.shape
-    hop = tile.block_n
-    parts = windows.view(batch, heads, count, width // hop, hop)
-    joined = windows.new_zeros((batch, heads, count + width // hop - 1, hop))
-    for number in range(width // hop):
+    parts = windows.view(batch, heads, count, width // block_n, block_n)
+    joined = windows.new_zeros((batch, heads, count + width // block_n - 1, block_n))
+    for number in range(width // block_n):
         joined[:, :, number : number + count] += parts[:, :, :, number]
-    first = tile.block_m + (tile_count(keys, hop) - 1) * hop  # minus the least distance of the first window
-    return joined.flatten(2)[:, :, first + 1 - keys : first + length]
+    first = block_m + (tile_count(keys, block_n) - 1) * block_n  # minus the first window's least distance
+    return (joined.flatten(2)[:, :, first + 1 - keys : first + length],)
 
 
-def _diagonal_lists(mask: MaskSnapshot | None, tile: Tile) -> Arguments:
-    """For each diagonal of tiles, those that the mask lists: see `_listed`. Remembered with the mask.
-
-    Each stream has its own: another one could read them before they are written. What a CUDA graph makes is
-    the graph's.
-    """
+def _diagonal_lists(writer: Writer, mask: MaskSnapshot | None, tile: Tile, diagonals: Extent) -> Arguments:
+    """The tiles that the mask lists on each diagonal: see `diagonal_lists`. They stay with the mask."""
     if mask is None:
         return {}
-    parts, stream = mask.held.by_row(), 0
-    if mask.device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return _listed(mask, tile)
-        stream = torch.cuda.current_stream(mask.device).cuda_stream
-    versions = [version_of(part) for part in parts]
-    if UNCOUNTED in versions:  # a write would not be seen
-        return _listed(mask, tile)
-    key = (tile.block_m, tile.block_n, stream, *versions)
-    known: Arguments | None = mask.derived.get(key)
-    if known is None:
-        known = _listed(mask, tile)
-        remember(mask.derived, key, known, DERIVED)
-    return known
-
-
-def _listed(mask: MaskSnapshot, tile: Tile) -> Arguments:
-    """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
-
-    A diagonal holds the tiles (m, m * BLOCK_M / BLOCK_N + a constant), of falling constants as in
-    `schedule.diagonal_order`. Nothing here waits for the device.
-    """
-    block_m, block_n = tile.block_m, tile.block_n
-    (length, keys), (q_block, kv_block) = mask.seq_lengths, mask.BLOCK_SIZE
-    rows, columns = tile_count(length, block_m), tile_count(keys, block_n)
-    blocks = mask.table()
-    device = blocks.device
-    row = torch.arange(rows, device=device)
-    diagonal = torch.arange(diagonal_count(length, keys, block_m, block_n), device=device)[:, None]
-    column = columns - 1 - diagonal + row * (block_m // block_n)
-    outside = (column < 0) | (column >= columns)
-    block_row, block_column = row * block_m // q_block, column.clamp(0, columns - 1) * block_n // kv_block
-    table = blocks[:, :, block_row, block_column].masked_fill_(outside, EMPTY)
-    counts, indices = ordered(table == PARTIAL)
-    full_counts, full_indices = (
-        ordered(table == FULL) if mask.held.separate else (None, None)
-    )
+    held, parts = mask.held, mask.held.by_row()
+    rows = tile_count(mask.seq_lengths[0], tile.block_m)
+    shape = (*_batch_of(parts), diagonals)
+    names = ["diagonal_counts", "diagonal_tiles"]
+    names += ["full_diagonal_counts", "full_diagonal_tiles"] if held.separate else []
+    makes: list[Place] = []
+    for name in names:
+        sides = (*shape, rows) if name.endswith("tiles") else shape
+        makes.append(Place(name, sides, (), torch.int32))
+    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
+    layout = (held.form, columns_of(held, lengths, block), lengths, block, held.separate)
+    writer.keep(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes)
+    full: Sequence[Place | None] = makes[2:] or (None, None)
     return {
-        "DIAGONAL_COUNTS": counts,
-        "DIAGONAL_TILES": indices,
-        "FULL_DIAGONAL_COUNTS": full_counts,
-        "FULL_DIAGONAL_TILES": full_indices,
+        "DIAGONAL_COUNTS": makes[0],
+        "DIAGONAL_TILES": makes[1],
+        "FULL_DIAGONAL_COUNTS": full[0],
+        "FULL_DIAGONAL_TILES": full[1],
         "tile_slots": rows,
-        **mask_strides(counts.shape),
+        **mask_strides(shape),
     }
 
 
+def _batch_of(parts: Sequence[Any]) -> tuple[Extent, ...]:
+    """Batch entries and heads of the table of tiles: one where all are the same, see `Held.table`."""
+    return tuple(
+        1 if all(part.strides[dim] == 0 for part in parts) else parts[0].shape[dim] for dim in (0, 1)
+    )
+
+
+def diagonal_lists(
+    parts: Sequence[Tensor],
+    form: Form,
+    columns: int,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    separate: bool,
+    block_m: int,
+    block_n: int,
+) -> tuple[Tensor, ...]:
+    """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
+
+    `parts` are those of `Held.by_row`. A diagonal holds the tiles (m, m * block_m / block_n + a constant), of
+    falling constants as in `schedule.diagonal_order`. The full tiles come last, where they are separate.
+    Nothing here waits for the device.
+    """
+    (length, keys), (q_block, kv_block) = lengths, block
+    rows, across = tile_count(length, block_m), tile_count(keys, block_n)
+    blocks = _table(parts, form, columns)
+    device = blocks.device
+    row = torch.arange(rows, device=device)
+    count = diagonal_count(length, keys, block_m, block_n)
+    diagonal = torch.arange(count, device=device)[:, None]  # type: ignore[arg-type]
+    column = across - 1 - diagonal + row * (block_m // block_n)
+    outside = (column < 0) | (column >= across)
+    block_row, block_column = row * block_m // q_block, column.clamp(0, across - 1) * block_n // kv_block
+    table = blocks[:, :, block_row, block_column].masked_fill_(outside, EMPTY)
+    return (*ordered(table == PARTIAL), *(ordered(table == FULL) if separate else ()))
+
+
+def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
+    if form == "runs":
+        return Runs(*parts).table(columns)
+    return Held.of_lists({**dict.fromkeys(LISTS), **dict(zip(LISTS, parts, strict=False))}).table(columns)
+
+
 def sums_of_elements(
-    kernels: Kernels, device: torch.device, extents: Extents, shared: Arguments, tensors: Sequence[Tensor]
-) -> list[Tensor]:
+    writer: Writer, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
+) -> list[Place]:
     """The sums of all elements of captured tensors and a 0, flat float32, for each that has such a term.
 
-    `tensors` are all that the score_mod captures.
-
-    By atomics in float32. Where torch or `kernel_options` ask for a deterministic result, in two passes: the
-    largest term is found, and what it leaves room for is added up in fixed point, which has no rounding.
+    By atomics in float32. Where a result shall be deterministic, in two passes: the largest term is found,
+    and what it leaves room for is added up in fixed point, which has no rounding.
     """
     text = kernels.captures.element
     assert text is not None
-    batch, heads, length, keys = extents
-    sizes = {term.into: tensors[term.capture].numel() + 1 for term in text.terms}
+    batch, heads, length, keys = call.extents
+    tensors: Sequence[Any] = call.score_captured.tensors
+    counts: dict[str, Extent] = {term.into: tensors[term.capture].numel() + 1 for term in text.terms}
     summands = batch * heads * length * keys * len(text.terms)
-    room = FIXED_BITS - summands.bit_length()
+    room = FIXED_BITS - bits(summands)
+    kinds = {"_BY_ELEMENT": torch.float32, "_FIXED": torch.int64, "_LARGEST": torch.int32}
 
-    def buffers(suffix: str, dtype: torch.dtype, size: int | None = None) -> dict[str, Tensor]:
-        return {
-            name.upper() + suffix: torch.zeros(size or sizes[name], dtype=dtype, device=device)
-            for name in sizes
-        }
-
-    def run(made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One pass, which adds to what was made for it."""
-        absent = {
-            name.upper() + suffix: None for name in sizes for suffix in ("_BY_ELEMENT", "_FIXED", "_LARGEST")
-        }
-        arguments = {**shared, **absent, **made, "room": room}
-        launch(kernels, "scatter", device, lambda tile: grid(batch, heads, length, tile.block_m), arguments)
+    def buffers(suffix: str, note: str = "") -> dict[str, Place]:
+        made = {}
+        for name, size in counts.items():
+            shape = (1 if suffix == "_LARGEST" else size,)
+            place = writer.empty((name + suffix + note).lower(), shape, kinds[suffix], zeros=True)
+            made[name.upper() + suffix] = place
         return made
 
-    if not (
-        torch.are_deterministic_algorithms_enabled()
-        or option(kernels.options, "scatter", "deterministic", False)
-    ):
-        return list(run(buffers("_BY_ELEMENT", torch.float32)).values())
-    largest = run(buffers("_LARGEST", torch.int32, 1))
-    found = run({**buffers("_BY_ELEMENT", torch.float32), **buffers("_FIXED", torch.int64), **largest})
-    return [
-        found[f"{name}_BY_ELEMENT"] + _from_fixed(found[f"{name}_FIXED"], found[f"{name}_LARGEST"], room)
-        for name in map(str.upper, sizes)
-    ]
+    absent = {name.upper() + suffix: None for name in counts for suffix in kinds}
+
+    def add(made: Mapping[str, Place]) -> None:
+        """One pass, which adds to what was made for it."""
+        given = {**shared, **absent, **made, "room": room}
+        writer.launch(kernels, "scatter", grid(batch, heads, length, tile.block_m), given, tile)
+
+    if not (deterministic or option(kernels.options, "scatter", "deterministic", False)):
+        made = buffers("_BY_ELEMENT")
+        add(made)
+        return list(made.values())
+    largest = buffers("_LARGEST")
+    add(largest)
+    found = {**buffers("_BY_ELEMENT", "_first"), **buffers("_FIXED"), **largest}
+    add(found)
+    sums = []
+    for name, size in counts.items():
+        of = [found[name.upper() + suffix] for suffix in kinds]
+        made_sum = Place(f"{name}_by_element", (size,), (1,), torch.float32)
+        writer.call(sum_of_fixed, (*of, room), (made_sum,))
+        sums.append(made_sum)
+    return sums
 
 
-def _from_fixed(fixed: Tensor, largest: Tensor, room: int) -> Tensor:
-    """Fixed-point sums as float32; the unit is that of `add_elements` in templates/elements.jinja."""
+def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
+    """Fixed-point sums as float32, and `rest`. The unit: see `add_elements` in templates/elements.jinja."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
-    return (fixed.double() * unit).float()
+    return (rest + (fixed.double() * unit).float(),)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ from flexmod.codegen.hopper import TARGET
 from flexmod.codegen.watch import Watch
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
+from flexmod.ir.traces import remember
 from flexmod.mask_compiler import builder, runs_module
-from flexmod.runtime import tape
-from flexmod.runtime.interpreter import interpreted as interpret
-from flexmod.runtime.tape import Repeated
+from flexmod.plan import Place, Plan, Writer, named
+from flexmod.runtime.bound import Bound
 from flexmod.runtime.target import target_of
 
 # Tiles in a square, on a side. Elements that a program looks at together. Positions, and tiles of some lines.
@@ -49,7 +49,8 @@ TILES_AT_ONCE = 256 << 20
 # Rows of larger blocks are not put in order: kernels that go by it do the last block whole, past the end too.
 ORDERED_BLOCK = 128
 
-Arguments = dict[str, object]
+PLANS = 16  # of one mask_mod and grid, for captured tensors of so many kinds
+Arguments = dict[str, Any]
 
 
 def build(
@@ -137,94 +138,136 @@ class _Part:
         # kernels for Hopper alone go by an order
         read = interpreted or target_of(device).name == TARGET
         self.ordered = read and max(block) <= ORDERED_BLOCK
-        self.repeated: dict[tuple[object, ...], Repeated] = {}
+        self.bound: dict[tuple[object, ...], Bound] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
     def runs(self, tensors: Sequence[Tensor], separate: bool) -> tuple[Runs, Runs]:
         """The runs of the mask that captures `tensors`, [groups, R, 2, 3].
 
-        What is done for a mask that captures such tensors is recorded where the host waits for nothing.
+        Two plans where runs are counted before room for them is made: the host reads the counts in between.
         """
-        run = partial(self._run, separate)
-        key = (separate, *map(tensor_key, tensors))
-        if self._counts() or None in key:
-            made: tuple[Any, ...] = run(*tensors)
-        else:
-            made = self.repeated.setdefault(key, Repeated())(run, tuple(tensors))
+        watched = config.check_bounds()
+        key = (separate, watched, self._counts(), *map(tensor_key, tensors))
+        bound = None if None in key else self.bound.get(key)
+        if bound is None:
+            bound = Bound(self._plan(tensors, separate, watched), tensors, self.device)
+            if None not in key:
+                remember(self.bound, key, bound, PLANS)
+        made: Any = bound.run(tensors)
+        if self._counts():
+            *found, counts = made
+            made = Bound(self._counted_plan(counts.tolist(), bool(tensors)), found, self.device).run(found)
         half = len(made) // 2
         return Runs(*made[:half]), Runs(*made[half:])
 
-    def _run(self, separate: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What runs consist of, by row and then by column."""
-        watch = Watch(self.lengths, self.device) if config.check_bounds() else None
-        kinds = self._kinds(tensors, watch)
+    def _plan(self, tensors: Sequence[Tensor], separate: bool, watched: bool) -> Plan:
+        """From captured tensors to runs; or to what `_counted_plan` takes, and the counts."""
+        writer = Writer()
+        captured = tuple(named(f"capture{number}", tensor) for number, tensor in enumerate(tensors))
+        kinds = writer.empty("kinds", (self.groups, *self.grid), torch.uint8)
+        watch = Watch(writer, self.lengths, kinds) if watched else None
+        self._write_kinds(writer, kinds, captured, watch)
         if watch is not None:
             watch.look()
         if not separate:
-            kinds.clamp_(max=tiles.PARTIAL)
-        by_row, by_column = (self._new((self.groups, lines, 2, 3), torch.int32) for lines in self.grid)
-        arguments = {**self.for_runs, "KINDS": kinds, "KV_ROWS": by_row, "Q_ROWS": by_column}
-        room, placed = self.room, self._counts()
-        if placed:
-            none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
-            self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **none})
-            room = torch.stack([_place(by_row), _place(by_column)]).tolist()
-        spans = [self._new((max(1, count), 2), torch.int32) for count in room]
+            writer.call(without_full_tiles, (kinds,))
+        by_axis = self._rows(writer)
+        if not self._counts():
+            return writer.plan(captured, self._write_runs(writer, kinds, by_axis, self.room, bool(tensors)))
+        none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
+        self._launch_runs(writer, kinds, by_axis, none)
+        counts = writer.call(place_runs, by_axis, [Place("counts", (2,), (1,), torch.int64)])
+        return writer.plan(captured, (kinds, *by_axis, *counts))
+
+    def _counted_plan(self, room: Sequence[int], captures: bool) -> Plan:
+        """From the kinds of tiles, and the rows whose runs have their places, to runs: there are `room`."""
+        writer, sketch = Writer(), Writer()
+        kinds = sketch.empty("kinds", (self.groups, *self.grid), torch.uint8)
+        by_axis = self._rows(sketch)
+        results = self._write_runs(writer, kinds, by_axis, room, captures, placed=True)
+        return writer.plan((kinds, *by_axis), results)
+
+    def _rows(self, writer: Writer) -> tuple[Place, Place]:
+        down, across = self.grid
+        return (
+            writer.empty("rows", (self.groups, down, 2, 3), torch.int32),
+            writer.empty("columns", (self.groups, across, 2, 3), torch.int32),
+        )
+
+    def _launch_runs(
+        self, writer: Writer, kinds: Place, by_axis: tuple[Place, Place], given: Arguments
+    ) -> None:
+        rows = {"KINDS": kinds, "KV_ROWS": by_axis[0], "Q_ROWS": by_axis[1]}
+        self._launch(writer, runs_module(), "runs", self.runs_programs, {**self.for_runs, **rows, **given})
+
+    def _write_runs(
+        self,
+        writer: Writer,
+        kinds: Place,
+        by_axis: tuple[Place, Place],
+        room: Sequence[int],
+        captures: bool,
+        placed: bool = False,
+    ) -> tuple[Place, ...]:
+        """What runs consist of, by row and then by column."""
+        spans = [
+            writer.empty(f"{axis}_spans", (max(1, count), 2), torch.int32)
+            for axis, count in zip(("kv", "q"), room, strict=True)
+        ]
         given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
-        self._start(runs_module(), "runs_kernel", self.runs_programs, {**arguments, **given})
-        if not (tensors and self.ordered):
-            return by_row, spans[0], by_column, spans[1]
-        orders = [self._new((self.groups, lines), torch.int32) for lines in self.grid]
-        given = {"KV_ROWS": by_row, "Q_ROWS": by_column, "KV_ORDER": orders[0], "Q_ORDER": orders[1]}
-        self._start(runs_module(), "order_kernel", self.runs_programs, {**self.for_runs, **given})
-        return by_row, spans[0], orders[0], by_column, spans[1], orders[1]
+        self._launch_runs(writer, kinds, by_axis, given)
+        if not (captures and self.ordered):
+            return by_axis[0], spans[0], by_axis[1], spans[1]
+        orders = [
+            writer.empty(f"{axis}_order", (self.groups, lines), torch.int32)
+            for axis, lines in zip(("kv", "q"), self.grid, strict=True)
+        ]
+        given = {"KV_ROWS": by_axis[0], "Q_ROWS": by_axis[1], "KV_ORDER": orders[0], "Q_ORDER": orders[1]}
+        self._launch(writer, runs_module(), "order", self.runs_programs, {**self.for_runs, **given})
+        return by_axis[0], spans[0], orders[0], by_axis[1], spans[1], orders[1]
 
     def _counts(self) -> bool:
         """Are runs counted before room for them is made? A CUDA graph cannot wait for a count."""
         return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
 
-    def _kinds(self, tensors: Sequence[Tensor], watch: Watch | None) -> Tensor:
+    def _write_kinds(
+        self, writer: Writer, kinds: Place, captured: Sequence[Place], watch: Watch | None
+    ) -> None:
         """What each tile is, uint8 [groups, Qb, KVb]."""
         found, module = self.found, self.found.kernels.module
-        kinds = self._new((self.groups, *self.grid), torch.uint8)
-        states = self._new((self.squares,), torch.uint8)
-        terms = self._terms(module, tensors, watch) if found.kernels.terms else {}
+        states = writer.empty("states", (self.squares,), torch.uint8)
+        terms = self._write_terms(writer, module, captured, watch) if found.kernels.terms else {}
         known = {"KINDS": kinds, "STATES": states}
-        captured = found.captured("squares_kernel", tensors, watch)
-        arguments = {**self.for_squares, **known, **terms, **captured}
-        self._start(module, "squares_kernel", self.squares, arguments)
-        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", tensors, watch)}
-        self._start(module, "elements_kernel", self.squares * self.parts, arguments)
-        return kinds
+        given = found.captured("squares_kernel", captured, watch)
+        arguments = {**self.for_squares, **known, **terms, **given}
+        self._launch(writer, module, "squares", self.squares, arguments)
+        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", captured, watch)}
+        self._launch(writer, module, "elements", self.squares * self.parts, arguments)
 
-    def _terms(
-        self, module: ModuleType, tensors: Sequence[Tensor], watch: Watch | None
-    ) -> dict[str, Tensor]:
+    def _write_terms(
+        self, writer: Writer, module: ModuleType, captured: Sequence[Place], watch: Watch | None
+    ) -> dict[str, Place]:
         """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
         terms = self.found.kernels.terms
-        made = {term.name.upper(): self._bounds(term) for term in terms}
+        made = {term.name.upper(): self._bounds(writer, term) for term in terms}
         axes = {term.axis for term in terms}
         programs = (
             ("row" in axes) * self.grid[0]
             + ("column" in axes) * self.grid[1]
             + ("diagonal" in axes) * -(-sum(self.lengths) // CHUNK)
         )
-        captured = self.found.captured("terms_kernel", tensors, watch)
-        arguments = {**self.for_terms, **made, **captured}
-        self._start(module, "terms_kernel", self.groups * programs, arguments)
+        given = self.found.captured("terms_kernel", captured, watch)
+        self._launch(writer, module, "terms", self.groups * programs, {**self.for_terms, **made, **given})
         for term in terms:
             if term.axis == "diagonal":
-                counts = made[term.name.upper()]
-                torch.cumsum(counts, -1, dtype=torch.int32, out=counts)
+                writer.call(running_sums, (made[term.name.upper()],))
         return made
 
-    def _bounds(self, term: BuilderTerm) -> Tensor:
+    def _bounds(self, writer: Writer, term: BuilderTerm) -> Place:
+        name = f"bounds_of_{term.name}"
         if term.axis == "diagonal":
-            return self._new((self.groups, sum(self.lengths)), torch.int32)
-        return self._new((2, self.groups, self.grid[term.axis == "column"]), term.stored)
-
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+            return writer.empty(name, (self.groups, sum(self.lengths)), torch.int32)
+        return writer.empty(name, (2, self.groups, self.grid[term.axis == "column"]), term.stored)
 
     def _programs(self) -> int:
         """As many as keep the device busy where most of them end at once."""
@@ -234,16 +277,36 @@ class _Part:
         """Is a CUDA graph being recorded? It cannot wait for a count."""
         return is_captured(self.device)
 
-    def _start(self, module: ModuleType, name: str, programs: int, arguments: Any) -> None:
-        if self.interpreted:
-            tape.start(getattr(interpret(module), name), (programs,), None, arguments)
-            return
+    def _launch(
+        self, writer: Writer, module: ModuleType, kernel: str, programs: int, arguments: Arguments
+    ) -> None:
         # bounds of floating-point numbers hold where each operation rounds as it does in torch
         exact = {**arguments, "enable_fp_fusion": False}
-        tape.start(getattr(module, name), (programs,), self.device, exact)
+        writer.launch(_Source(module, self.interpreted), kernel, programs, exact)
+
+
+class _Source(NamedTuple):
+    module: ModuleType
+    interpreted: bool
 
 
 _part = lru_cache(1024)(_Part)
+
+
+def without_full_tiles(kinds: Tensor) -> tuple[()]:
+    """Makes full tiles partial."""
+    kinds.clamp_(max=tiles.PARTIAL)
+    return ()
+
+
+def running_sums(counts: Tensor) -> tuple[()]:
+    torch.cumsum(counts, -1, dtype=torch.int32, out=counts)
+    return ()
+
+
+def place_runs(by_row: Tensor, by_column: Tensor) -> tuple[Tensor]:
+    """Gives the runs of each row and column their place, one after another. How many there are, int64 [2]."""
+    return (torch.stack([_place(by_row), _place(by_column)]),)
 
 
 def _place(rows: Tensor) -> Tensor:

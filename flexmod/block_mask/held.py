@@ -167,6 +167,18 @@ class Held:
             return ("the tiles of block_mask",) * len(self._tensors)
         return tuple(f"block_mask.{name}" for name in LISTS if self._lists[name] is not None)
 
+    def parts(self) -> tuple[str, ...]:
+        """What each of `tensors` is, as an identifier."""
+        if self._runs is None:
+            return tuple(name for name in LISTS if self._lists[name] is not None)
+        kinds = ("rows", "runs", "order")
+        return tuple(
+            f"{axis}_{kind}"
+            for axis, runs in self._runs.items()
+            if runs is not None
+            for kind, _ in zip(kinds, runs.tensors(), strict=False)
+        )
+
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:

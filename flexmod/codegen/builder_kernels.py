@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 
-from torch import Tensor
-
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.kernels import Captured
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.watch import Watch
+from flexmod.plan import Place
 
 Numbers = Sequence[bool | int | float]
 
@@ -44,7 +43,7 @@ class Builder:
     kernels: BuilderKernels
     numbers: tuple[Numbers, ...]
 
-    def captured(self, kernel: str, tensors: Sequence[Tensor], watch: Watch | None) -> dict[str, object]:
+    def captured(self, kernel: str, tensors: Sequence[Place], watch: Watch | None) -> dict[str, object]:
         """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
         given: dict[str, object] = {}
         for number, text in self.kernels.texts(kernel):

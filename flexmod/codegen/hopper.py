@@ -268,6 +268,10 @@ class HopperKernels:
         return self.portable.spec
 
     @property
+    def interpreted(self) -> bool:
+        return self.portable.interpreted
+
+    @property
     def score(self) -> ModText | None:
         """The score_mod as a backward has it, or its exponent."""
         return self.portable.score if self.spec.backward else self.portable.exponent

@@ -13,22 +13,22 @@ import torch
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
 from flexmod.codegen.watch import Watch
+from flexmod.plan import Place
 
 
 class Captured(NamedTuple):
-    """What a mod closes over in one call: its tensors (`Traced.tensors`) and its promoted numbers.
+    """What a mod closes over in a plan: its tensors (`Traced.tensors`), as places, and its promoted numbers.
 
     `watch` is there for kernels that check what indexes the tensors.
     """
 
-    tensors: Sequence[torch.Tensor] = ()
+    tensors: Sequence[Place] = ()
     numbers: Sequence[bool | int | float] = ()
     watch: Watch | None = None
 
     def arguments(self, text: ModText) -> dict[str, object]:
         """The launch arguments that a text's parameters stand for, by name."""
-        tensors = [tensor.resolve_neg() for tensor in self.tensors]  # a kernel reads memory as it is
-        given = {p.name: p.value(tensors, self.numbers) for p in text.parameters if p.kind != "found"}
+        given = {p.name: p.value(self.tensors, self.numbers) for p in text.parameters if p.kind != "found"}
         if text.checks:
             assert self.watch is not None
             (name,) = (p.name for p in text.parameters if p.kind == "found")

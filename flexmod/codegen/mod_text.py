@@ -34,11 +34,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from flexmod.errors import Where
 from flexmod.ir.exponents import is_small
 from flexmod.ir.reductions import Along
+from flexmod.plan import Place
 
 Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
 
@@ -74,7 +73,7 @@ class Parameter:
     dim: int = 0
     comment: str = ""
 
-    def value(self, tensors: Sequence[torch.Tensor], numbers: Sequence[bool | int | float]) -> object:
+    def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float]) -> object:
         """The launch argument that this parameter stands for."""
         if self.kind == "number":
             return numbers[self.index]

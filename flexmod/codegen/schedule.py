@@ -7,6 +7,8 @@ values in the L2; heads of one group are neighbors for the same reason. Where a 
 
 from __future__ import annotations
 
+from flexmod.plan import Extent, cdiv
+
 
 def query_order(last_first: bool) -> str:
     """Statements that turn the program's number into batch, head and start_m (a tile of queries)."""
@@ -53,11 +55,11 @@ def diagonal_order() -> str:
     )
 
 
-def diagonal_count(length: int, keys: int, block_m: int, block_n: int) -> int:
+def diagonal_count(length: Extent, keys: Extent, block_m: int, block_n: int) -> Extent:
     """The number of diagonals of tiles, of `block_m` queries by `block_n` keys, a divisor."""
-    return -(-keys // block_n) + (-(-length // block_m) - 1) * (block_m // block_n)
+    return cdiv(keys, block_n) + (cdiv(length, block_m) - 1) * (block_m // block_n)
 
 
-def grid(batch: int, heads: int, length: int, block: int) -> tuple[int]:
+def grid(batch: Extent, heads: Extent, length: Extent, block: int) -> Extent:
     """The number of programs for `length` rows in tiles of `block`, for each head of each batch entry."""
-    return (batch * heads * -(-length // block),)
+    return batch * heads * cdiv(length, block)

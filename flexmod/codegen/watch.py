@@ -13,33 +13,49 @@ from torch import Tensor
 
 from flexmod.codegen.mod_text import FOUND_HEAD, Check
 from flexmod.errors import CaptureBoundsError
+from flexmod.plan import Extent, Place, Writer
 
 
 class Watch:
-    """What the kernels of one call find, for `lengths` (queries, keys)."""
+    """What the kernels of one plan find, for `lengths` (queries, keys), on the device of the place `on`."""
 
-    def __init__(self, lengths: tuple[int, int], device: torch.device) -> None:
-        self._lengths, self._device = lengths, device
-        self._rooms: list[tuple[Sequence[Check], Sequence[Tensor], Tensor]] = []
+    def __init__(self, writer: Writer, lengths: tuple[Extent, Extent], on: Place) -> None:
+        self._writer, self._lengths, self._on = writer, lengths, on
+        self._rooms: list[tuple[Sequence[Check], Sequence[Place], Place]] = []
 
-    def room(self, checks: Sequence[Check], tensors: Sequence[Tensor]) -> Tensor:
-        """What the text with these checks writes to, int64: both lengths, then a number for each check.
-
-        It is 0, or tells of an index outside, after negative ones were counted from the end: see
-        `check_bounds` in `prelude.py`.
-        """
-        made = torch.tensor([*self._lengths, *[0] * len(checks)], device=self._device)
+    def room(self, checks: Sequence[Check], tensors: Sequence[Place]) -> Place:
+        """What the text with these checks writes to: see `found_nothing`."""
+        count = FOUND_HEAD + len(checks)
+        made = Place(f"found{len(self._rooms)}", (count,), (1,), torch.int64)
+        self._writer.call(found_nothing, (self._on, *self._lengths, len(checks)), (made,))
         self._rooms.append((checks, tensors, made))
         return made
 
     def look(self) -> None:
-        """Waits for the kernels. Raises CaptureBoundsError for the first check that failed, in the text."""
+        """Writes the last step: the host looks."""
         for checks, tensors, room in self._rooms:
-            # asked of torch, so that a tape sees that the host has read a value
-            if not bool(room[FOUND_HEAD:].any()):
-                continue
-            met = room[FOUND_HEAD:].tolist()
-            check, number = next(pair for pair in zip(checks, met, strict=True) if pair[1])
+            self._writer.call(look, (_Checks(checks), tuple(tensors), room))
+
+
+class _Checks(tuple[Check, ...]):
+    """Checks as one argument of a step."""
+
+
+def found_nothing(on: Tensor, length: int, keys: int, checks: int) -> tuple[Tensor]:
+    """Both lengths, then a number for each check, int64.
+
+    It is 0, or tells of an index outside, after negative ones were counted from the end: see `check_bounds`
+    in `prelude.py`.
+    """
+    return (torch.tensor([length, keys, *[0] * checks], device=on.device),)
+
+
+def look(checks: Sequence[Check], tensors: Sequence[Tensor], room: Tensor) -> tuple[()]:
+    """Waits for the kernels. Raises CaptureBoundsError for the first check that failed, in the text."""
+    met = room[FOUND_HEAD:].tolist()
+    for check, number in zip(checks, met, strict=True):
+        if number:
             shape = tensors[check.capture].shape
             index = number // 2 if number % 2 else -(number // 2) - shape[check.dim]
             raise CaptureBoundsError.of(check.name, check.mod, shape, check.dim, index, check.where)
+    return ()

@@ -1,8 +1,8 @@
-"""Starts a kernel with the best tile that fits the device, and remembers which one that was."""
+"""The best tile of a kernel that fits the device, remembered, and launches of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,8 @@ from flexmod.codegen.choose import Chosen, Limits, Verdict, choose
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
-from flexmod.runtime import machine_code, tape
+from flexmod.plan import Launch, Source
+from flexmod.runtime import jit, machine_code
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -28,20 +29,18 @@ WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 _wrong: WeakKeyDictionary[Any, WrongProducts | None] = WeakKeyDictionary()
 
 
-def launch(
+def settle(
     kernels: Kernels,
     kernel: KernelName,
     device: torch.device,
-    grid: Callable[[Tile], tuple[int]],
-    arguments: Mapping[str, object] | Callable[[Tile], Mapping[str, object]],
+    arguments: Callable[[Tile], Sequence[Mapping[str, Any]]],
 ) -> Tile:
-    """Run a kernel of the module that has a ladder, on the device's current stream; returns the tile it took.
+    """The tile for a kernel of the module that has a ladder: the best that fits the device.
 
-    `arguments` are all but the tile's, or a function that makes those of a tile. The first call compiles the
-    rungs of the ladder in order, and runs none: one that the device refuses, whose registers spill much, or
-    that the compilers made wrong gives way to the next. Where all spill much, the one that spills least is
-    taken. Other strides make another variant of the kernel, which may need more: then the ladder is tried
-    again.
+    `arguments` makes those of each of its launches with a tile. The first call compiles the rungs of the
+    ladder in order, and runs none: one that the device refuses, whose registers spill much, or that the
+    compilers made wrong gives way to the next. Where all spill much, the one that spills least is taken.
+    Other strides make another variant of the kernel, which may need more: then the ladder is tried again.
 
     Raises:
         NoTileFits: the device has too little shared memory for the last rung.
@@ -49,18 +48,22 @@ def launch(
         MisaddressedProductsError: all rungs read wrong addresses.
     """
 
-    def given(tile: Tile) -> dict[str, Any]:
-        made = arguments(tile) if callable(arguments) else arguments
-        return {**made, **_tile_arguments(kernels, kernel, tile)}
-
     def judge(tile: Tile) -> Verdict:
-        return verdict(kernels, kernel, device, given(tile))
+        return worst([verdict(kernels, kernel, device, given) for given in arguments(tile)])
 
     tile = kernels.tiles.get((kernel, device))
     if tile is None or judge(tile).refusal is not None:
         tile = kernels.tiles[kernel, device] = _best(choose(kernels.ladder(kernel), judge, LIMITS), device)
-    start(kernels, f"{kernel}_kernel", device, grid(tile), given(tile))
     return tile
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict on a tile by those on its launches."""
+    return Verdict(
+        max(verdict.spills for verdict in verdicts),
+        tuple(dict.fromkeys(loss for verdict in verdicts for loss in verdict.losses)),
+        next((verdict.refusal for verdict in verdicts if verdict.refusal is not None), None),
+    )
 
 
 def verdict(
@@ -70,7 +73,7 @@ def verdict(
     if kernels.interpreted:
         return Verdict()
     function = getattr(kernels.module, f"{kernel}_kernel")
-    return judged(kernels, tape.compiled(function, device, arguments), device)
+    return judged(kernels, jit.compiled(function, device, arguments), device)
 
 
 def judged(
@@ -127,16 +130,25 @@ def _best(chosen: Chosen[Tile], device: torch.device) -> Tile:
 
 
 def start(
-    kernels: Kernels, name: str, device: torch.device, grid: tuple[int], arguments: Mapping[str, Any]
+    source: Source, name: str, device: torch.device, grid: tuple[int], arguments: Mapping[str, Any]
 ) -> Any:
-    """One launch of a kernel of the module: on a GPU, or through the interpreter on CPU tensors.
+    """One launch of a kernel of a module: on a GPU, or through the interpreter on CPU tensors.
 
     Returns what Triton compiled, None in the interpreter.
     """
-    if kernels.interpreted:
-        tape.start(getattr(interpreted(kernels.module), name), grid, None, arguments)
+    if source.interpreted:
+        jit.start(getattr(interpreted(source.module), name), grid, None, arguments)
         return None
-    return tape.start(getattr(kernels.module, name), grid, device, arguments)
+    return jit.start(getattr(source.module, name), grid, device, arguments)
+
+
+def rung_arguments(step: Launch) -> dict[str, Any]:
+    """What a launch is given for its tile or shape."""
+    if step.rung is None:
+        return {}
+    if isinstance(step.rung, Tile):
+        return _tile_arguments(step.source, step.kernel, step.rung)  # type: ignore[arg-type]
+    return dict(step.rung.arguments())
 
 
 def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:

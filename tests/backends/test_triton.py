@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import planned
 import pytest
 import torch
 from attention_cases import (
@@ -23,15 +24,18 @@ from attention_cases import (
     block_lists,
     truth,
 )  # fmt: skip
+from planned import NOTHING, Gradients, Mod
 from torch import Tensor
 
 from flexmod.backends import arguments, triton
-from flexmod.backends.interface import Forward, Gradients
+from flexmod.backends.interface import Forward
+from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen import cache
-from flexmod.codegen.kernels import NOTHING, Captured, Kernels
+from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.render import render
 from flexmod.errors import BlockMaskPartsError
+from flexmod.plan import Writer
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = {HALF: 2e-3, BFLOAT: 1.5e-2, SINGLE: 5e-6}
@@ -71,8 +75,8 @@ class Case:
     score: ModText | None = None
     grad: ModText | None = None
     eager: Any = None
-    score_captured: Captured = NOTHING
-    mask_captured: Captured = NOTHING
+    score_captured: Mod = NOTHING
+    mask_captured: tuple[Tensor, ...] = ()
     scale: float = 0.25
     options: Any = None
 
@@ -82,9 +86,12 @@ class Case:
             self.lists = block_lists(self.dense, self.block, self.separate_full)
             self.lists.form = self.form
 
+    def snapshot(self) -> MaskSnapshot | None:
+        return self.lists.snapshot(self.mask_captured) if self.lists else None
+
     def kernels(self, backward: bool) -> Kernels:
         spec = triton.kernel_spec(
-            self.q, self.k, self.v, self.lists, scale=self.scale, precision="ieee", backward=backward
+            self.q, self.k, self.v, self.snapshot(), scale=self.scale, precision="ieee", backward=backward
         )
         score, mask, grad = self.score, self.mask, self.grad
         return Kernels(
@@ -94,18 +101,17 @@ class Case:
 
     def forward(self, want_max: bool = True) -> Forward:
         self.kept: list[Tensor] = []
-        return triton.forward(
-            self.kernels(False), self.q, self.k, self.v, scale=self.scale, mask=self.lists, want_max=want_max,
-            keep=self.kept, score_captured=self.score_captured, mask_captured=self.mask_captured,
+        return planned.forward(
+            self.kernels(False), self.q, self.k, self.v, scale=self.scale, mask=self.snapshot(),
+            want_max=want_max, keep=self.kept, score_captured=self.score_captured,
         )  # fmt: skip
 
     def backward(
         self, forward: Forward, grad_out: Tensor, grad_lse: Tensor | None, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        return triton.backward(
+        return planned.backward(
             self.kernels(True), self.q, self.k, self.v, forward.out, forward.lse, grad_out, grad_lse, needs,
-            tuple(self.kept), scale=self.scale, mask=self.lists,
-            score_captured=self.score_captured, mask_captured=self.mask_captured,
+            self.kept, scale=self.scale, mask=self.snapshot(), score_captured=self.score_captured,
         )  # fmt: skip
 
     def check(self, backward: bool = True, grad_out: Tensor | None = None) -> None:
@@ -238,14 +244,17 @@ def test_expanded_lists_are_read_once() -> None:
     for name, value in vars(case.lists).items():
         if isinstance(value, Tensor):
             setattr(case.lists, name, value.expand(2, 2, *value.shape[2:]))
-    assert arguments.mask_arguments(case.lists, "kv")["stride_mask_b"] == 0
+    snapshot = case.snapshot()
+    assert snapshot is not None
+    places = snapshot.with_tensors(arguments.places_of_mask(snapshot))  # type: ignore[arg-type]
+    assert arguments.mask_arguments(Writer(), places, "kv")["stride_mask_b"] == 0
     case.check()
 
 
 def test_document_mask_loads_by_row_and_column() -> None:
     doc, dense = documents(130, 100)
-    captured = Captured((doc.repeat_interleave(2)[::2],))
-    Case(*random(130, 100), dense=dense, mask=DOCUMENT, mask_captured=captured).check()
+    captured = doc.repeat_interleave(2)[::2]
+    Case(*random(130, 100), dense=dense, mask=DOCUMENT, mask_captured=(captured,)).check()
 
 
 def test_alibi_with_documents() -> None:
@@ -256,14 +265,14 @@ def test_alibi_with_documents() -> None:
         *random(100, 100, heads=(4, 2), batch=(2, 2)),
         dense=dense, mask=DOCUMENT, score=ALIBI, grad=ALIBI_GRAD,
         eager=lambda s: s + slopes.double()[:, None, None] * (j - i),
-        score_captured=Captured((slopes,)), mask_captured=Captured((doc,)),
+        score_captured=Mod((slopes,)), mask_captured=(doc,),
     ).check()  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, SINGLE], ids=str)
 def test_softcap_with_a_promoted_number(dtype: torch.dtype) -> None:
     Case(
-        *random(70, 65, dtype=dtype), score=SOFTCAP, grad=SOFTCAP_GRAD, score_captured=Captured((), (2.0,)),
+        *random(70, 65, dtype=dtype), score=SOFTCAP, grad=SOFTCAP_GRAD, score_captured=Mod((), (2.0,)),
         eager=lambda s: 2 * torch.tanh(s / 2),
     ).check()  # fmt: skip
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import planned
 import torch
 from learned_mods import learned_mods, random
 from plain_gluon import on_python
 from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, flex_attention, masks, mods
-from flexmod.backends import captured, hopper
+from flexmod.backends import captured
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
-from flexmod.codegen.kernels import Captured
 from flexmod.compiler import capture_terms, kernels_for, lower
 from flexmod.ir.trace import trace
 
@@ -178,14 +178,12 @@ class Call:
         tensors = traced["score"].tensors if traced["score"] else ()
         wanted = tuple(n for n, x in enumerate(tensors) if x.requires_grad)
         portable = kernels_for(spec, lowered["score"], lowered["mask"], wanted=wanted, fused=True)
-        given = {
-            f"{kind}_captured": Captured([t.detach() for t in x.tensors]) for kind, x in traced.items() if x
-        }
+        of_score = planned.Mod([t.detach() for t in tensors])
         with on_python(changed, seed, case.ordered):
-            found = hopper.backward(
+            found = planned.backward(
                 HopperKernels(portable), q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
                 self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
-                shape=case.shape, **given,
+                shape=case.shape, score_captured=of_score,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
         if wanted:

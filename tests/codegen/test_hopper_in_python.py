@@ -6,15 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import planned
 import pytest
 import torch
 from plain_gluon import on_python
 
 from flexmod import BlockMask, create_block_mask, masks, mods
-from flexmod.backends import hopper
 from flexmod.backends.interface import Forward
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
-from flexmod.codegen.kernels import Captured
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import kernels_for, lower
 from flexmod.ir.evaluate import evaluate
@@ -106,12 +105,12 @@ class Call:
         )  # fmt: skip
         lowered = {kind: lower(x.graph, self.extents, split=False) for kind, x in self.traced.items()}
         kernels = HopperKernels(kernels_for(spec, lowered.get("score"), lowered.get("mask")))
-        captured = {f"{kind}_captured": Captured(x.tensors) for kind, x in self.traced.items()}
+        tensors = self.traced["score"].tensors if "score" in self.traced else ()
         mask = self.mask().snapshot() if case.mask else None
         with on_python(changed, ordered=case.ordered):
-            return hopper.forward(
+            return planned.forward(
                 kernels, self.q, self.k, self.v, scale=case.scale, mask=mask, want_max=True, shape=shape,
-                **captured,
+                score_captured=planned.Mod(tensors),
             )  # fmt: skip
 
     def mask(self) -> BlockMask:

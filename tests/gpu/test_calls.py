@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import calls, compiler, create_block_mask, flex_attention, masks, mods
-from flexmod.runtime import counters, tape
+from flexmod.runtime import counters, jit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -143,7 +143,7 @@ def test_a_call_that_is_new_to_a_graph() -> None:
     flex_attention(*tensors, twice)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(3):  # anew, recorded on a tape, and played
+        for _ in range(3):  # anew, then by its plan
             out = flex_attention(*tensors, twice, scale=0.25)
     graph.replay()
     assert near(out, flex_attention(*tensors, twice, scale=0.25, kernel_options=REFERENCE))
@@ -184,9 +184,9 @@ def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.Monk
     )  # fmt: skip
     described = attend.source
     started: list[str] = []
-    start = tape.start
+    start = jit.start
     monkeypatch.setattr(
-        tape, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
+        jit, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
     )
     attend(*inputs(grad=True)).sum().backward()
     ran = {code(Path(file).read_text()) for file in started if "attention" in file}

@@ -1,10 +1,11 @@
-"""Changes between forward and backward on a GPU, where the third backward on is played from a recording."""
+"""Changes between forward and backward on a GPU, where the second backward on runs a plan again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import planned
 import pytest
 import torch
 from reference_case import make_case
@@ -13,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmod import BlockMask, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask.tiles import LISTS
-from flexmod.runtime import tape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -27,16 +27,8 @@ FORMS = ["lists", "runs"]
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recordings that were played."""
-    found: list[Any] = []
-    play = tape.Tape.play
-
-    def watch(self: tape.Tape, given: Any) -> Any:
-        found.append(self)
-        return play(self, given)
-
-    monkeypatch.setattr(tape.Tape, "play", watch)
-    return found
+    """The plans that were run again."""
+    return planned.reruns(monkeypatch)
 
 
 class Case:

@@ -1,7 +1,7 @@
 """Hopper's generated kernels as plain Python: each partition of warps a thread, its tiles arrays of float64.
 
     with on_python():
-        hopper.forward(...), hopper.backward(...)                              # of flexmod.backends
+        planned.forward(hopper_kernels, ...), planned.backward(hopper_kernels, ...)
         flex_attention(..., kernel_options={"BACKEND": "INTERPRET", "TEMPLATE": "hopper"})
 
 The partitions take turns, in an order drawn from a seed, and copies come late. To hang is an error (`Stuck`).
@@ -26,8 +26,8 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
 from flexmod.codegen.hopper import TARGET, HopperKernels, Shape, Way, text, why_portable
 from flexmod.codegen.spec import KernelSpec
+from flexmod.runtime import bound, launch
 from flexmod.runtime.counters import COUNTER
-from flexmod.runtime.tape import Repeated
 from plain_gluon.language import names, run_program
 from plain_gluon.memory import Descriptor, Pointer
 from plain_gluon.mods import called, functions_of, kernel, split
@@ -58,10 +58,15 @@ def on_python(
         tiles_of_row = mask.held.runs(axis).rows[..., 0].sum(-1)
         return {name: tiles_of_row.argsort(descending=True).int() for name in given}
 
-    def start(kernels: HopperKernels, name: str, device: Any, programs: tuple[int], arguments: Any) -> None:
+    own_start = launch.start
+
+    def start(kernels: Any, name: str, device: Any, programs: tuple[int], arguments: Any) -> None:
+        if not isinstance(kernels, HopperKernels):
+            own_start(kernels, name, device, programs, arguments)
+            return
         p = kernels.portable
         source = text(p.spec, kernels.score, p.mask, p.grad, p.captures)
-        launch(changed(source), name, programs[0], arguments, seed)
+        run_kernel(changed(source), name, programs[0], arguments, seed)
 
     def settle(kernels: HopperKernels, way: Way, *_: Any) -> Shape:
         shapes = kernels.ladder(way)
@@ -71,20 +76,20 @@ def on_python(
         return why_portable(spec, way, TARGET, options, **facts)
 
     with (
-        mock.patch.object(hopper, "start", start),
+        mock.patch.object(launch, "start", start),
         mock.patch.object(hopper, "_order", order),
         mock.patch.object(hopper, "settle", settle),
         mock.patch.object(generated, "why_portable", why),
-        # tapes know nothing of these launches
-        mock.patch.object(Repeated, "__call__", lambda self, run, given, *beside: run(*given)),
+        # a call of another seed has another shape
+        mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
         mock.patch.object(hopper, "processors", lambda device: PROCESSORS),
-        mock.patch.object(hopper, "TensorDescriptor", described),
-        mock.patch.object(hopper, "_layout", lambda block, dtype: None),
+        mock.patch.object(bound, "TensorDescriptor", described),
+        mock.patch.object(bound, "layout", lambda block, dtype: None),
     ):
         yield
 
 
-def launch(source: str, name: str, programs: int, arguments: Mapping[str, Any], seed: int = 0) -> None:
+def run_kernel(source: str, name: str, programs: int, arguments: Mapping[str, Any], seed: int = 0) -> None:
     """Run a kernel of a module; raises the first error of any partition."""
     code, functions, lines = _compiled(source)
     linecache.cache[SOURCE] = (len(source), None, lines, SOURCE)

@@ -13,8 +13,9 @@ from triton.runtime.errors import OutOfResources
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.plan import Launch
 from flexmod.runtime import machine_code
-from flexmod.runtime.launch import launch
+from flexmod.runtime.launch import rung_arguments, settle, start
 
 DEVICE = torch.device("cuda", 0)
 
@@ -88,7 +89,14 @@ def kernels(
 
 
 def run(compiled: Kernels) -> None:
-    launch(compiled, "forward", DEVICE, lambda tile: (1000 // tile.block_m,), {"M": 1000})
+    def step(tile: Tile) -> Launch:
+        return Launch(compiled, "forward", 1000 // tile.block_m, {"M": 1000}, tile)
+
+    def arguments(tile: Tile) -> list[dict[str, Any]]:
+        return [{**step(tile).arguments, **rung_arguments(step(tile))}]
+
+    tile = settle(compiled, "forward", DEVICE, arguments)
+    start(compiled, "forward_kernel", DEVICE, (1000 // tile.block_m,), *arguments(tile))
 
 
 def test_the_first_rung_that_fits_is_remembered() -> None:
@@ -164,13 +172,13 @@ def test_arguments_made_for_each_tile() -> None:
     device = Device(128 * 128, {128: 500})
     compiled = kernels(device)
 
-    def arguments(tile: Tile) -> dict[str, object]:
-        return {"SUMS": [tile.block_m]}
+    def arguments(tile: Tile) -> list[dict[str, Any]]:
+        sides = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        return [{"SUMS": [tile.block_m], **sides}, {"SUMS": [1], **sides}]
 
     for _ in range(2):
-        tile = launch(compiled, "forward", DEVICE, lambda tile: (1,), arguments)
-        assert tile.block_m == 64 and device.ran[-1]["SUMS"] == [64]
-    assert [r["SUMS"] for r in device.tried] == [[128], [64], [64]]
+        assert settle(compiled, "forward", DEVICE, arguments).block_m == 64
+    assert [r["SUMS"] for r in device.tried] == [[128], [1], [64], [1], [64], [1]]
 
 
 def test_nothing_fits() -> None:

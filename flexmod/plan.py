@@ -1,0 +1,379 @@
+"""What a call does to its tensors, as data: what it allocates, which kernels it launches on what.
+
+A plan is made for a variant and for chosen tiles. Its tensors are places with names; sizes, strides and grids
+are expressions over named extents, which the tensors of a call fill in (`runtime/bound.py`). Nothing here
+touches a tensor, so a plan is made, printed and compared where there is no GPU.
+
+    Allocate    a new tensor, of zeros or of whatever is there
+    View        another view of a tensor's memory
+    Launch      a kernel, each of its parameters bound to a place, a TMA descriptor, a number or an extent
+    Call        a function of tensors and plain numbers, named and at the top of its module
+    Keep        the same, whose results stay with the mask for calls to come
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from flexmod.ir.graph import dtype_name
+
+_ATOM = r"\w+(\([^()]*\))?"
+PRODUCT = re.compile(rf"{_ATOM}( \* {_ATOM})*")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A whole number that a call fills in, as a Python expression over names: `cdiv(M, 128) * HQ * B`."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: Extent) -> Extent:
+        return self if other == 0 else Size(f"{self} + {other}")
+
+    def __radd__(self, other: int) -> Extent:
+        return self if other == 0 else Size(f"{other} + {self}")
+
+    def __sub__(self, other: Extent) -> Size:
+        return Size(f"{self} - {_factor(other)}")
+
+    def __mul__(self, other: Extent) -> Extent:
+        return other if other == 0 else self if other == 1 else Size(f"{_factor(self)} * {_factor(other)}")
+
+    def __rmul__(self, other: int) -> Extent:
+        return other if other == 0 else self if other == 1 else Size(f"{other} * {_factor(self)}")
+
+    def __rsub__(self, other: int) -> Size:
+        return Size(f"{other} - {_factor(self)}")
+
+    def __floordiv__(self, other: Extent) -> Size:
+        return Size(f"{_factor(self)} // {other if isinstance(other, int) else f'({other})'}")
+
+    def __rfloordiv__(self, other: int) -> Size:
+        return Size(f"{other} // ({self})")
+
+
+Extent = int | Size
+
+
+def _factor(extent: Extent) -> str:
+    text = str(extent)
+    return text if PRODUCT.fullmatch(text) else f"({text})"
+
+
+def cdiv(extent: Extent, by: int) -> Extent:
+    """The quotient, rounded up."""
+    if by == 1:
+        return extent
+    return -(-extent // by) if isinstance(extent, int) else Size(f"cdiv({extent}, {by})")
+
+
+def least(one: Extent, other: Extent) -> Extent:
+    """The smaller one."""
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return Size(f"min({one}, {other})")
+
+
+def if_several(size: Extent, value: Extent, otherwise: Extent = 0) -> Extent:
+    """`value` where a dimension has more than one entry: the stride of one that has not is of no account."""
+    if isinstance(size, int):
+        return value if size > 1 else otherwise
+    if value == otherwise:
+        return value
+    return Size(f"({value} if {size} > 1 else {otherwise})")
+
+
+def bits(extent: Extent) -> Extent:
+    """How many binary digits a number has."""
+    return extent.bit_length() if isinstance(extent, int) else Size(f"bits({extent})")
+
+
+FUNCTIONS: dict[str, Callable[..., int]] = {
+    "cdiv": lambda a, b: -(-a // b),
+    "min": min,
+    "bits": int.bit_length,
+}
+
+
+def value_of(extent: Any, extents: Mapping[str, int]) -> Any:
+    """The number that an expression is for a call; anything else is what it is."""
+    if not isinstance(extent, Size):
+        return extent
+    return eval(extent.text, {"__builtins__": {}, **FUNCTIONS}, dict(extents))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a tensor: strides count elements."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    strides: tuple[Extent, ...]
+    dtype: torch.dtype
+
+    def stride(self, dim: int) -> Extent:
+        return self.strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> Extent:
+        return product(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {dtype_name(self.dtype)} [{', '.join(map(str, self.shape))}]"
+
+
+def product(sizes: Sequence[Extent]) -> Extent:
+    found: Extent = 1
+    for size in sizes:
+        found = found * size
+    return found
+
+
+def contiguous(shape: Sequence[Extent]) -> tuple[Extent, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(product(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A TMA descriptor of a place: what the unit copies are blocks of this shape."""
+
+    base: Place
+    shape: tuple[Extent, ...]
+    strides: tuple[Extent, ...]
+    block: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.base.name} in blocks of {list(self.block)}"
+
+
+class Source(Protocol):
+    """Where a launch finds its kernel. `interpreted`: Triton's interpreter runs it, on CPU tensors."""
+
+    @property
+    def module(self) -> ModuleType: ...
+
+    @property
+    def interpreted(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Allocate:
+    place: Place
+    zeros: bool = False
+
+    def __str__(self) -> str:
+        return f"{'zeros' if self.zeros else 'empty'}  {self.place}"
+
+
+@dataclass(frozen=True)
+class View:
+    place: Place
+    of: Place
+    offset: Extent = 0
+
+    def __str__(self) -> str:
+        start = f" from {self.offset} on" if self.offset != 0 else ""
+        return f"view   {self.place} of {self.of.name}{start}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of the source, in a grid of one dimension. `rung`: its tile; None where it has no ladder."""
+
+    source: Source = field(compare=False)
+    kernel: str
+    grid: Extent
+    arguments: Mapping[str, Any]
+    rung: Any = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}_kernel"
+
+    def places(self) -> Iterator[Place]:
+        for value in self.arguments.values():
+            if isinstance(value, Descriptor):
+                yield value.base
+            elif isinstance(value, Place):
+                yield value
+
+    def __str__(self) -> str:
+        tile = f", {self.rung}" if self.rung is not None else ""
+        given = [f"{name}={_said(value)}" for name, value in self.arguments.items() if value is not None]
+        lines = [f"launch {self.name}[{self.grid}]{tile}"]
+        lines += ["           " + ", ".join(given[at : at + 4]) for at in range(0, len(given), 4)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`function(*arguments)`, in which places and extents stand at any depth of lists, tuples and dicts.
+
+    It returns a tensor for each of `makes`, or None for one that is None.
+    """
+
+    function: Callable[..., Sequence[torch.Tensor | None]]
+    arguments: tuple[Any, ...]
+    makes: tuple[Place | None, ...]
+
+    verb = "call"
+
+    def __str__(self) -> str:
+        made = ", ".join(str(place) for place in self.makes if place is not None)
+        return f"{self.verb}   {self.function.__name__}" + (f" -> {made}" if made else "")
+
+
+@dataclass(frozen=True)
+class Keep(Call):
+    """A `Call` whose results stay with the mask, for the versions of the tensors in `arguments`."""
+
+    verb = "keep"
+
+
+Step = Allocate | View | Launch | Call
+
+
+def _said(value: Any) -> str:
+    return value.name if isinstance(value, Place) else str(value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps in order. `inputs` are what a call is run on, in order; `results` what it returns."""
+
+    inputs: tuple[Place | None, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Place | None, ...]
+
+    def launches(self, kernel: str | None = None) -> list[Launch]:
+        """The launches, or those of one kernel."""
+        found = [step for step in self.steps if isinstance(step, Launch)]
+        return [step for step in found if kernel in (None, step.kernel)]
+
+    def __str__(self) -> str:
+        lines = [f"given  {place}" for place in self.inputs if place is not None]
+        lines += map(str, self.steps)
+        lines += [f"return {place}" for place in self.results if place is not None]
+        return "\n".join(lines)
+
+
+class Writer:
+    """Writes the steps of a plan: each method adds one, and returns the place that it makes."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def empty(
+        self,
+        name: str,
+        shape: Sequence[Extent],
+        dtype: torch.dtype = torch.float32,
+        strides: Sequence[Extent] | None = None,
+        *,
+        zeros: bool = False,
+    ) -> Place:
+        """A new tensor, contiguous where no strides are given."""
+        place = Place(name, tuple(shape), tuple(strides or contiguous(shape)), dtype)
+        self.steps.append(Allocate(place, zeros))
+        return place
+
+    def like(self, name: str, place: Place) -> Place:
+        """A new tensor of a contiguous one's shape and dtype."""
+        return self.empty(name, place.shape, place.dtype)
+
+    def view(
+        self,
+        name: str,
+        of: Place,
+        shape: Sequence[Extent],
+        strides: Sequence[Extent] | None = None,
+        offset: Extent = 0,
+    ) -> Place:
+        place = Place(name, tuple(shape), tuple(strides or contiguous(shape)), of.dtype)
+        self.steps.append(View(place, of, offset))
+        return place
+
+    def launch(
+        self, source: Source, kernel: str, grid: Extent, arguments: Mapping[str, Any], rung: Any = None
+    ) -> None:
+        self.steps.append(Launch(source, kernel, grid, dict(arguments), rung))
+
+    def call(
+        self,
+        function: Callable[..., Sequence[torch.Tensor | None]],
+        arguments: Sequence[Any],
+        makes: Sequence[Place | None] = (),
+    ) -> tuple[Place | None, ...]:
+        self.steps.append(Call(function, tuple(arguments), tuple(makes)))
+        return tuple(makes)
+
+    def keep(
+        self,
+        function: Callable[..., Sequence[torch.Tensor | None]],
+        arguments: Sequence[Any],
+        makes: Sequence[Place | None],
+    ) -> tuple[Place | None, ...]:
+        self.steps.append(Keep(function, tuple(arguments), tuple(makes)))
+        return tuple(makes)
+
+    def plan(self, inputs: Sequence[Place | None], results: Sequence[Place | None]) -> Plan:
+        return Plan(tuple(inputs), tuple(self.steps), tuple(results))
+
+
+def named(name: str, tensor: torch.Tensor, sizes: Sequence[Extent | None] = ()) -> Place:
+    """The place of an input of the tensor's kind. Strides are names, and sizes that are not given."""
+    given = [*sizes, *[None] * (tensor.dim() - len(sizes))]
+    shape = [Size(f"{name}_size{d}") if size is None else size for d, size in enumerate(given)]
+    strides = [Size(f"{name}_stride{d}") for d in range(tensor.dim())]
+    return Place(name, tuple(shape), tuple(strides), tensor.dtype)
+
+
+def fixed(name: str, tensor: torch.Tensor) -> Place:
+    """The place of an input of exactly the tensor's sizes and strides."""
+    return Place(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def extents_of(inputs: Sequence[Place | None], tensors: Sequence[torch.Tensor | None]) -> dict[str, int]:
+    """What the names in the inputs of a plan are for these tensors.
+
+    Raises ValueError where a tensor is not one that the plan was made for.
+    """
+    found: dict[str, int] = {}
+    for place, tensor in zip(inputs, tensors, strict=True):
+        if place is None or tensor is None:
+            if place is not None or tensor is not None:
+                raise ValueError(f"{place or 'nothing'} is what the plan takes, not {tensor}")
+            continue
+        if tensor.dim() != place.dim() or tensor.dtype != place.dtype:
+            raise ValueError(f"{place} is what the plan takes, not {list(tensor.shape)} of {tensor.dtype}")
+        for extent, size in _sizes(place, tensor):
+            if isinstance(extent, Size) and extent.text.isidentifier():
+                found.setdefault(extent.text, size)
+    for place, tensor in zip(inputs, tensors, strict=True):
+        for extent, size in _sizes(place, tensor):
+            if value_of(extent, found) != size:
+                wanted = f"{extent} is {value_of(extent, found)}"
+                raise ValueError(f"{place} is what the plan takes: {wanted}, not {size}")
+    return found
+
+
+def _sizes(place: Place | None, tensor: torch.Tensor | None) -> Iterator[tuple[Extent, int]]:
+    """Sizes, and the strides of what has more than one entry."""
+    if place is not None and tensor is not None:
+        yield from zip(place.shape, tensor.shape, strict=True)
+        for extent, stride, size in zip(place.strides, tensor.stride(), tensor.shape, strict=True):
+            atom = isinstance(extent, Size) and extent.text.isidentifier()
+            if atom or size > 1 and tensor.numel():
+                yield extent, stride

@@ -1,0 +1,129 @@
+"""Plans in tests: kernels run by the plan of a call, and plans that are run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmod.backends import hopper, triton
+from flexmod.backends.arguments import Operands, operands
+from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.triton import Incoming
+from flexmod.codegen.hopper import HopperKernels, Shape
+from flexmod.codegen.spec import KernelName, Tile
+from flexmod.ir.reductions import Along
+from flexmod.plan import Place, Writer, contiguous, named
+from flexmod.runtime.bound import Bound
+
+
+class Mod(NamedTuple):
+    """What a mod closes over."""
+
+    tensors: Sequence[Tensor] = ()
+    numbers: Sequence[bool | int | float] = ()
+
+
+NOTHING = Mod()
+
+
+class Gradients(NamedTuple):
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    sums: Mapping[Along, list[Tensor]]
+
+
+class Tiles(dict[KernelName, Tile]):
+    """The first tile of each ladder."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = getattr(kernels, "portable", kernels)
+
+    def __missing__(self, kernel: KernelName) -> Tile:
+        tile: Tile = self._kernels.ladder(kernel)[0]
+        return tile
+
+
+def forward(
+    kernels: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Any = None, want_max: bool = False,
+    keep: list[Tensor] | None = None, score_captured: Mod = NOTHING, shape: Shape | None = None,
+) -> Forward:  # fmt: skip
+    """Attention by the kernels; `keep` gets what a backward needs. `mask` is a snapshot."""
+    call, tensors = _call(q, k, v, scale, mask, score_captured)
+    writer, wants = Writer(), {"want_max": want_max, "keep": keep is not None}
+    if isinstance(kernels, HopperKernels):
+        assert shape is not None
+        results = hopper.forward(writer, kernels, call, shape, **wants)
+    else:
+        results = triton.forward(writer, kernels, call, Tiles(kernels), **wants)
+    plan = writer.plan(call.inputs, results)
+    out, lse, largest, *kept = _run(plan, tensors, mask)
+    if keep is not None:
+        keep += kept
+    return Forward(out, lse, largest)
+
+
+def backward(
+    kernels: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, needs: tuple[bool, bool, bool], kept: Sequence[Tensor] = (), *, scale: float,
+    mask: Any = None, score_captured: Mod = NOTHING, shape: Shape | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients by the kernels, and the sums for what the score_mod captures."""
+    call, tensors = _call(q, k, v, scale, mask, score_captured)
+    sizes = call.q.shape[:3]
+    incoming = Incoming(
+        named("out", out, (*sizes, out.shape[3])),
+        Place("lse", sizes, contiguous(sizes), lse.dtype),
+        named("grad_out", grad_out, (*sizes, grad_out.shape[3])),
+        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
+        tuple(Place(f"kept{n}", sizes, contiguous(sizes), x.dtype) for n, x in enumerate(kept)),
+    )
+    writer = Writer()
+    if isinstance(kernels, HopperKernels):
+        assert shape is not None
+        facts = hopper.facts_of(k, grad_out)
+        found = hopper.backward(writer, kernels, call, incoming, needs, shape, Tiles(kernels), facts)
+    else:
+        found = triton.backward(writer, kernels, call, incoming, needs, Tiles(kernels))
+    sums = [place for of in found.sums.values() for place in of]
+    given = (*call.inputs, *incoming[:4], *incoming.kept)
+    made = _run(
+        writer.plan(given, (*found[:3], *sums)), (*tensors, out, lse, grad_out, grad_lse, *kept), mask
+    )
+    rest = iter(made[3:])
+    return Gradients(*made[:3], {along: [next(rest) for _ in of] for along, of in found.sums.items()})
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Any, score: Mod
+) -> tuple[Operands, tuple[Tensor, ...]]:
+    of_score: Any = SimpleNamespace(tensors=tuple(score.tensors))
+    numbers = mask.numbers if hasattr(mask, "numbers") else ()
+    call = operands(q, k, v, Problem(of_score, None, mask, scale), score.numbers, numbers)
+    return call, (q, k, v, *score.tensors, *(mask.tensors if mask else ()))
+
+
+def _run(plan: Any, tensors: Sequence[Tensor | None], mask: Any) -> tuple[Any, ...]:
+    device = next(x.device for x in tensors if x is not None)
+    processors = {"PROCESSORS": hopper.processors(device)}
+    with torch.no_grad():
+        return Bound(plan, tensors, device, processors).run(tensors, mask and mask.derived)
+
+
+def reruns(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
+    """The bound plans that are run again, once for each such run."""
+    before: list[Bound] = []
+    again: list[Bound] = []
+    run = Bound.run
+
+    def watch(self: Bound, *arguments: Any) -> Any:
+        (again if self in before else before).append(self)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Bound, "run", watch)
+    return again
