@@ -21,7 +21,7 @@ from flexmod.ahead import GIVES_WAY, TYPES, Built, Job, jobs
 from flexmod.block_mask import generated
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime import offline
+from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
 from flexmod.variant import Variant, variant
 
@@ -175,14 +175,15 @@ def _of_block_mask(build: Build) -> Iterator[_Work]:
     """As a launch specializes them where no size is 1 or a multiple of 16."""
     launches: list[tuple[Any, str, dict[str, Any]]] = []
 
-    def noted(part: Any, module: Any, name: str, programs: int, arguments: dict[str, Any]) -> None:
-        launches.append((module, name, arguments))
+    def noted(source: Any, name: str, device: Any, grid: Any, arguments: dict[str, Any]) -> None:
+        given = {name: value for name, value in arguments.items() if name != "enable_fp_fusion"}
+        launches.append((source.module, name, given))
 
     sizes = (3, 2, LENGTH + 7, LENGTH + 7)
     traced = trace(MASKS[build.name](), "mask")
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
-    generated._part.cache_clear()  # a recorded launch would not be seen
-    with patch.object(generated._Part, "_start", noted):
+    generated._part.cache_clear()
+    with patch.object(launch, "start", noted):
         generated.build(traced, sizes, (128, 128), torch.device("cpu"), True, interpreted=True)
     for module, name, arguments in launches:
         work = partial(_builder_kernel, module, name, arguments, build.target)

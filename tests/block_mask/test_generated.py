@@ -14,7 +14,7 @@ from flexmod.block_mask import generated, refine
 from flexmod.codegen import cache
 from flexmod.codegen.render import render_builder, render_runs
 from flexmod.mask_compiler import builder
-from flexmod.runtime import offline
+from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
 
 CPU = torch.device("cpu")
@@ -147,14 +147,14 @@ def test_a_number_that_changes(make, monkeypatch):
     """What was found out for other numbers serves, and tiles are decided as they are by constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
     mask_compiler._builder.cache_clear()
-    start, opened = generated._Part._start, []
+    start, opened = launch.start, []
 
-    def watch(part, module, name, programs, arguments):
+    def watch(source, name, device, grid, arguments):
         if name == "elements_kernel":
             opened.append(arguments["KINDS"].clone())
-        return start(part, module, name, programs, arguments)
+        return start(source, name, device, grid, arguments)
 
-    monkeypatch.setattr(generated._Part, "_start", watch)
+    monkeypatch.setattr(launch, "start", watch)
     sizes, numbers = (1, 2, 200, 190), (40, 70, 3, 2**20, 0, -40, 130, 41)
     changing = []
     for number in numbers:
@@ -218,13 +218,13 @@ def test_new_numbers_and_new_tensors_compile_nothing(monkeypatch):
 
 
 def test_other_tensors_of_one_kind(monkeypatch):
-    """The third mask of a kind is played from a record, and no two masks share what they hold."""
+    """The plan of the first mask of a kind serves the others, and no two masks share what they hold."""
     made = [masks.document(torch.arange(200) // size, causal=True) for size in (50, 30, 7, 90)]
-    ran = []
-    run = generated._Part._run
-    monkeypatch.setattr(generated._Part, "_run", lambda *given: ran.append(given) or run(*given))
+    written = []
+    plan = generated._Part._plan
+    monkeypatch.setattr(generated._Part, "_plan", lambda *given: written.append(given) or plan(*given))
     found = [check(mask_mod, (1, 1, 200, 200), (32, 32)) for mask_mod in made]
-    assert len(ran) == 2
+    assert len(written) == 1
     assert len({runs["kv"].spans.data_ptr() for runs in found}) == len(made)
 
 
@@ -232,14 +232,14 @@ def test_other_tensors_of_one_kind(monkeypatch):
 def test_corners_leave_nothing_open(name, monkeypatch):
     """Of the tiles of ordinary masks none is left to elements_kernel: that one took most of the time."""
     left = []
-    start = generated._Part._start
+    start = launch.start
 
-    def watched(part, module, kernel, programs, arguments):
-        start(part, module, kernel, programs, arguments)
-        if kernel == "squares_kernel":
+    def watched(source, name, device, grid, arguments):
+        start(source, name, device, grid, arguments)
+        if name == "squares_kernel":
             left.append(int(arguments["STATES"].sum()))
 
-    monkeypatch.setattr(generated._Part, "_start", watched)
+    monkeypatch.setattr(launch, "start", watched)
     mask_mod, *sizes = ZOO[name]
     check(mask_mod, sizes, (64, 64))
     assert left == [0]
@@ -255,7 +255,7 @@ def test_golden(golden):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_an_order_is_made_where_kernels_go_by_it(target, monkeypatch):
     launched = []
-    monkeypatch.setattr(generated._Part, "_start", lambda part, module, name, *_: launched.append(name))
+    monkeypatch.setattr(launch, "start", lambda source, name, *_: launched.append(name))
     monkeypatch.setattr(generated, "target_of", lambda device: named(target))
     sizes = (1, 1, 519, 519)
     generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True)
@@ -266,11 +266,12 @@ def test_an_order_is_made_where_kernels_go_by_it(target, monkeypatch):
 def test_compiles_for(target, monkeypatch):
     """As launches would specialize them, where nothing is 1 or a multiple of 16."""
     launched = []
-    monkeypatch.setattr(
-        generated._Part,
-        "_start",
-        lambda part, module, name, programs, values: launched.append((module, name, values)),
-    )
+
+    def start(source, name, device, grid, arguments):
+        values = {name: value for name, value in arguments.items() if name != "enable_fp_fusion"}
+        launched.append((source.module, name, values))
+
+    monkeypatch.setattr(launch, "start", start)
     sizes = (3, 2, 519, 519)
     generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True, interpreted=True)
     assert [name for _, name, _ in launched] == [

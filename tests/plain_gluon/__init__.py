@@ -55,8 +55,7 @@ def on_python(
         given = own_order(mask, axis, wanted)
         if not given or not ordered:
             return given
-        tiles_of_row = mask.held.runs(axis).rows[..., 0].sum(-1)
-        return {name: tiles_of_row.argsort(descending=True).int() for name in given}
+        return {name: mask.held.runs(axis).rows for name in given}  # `start` makes the order of it
 
     own_start = launch.start
 
@@ -66,6 +65,9 @@ def on_python(
             return
         p = kernels.portable
         source = text(p.spec, kernels.score, p.mask, p.grad, p.captures)
+        if ordered:
+            rows = {n: x for n, x in arguments.items() if n.endswith("_ORDER") and x is not None}
+            arguments = {**arguments, **{n: by_length(x) for n, x in rows.items()}}
         run_kernel(changed(source), name, programs[0], arguments, seed)
 
     def settle(kernels: HopperKernels, way: Way, *_: Any) -> Shape:
@@ -87,6 +89,11 @@ def on_python(
         mock.patch.object(bound, "layout", lambda block, dtype: None),
     ):
         yield
+
+
+def by_length(rows: Tensor) -> Tensor:
+    """The rows of a mask, those with most tiles first; see `block_mask/runs.py`."""
+    return rows[..., 0].sum(-1).argsort(descending=True).int()
 
 
 def run_kernel(source: str, name: str, programs: int, arguments: Mapping[str, Any], seed: int = 0) -> None:
