@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod.backends import hopper, triton
+from flexmod.backends import generated, hopper, triton
 from flexmod.backends.arguments import Operands, operands
 from flexmod.backends.interface import Forward, Problem
-from flexmod.backends.triton import Incoming
 from flexmod.codegen.hopper import HopperKernels, Shape
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.ir.reductions import Along
-from flexmod.plan import Place, Writer, contiguous, named
+from flexmod.plan import Writer
 from flexmod.runtime.bound import Bound
 
 
@@ -75,14 +74,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients by the kernels, and the sums for what the score_mod captures."""
     call, tensors = _call(q, k, v, scale, mask, score_captured)
-    sizes = call.q.shape[:3]
-    incoming = Incoming(
-        named("out", out, (*sizes, out.shape[3])),
-        Place("lse", sizes, contiguous(sizes), lse.dtype),
-        named("grad_out", grad_out, (*sizes, grad_out.shape[3])),
-        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
-        tuple(Place(f"kept{n}", sizes, contiguous(sizes), x.dtype) for n, x in enumerate(kept)),
-    )
+    incoming = generated.incoming(call, out, lse, grad_out, grad_lse, len(kept))
     writer = Writer()
     if isinstance(kernels, HopperKernels):
         assert shape is not None

@@ -179,17 +179,9 @@ class _Compiled:
     @cached_property
     def incoming(self) -> Incoming:
         """The places of what comes from the forward and from autograd."""
-        grad_out, grad_lse, _, _, _, out, lse, *rest = self.tensors[: 7 + self.kept]
+        grad_out, grad_lse, _, _, _, out, lse = self.tensors[:7]
         assert out is not None and lse is not None and grad_out is not None
-        sizes = self.call.q.shape[:3]
-        rows = (sizes, contiguous(sizes), lse.dtype)
-        return Incoming(
-            named("out", out, (*sizes, out.shape[3])),
-            Place("lse", *rows),
-            named("grad_out", grad_out, (*sizes, out.shape[3])),
-            None if grad_lse is None else named("grad_lse", grad_lse, sizes),
-            tuple(Place(f"kept{number}", *rows) for number in range(len(rest))),
-        )
+        return incoming(self.call, out, lse, grad_out, grad_lse, self.kept)
 
     @cached_property
     def inputs(self) -> Results:
@@ -275,6 +267,21 @@ class _Compiled:
         ]
         given = (graph, terms, found.sums, tuple(tensors), tuple(captured.numbers), call.extents)
         return (*found[:3], *writer.call(gradients, given, grads))
+
+
+def incoming(
+    call: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, kept: int
+) -> Incoming:
+    """The places of what a backward of the call is run on besides its operands."""
+    sizes = call.q.shape[:3]
+    rows = (sizes, contiguous(sizes), lse.dtype)
+    return Incoming(
+        named("out", out, (*sizes, out.shape[3])),
+        Place("lse", *rows),
+        named("grad_out", grad_out, (*sizes, out.shape[3])),
+        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
+        tuple(Place(f"kept{number}", *rows) for number in range(kept)),
+    )
 
 
 class _Terms(tuple[Term, ...]):

@@ -17,6 +17,9 @@ from torch import Tensor
 class Counter:
     """Stands among the arguments of a launch for the counter of the stream that it goes to."""
 
+    def __repr__(self) -> str:
+        return "counter"
+
 
 COUNTER = Counter()
 _kept: dict[tuple[int, int], Tensor] = {}

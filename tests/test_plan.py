@@ -1,0 +1,188 @@
+"""Plans as data: sizes that a call fills in, what a plan refuses, and that one plan serves every length."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from planned import Tiles
+from torch import Tensor
+
+from flexmod import create_block_mask, masks, mods
+from flexmod.backends import generated, hopper, triton
+from flexmod.backends.arguments import operands
+from flexmod.backends.interface import Problem
+from flexmod.codegen.hopper import HopperKernels
+from flexmod.compiler import kernels_for, lower
+from flexmod.ir.trace import trace
+from flexmod.plan import (
+    Launch,
+    Place,
+    Plan,
+    Size,
+    Writer,
+    bits,
+    cdiv,
+    contiguous,
+    extents_of,
+    fixed,
+    if_several,
+    least,
+    named,
+    value_of,
+)
+
+NAMES = ("B", "M", "N")
+NUMBERS = st.integers(1, 50)
+
+
+def both() -> st.SearchStrategy[Any]:
+    """An expression over names, as the function of three numbers that it shall be."""
+    leaves = st.one_of(
+        st.sampled_from(range(3)).map(lambda n: lambda of: of[n]), NUMBERS.map(lambda x: lambda of: x)
+    )
+
+    def grown(part: Any) -> Any:
+        pairs = st.tuples(part, part)
+        return st.one_of(
+            pairs.map(lambda p: lambda of: p[0](of) + p[1](of)),
+            pairs.map(lambda p: lambda of: p[0](of) * p[1](of)),
+            pairs.map(lambda p: lambda of: p[0](of) - p[1](of)),
+            st.tuples(part, NUMBERS).map(lambda p: lambda of: p[0](of) // p[1]),
+            st.tuples(part, NUMBERS).map(lambda p: lambda of: cdiv(p[0](of), p[1])),
+            pairs.map(lambda p: lambda of: least(p[0](of), p[1](of))),
+            st.tuples(part, part, part).map(lambda p: lambda of: if_several(p[0](of), p[1](of), p[2](of))),
+        )
+
+    return st.recursive(leaves, grown, max_leaves=8)
+
+
+@given(both(), st.tuples(NUMBERS, NUMBERS, NUMBERS))
+def test_an_expression_is_what_python_makes_of_it(make: Any, numbers: tuple[int, ...]) -> None:
+    expression = make(tuple(map(Size, NAMES)))
+    assert value_of(expression, dict(zip(NAMES, numbers, strict=True))) == make(numbers)
+
+
+def test_sizes_as_they_are_read() -> None:
+    batch, length = Size("B"), Size("M")
+    assert str(batch * 8 * cdiv(length, 128)) == "B * 8 * cdiv(M, 128)"
+    assert str((length + 1) * batch) == "(M + 1) * B"
+    assert str(62 - bits(batch * length)) == "62 - bits(B * M)"
+    assert (batch * 1, 1 * batch, batch * 0, batch + 0) == (batch, batch, 0, batch)
+
+
+# Inputs
+
+
+def of_kind(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+Q = named("q", of_kind((2, 3, 5, 8)), (Size("B"), Size("H"), Size("M"), 8))
+LSE = Place("lse", Q.shape[:3], contiguous(Q.shape[:3]), torch.float32)
+
+
+def test_tensors_fill_in_the_names() -> None:
+    found = extents_of((Q, LSE), (of_kind((4, 1, 7, 8)), of_kind((4, 1, 7))))
+    assert {name: found[name] for name in ("B", "H", "M", "q_stride2")} == {
+        "B": 4, "H": 1, "M": 7, "q_stride2": 8
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ((of_kind((4, 1, 7, 16)), of_kind((4, 1, 7))), "8 is 8, not 16"),
+        ((of_kind((4, 1, 7, 8)), of_kind((4, 2, 7))), "H is 1, not 2"),
+        ((of_kind((4, 2, 7, 8)), of_kind((4, 7, 2)).mT), "not 1"),
+        ((of_kind((4, 1, 7, 8)), None), "is what the plan takes, not None"),
+        ((of_kind((4, 1, 7, 8)), of_kind((4, 1, 7), torch.float64)), "not .* of torch.float64"),
+        ((of_kind((4, 1, 7, 8)), of_kind((4, 7))), r"not \[4, 7\]"),
+    ],
+    ids=["number", "name", "strides", "absent", "dtype", "rank"],
+)
+def test_other_tensors_are_refused(tensors: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        extents_of((Q, LSE), tensors)
+
+
+def test_one_that_is_not_expected_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is what the plan takes"):
+        extents_of((None,), (of_kind((1,)),))
+
+
+def test_exactly_this_kind() -> None:
+    place = fixed("x", of_kind((2, 3)))
+    assert extents_of((place,), (of_kind((2, 3)),)) == {}
+    with pytest.raises(ValueError, match="3 is 3, not 1"):
+        extents_of((place,), (of_kind((3, 2)).mT,))
+
+
+# Plans of attention
+
+
+def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
+    """Forward and backward of ALiBi with a causal mask, on both families' kernels, by name."""
+    heads, slopes = 4, torch.rand(4)
+    q = torch.empty(batch, heads, length, dim, dtype=torch.bfloat16)
+    k = v = torch.empty(batch, heads, keys, dim, dtype=torch.bfloat16)
+    score = trace(mods.alibi(slopes), "score", torch.device("cpu"))
+    mask = create_block_mask(masks.causal(), None, None, length, keys, device="cpu").snapshot()
+    problem = Problem(score, None, mask, 0.125)
+    found = {}
+    for backward in (False, True):
+        spec = triton.kernel_spec(q, k, v, mask, scale=0.125, precision="ieee", backward=backward)
+        sizes = (batch, heads, length, keys)
+        texts = [lower(x.graph, sizes, split=False) for x in (score, mask.traced)]
+        kernels = kernels_for(spec, *texts)
+        own = HopperKernels(kernels)
+        call = operands(q, k, v, problem, (), ())
+        for name, of in (("portable", kernels), ("hopper", own)):
+            writer = Writer()
+            results: Any
+            if backward:
+                incoming = generated.incoming(call, q, torch.empty(q.shape[:3]), q, None, kept=2)
+                needs, inputs = (True, True, True), (*call.inputs, *incoming[:4], *incoming.kept)
+                if of is kernels:
+                    results = triton.backward(writer, kernels, call, incoming, needs, Tiles(kernels))[:3]
+                else:
+                    shape, facts = own.ladder("backward")[0], hopper.facts_of(k, q)
+                    results = hopper.backward(
+                        writer, own, call, incoming, needs, shape, Tiles(own), facts
+                    )[:3]
+            else:
+                inputs = call.inputs
+                if of is kernels:
+                    results = triton.forward(writer, kernels, call, Tiles(kernels), keep=True)
+                else:
+                    results = hopper.forward(writer, own, call, own.ladder("forward")[0], keep=True)
+            found[f"{name} {'backward' if backward else 'forward'}"] = writer.plan(inputs, results)
+    return found
+
+
+def test_one_plan_serves_all_lengths() -> None:
+    assert plans(1, 300, 300) == plans(3, 1024, 4096)
+
+
+def test_a_plan_as_it_is_read(golden: Any) -> None:
+    texts = [f"{name}\n\n{plan}" for name, plan in plans(2, 300, 300).items()]
+    golden("\n\n\n".join(texts) + "\n", "plans.txt")
+
+
+def test_launches_by_name() -> None:
+    found = plans(2, 300, 300)
+    assert [step.name for step in found["portable backward"].launches()] == [
+        "statistics_kernel", "dq_kernel", "dkdv_kernel",
+    ]  # fmt: skip
+    (step,) = found["hopper backward"].launches("backward")
+    assert isinstance(step, Launch) and step.rung is not None
+    assert {"query", "grad_out", "lse2"} <= {place.name for place in step.places()}
+
+
+def test_a_source_of_kernels_is_no_part_of_what_plans_are_compared_by() -> None:
+    one, other = (SimpleNamespace(module=None, interpreted=x) for x in (False, True))
+    assert Launch(one, "forward", 1, {"M": 3}) == Launch(other, "forward", 1, {"M": 3})  # type: ignore[arg-type]
