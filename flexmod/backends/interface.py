@@ -1,9 +1,14 @@
 """What every backend is given and what it hands back.
 
-A backend is a module with these two functions (`reference` has the first alone):
+`cpu` and `reference` attend at once (`reference` has the first alone):
 
     forward(problem, q, k, v, *, want_max, keep) -> Forward
     backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs, kept) -> Gradients
+
+The generated kernels get a plan, bound to the kinds of a call's tensors, whose runs give the same:
+
+    forward(problem, tensors, *, want_max, keep) -> Bound
+    backward(problem, tensors, needs, kept) -> Bound
 
     q          [B, Hq, M, D]
     k          [B or 1, Hkv, N, D]        Hq is a multiple of Hkv
