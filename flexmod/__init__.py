@@ -19,6 +19,7 @@ with paused_collections():
     from flexmod.compiled import CompiledAttention, compile
     from flexmod.explain import explain
     from flexmod.ir.approximate import tanh_approximate
+    from flexmod.ir.offsets import Offset
     from flexmod.packed import nested_attention, varlen_attention
     from flexmod.sinks import apply_sink
 
@@ -29,6 +30,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "CompiledAttention",
+    "Offset",
     "and_masks",
     "apply_sink",
     "compare",

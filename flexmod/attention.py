@@ -13,6 +13,7 @@ from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.fingerprint import fingerprint
+from flexmod.ir.offsets import Given, of_call
 from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
@@ -54,6 +55,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     layout: LayoutName = "bhsd",
+    q_offset: Given = None,
+    kv_offset: Given = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
@@ -75,15 +78,21 @@ def flex_attention(
     to attend to has output 0, lse -inf and gradients 0: each of them where there are no keys. An empty batch
     gives an empty output.
 
+    `q_offset` and `kv_offset` are the positions of the first query and the first key, integers up to 2^30 or
+    tensors, int32 or int64, with one element for each batch entry or for all, alone or as
+    `Offset(values, bound)`. The score_mod sees q_idx and kv_idx from there on. A call has the offsets of its
+    block_mask, and need not state them.
+
     Raises, before anything is launched:
 
         tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
                  NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
                  BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
                  UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
-                 ScaleValueError, FakeTensorError; CaptureBoundsError, which kernels find
+                 ScaleValueError, FakeTensorError; CaptureBoundsError, which kernels find;
+                 OffsetTypeError, OffsetValueError, OffsetShapeError
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
-                 SlicedTorchMaskError
+                 SlicedTorchMaskError, OffsetMismatchError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
         options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
                  DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits,
@@ -101,11 +110,12 @@ def flex_attention(
         block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024, device=query.device)
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
-    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset)
     compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
     if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
         rest = (*given[3:7], return_lse, kernel_options)
-        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, layout=layout)
+        offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
+        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, layout=layout, **offsets)
     tensor_kinds.refuse_nested(query, key, value)
     attend = _attend_in_graph if compiling else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
@@ -186,10 +196,16 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
+    q_offset: Given,
+    kv_offset: Given,
     want_max: bool,
 ) -> Forward:
     """The call as `flex_attention` gets it."""
     options = parse_options(kernel_options)
+    of_mask = getattr(block_mask, "positions", None)
+    if q_offset is not None or kv_offset is not None or of_mask is not None:
+        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask)
+        score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
     score = calls.NO_SCORE
     if score_mod is not None:
         seen = fingerprint(score_mod)
@@ -204,9 +220,10 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     The REFERENCE backend, differentiable torch to any order, breaks the graph. So does a mistake: the call
     runs as it does outside, and says what is wrong.
     """
-    score_mod, block_mask, scale, enable_gqa, kernel_options, want_max = rest
+    score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, want_max = rest
     try:
         options = parse_options(kernel_options)
+        positions = of_call(q_offset, kv_offset, query, getattr(block_mask, "positions", None), block_mask)
         if options.backend == "REFERENCE":
             why = "the REFERENCE backend runs outside of a graph"
         elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
@@ -216,7 +233,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         else:
             checks.check_tensors(query, key, value, enable_gqa)
             asked = library.Asked(scale, enable_gqa, options.backend, options.tiles, want_max)
-            return library.attend(query, key, value, score_mod, block_mask, asked)
+            mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
+            return library.attend(query, key, value, mod, block_mask, asked)
     except errors.FlexmodError as error:
         why = error.message
     torch._dynamo.graph_break(msg=why)

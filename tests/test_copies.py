@@ -214,7 +214,7 @@ NAMED = {
     "block_mask.format.BlockMask", "block_mask.held.Held", "block_mask.rebase.Affine",
     "block_mask.rebase.Rebased", "block_mask.rebase.Same", "block_mask.runs.Runs", "errors.Where",
     "ir.composed.Mask", "ir.graph.Capture", "ir.graph.ExpectedSize", "ir.graph._unpickled",
-    "ir.replay.MaskReplay", "ir.trace.Traced",
+    "ir.offsets.MaskAt", "ir.offsets.Positions", "ir.replay.MaskReplay", "ir.trace.Traced",
 }  # fmt: skip
 
 
@@ -233,8 +233,11 @@ class Names(pickle.Unpickler):
 
 def test_pickles_of_masks_name_what_they_always_did() -> None:
     built, lists = block_mask(masks.document(ids())), made("block mask", "lists")
+    by_head = create_block_mask(lambda b, h, q, k: q >= k + h, None, 2, LENGTH, LENGTH, "cpu")
     found = set()
-    for mask in (built, lists, block_mask(masks.causal()), built[:, :, 1:], built & lists, ~built):
+    for mask in (
+        built, lists, block_mask(masks.causal()), built[:, :, 1:], by_head[:, 1:], built & lists, ~built,
+    ):  # fmt: skip
         names = Names(io.BytesIO(pickle.dumps(mask)))
         assert torch.equal(names.load().to_dense(), mask.to_dense())
         found |= names.found

@@ -29,7 +29,7 @@ ir.divisions ir.ops ir.formulas
 ir.sizes ir.approximate ir.source ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
 ir.host_numbers
 ir.evaluate
-ir.replay ir.composed
+ir.replay ir.composed ir.offsets
 ir.fingerprint ir.traces ir.watched
 ir.integers
 ir.positions

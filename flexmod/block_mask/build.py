@@ -19,6 +19,7 @@ from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
+from flexmod.ir.offsets import Given, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
@@ -39,6 +40,9 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    *,
+    q_offset: Given = None,
+    kv_offset: Given = None,
 ) -> BlockMask:
     """The BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
 
@@ -48,9 +52,14 @@ def create_block_mask(
     `_compile` changes nothing: there is nothing to compile. On the device "meta", or in a FakeTensorMode, the
     mask has shapes alone.
 
+    With offsets the mask_mod sees q_idx and kv_idx from there on: the first query is q_offset, the first key
+    kv_offset. Each is an integer up to 2^30, or an int32 or int64 tensor with one element for each of B batch
+    entries or for all, alone or as `flexmod.Offset(values, bound)`; None is 0. A call with this mask gives
+    its score_mod the same positions. Where a tensor is written to, the tiles are found again at the next use.
+
     Raises LengthError, MaskExtentError, BlockSizeError, DeviceMismatch where a captured tensor is elsewhere,
-    MaskCaptureGradientError, TensorKindError and FreedStorageError where no kernel can read one, and what
-    tracing raises.
+    OffsetTypeError, OffsetValueError, OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError,
+    TensorKindError and FreedStorageError where no kernel can read one, and what tracing raises.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -62,9 +71,12 @@ def create_block_mask(
     block = block_pair(BLOCK_SIZE)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)
+    positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
     if torch.compiler.is_compiling():
         # In the graph the mask is a GraphMask, which flex_attention takes there.
-        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks)  # type: ignore[return-value]
+        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks, positions)  # type: ignore[return-value]
+    if positions is not None:
+        mask_mod = positions.mask(mask_mod)
     traced = trace_mask(mask_mod, here)
     check_captures(traced, here)
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))

@@ -16,6 +16,7 @@ from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskResizeError
+from flexmod.ir.offsets import NO_OFFSETS, of_positions
 from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
@@ -31,7 +32,7 @@ def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
     a, b = tables
     table = torch.where(a == keeps, b, torch.where(b == keeps, a, OPEN))
     table.masked_fill_((a == ends) | (b == ends), ends)
-    mask_mod = Combined(how, _elements(first), _elements(second))
+    mask_mod = _at(first, Combined(how, _elements(first), _elements(second)))
     return _finished(first, table, batch, first.seq_lengths, mask_mod, second)
 
 
@@ -44,7 +45,7 @@ def complement(mask: AnyMask) -> AnyMask:
     if not (mask.classified and mask.held.separate):
         table[was == PARTIAL] = OPEN
     _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
-    return _finished(mask, table, _batch(mask), mask.seq_lengths, Complement(_elements(mask)))
+    return _finished(mask, table, _batch(mask), mask.seq_lengths, _at(mask, Complement(_elements(mask))))
 
 
 def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
@@ -101,10 +102,20 @@ def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> N
 
 
 def _elements(mask: MaskData) -> MaskMod:
-    """A mask_mod that says of every element what the mask does."""
+    """A mask_mod, of positions, that says of every element what the mask does."""
     if mask.classified:
-        return mask.mask_mod
+        return of_positions(mask.mask_mod)
+    if mask.positions is not None:
+        raise BlockMaskCombineError(
+            problem=f"the lists of one were written to, and it has {mask.positions}",
+            advice="build it of its mask_mod, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, q_offset=...)",
+        )
     return Listed(mask.mask_mod, mask.table(), mask.BLOCK_SIZE)
+
+
+def _at(mask: MaskData, mask_mod: MaskMod) -> MaskMod:
+    """The mask_mod at the positions of a mask."""
+    return mask_mod if mask.positions is None else mask.positions.mask(mask_mod)
 
 
 def _batch(mask: MaskData) -> tuple[int, int]:
@@ -129,6 +140,12 @@ def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
                 problem=f"{name} is {values[0]} in one and {values[1]} in the other",
                 advice=f"build both with the same {name}; resize() and to() change lengths and device",
             )
+    one, other = first.positions or NO_OFFSETS, second.positions or NO_OFFSETS
+    if not one.agrees(other):
+        raise BlockMaskCombineError(
+            problem=f"{one} in one and {other} in the other",
+            advice="build both with the same offsets, the very tensors if they are tensors",
+        )
     _check_dimensions(first)
     _check_dimensions(second)
     found = []

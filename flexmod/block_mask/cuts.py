@@ -6,15 +6,18 @@ a mask_mod stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from flexmod.block_mask import selection, tiles
-from flexmod.block_mask.data import AnyMask
+from flexmod.block_mask.data import AnyMask, MaskData
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
-from flexmod.block_mask.rebase import KEPT, Rebased, block_positions, positions
+from flexmod.block_mask.rebase import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.errors import BlockMaskCropError
+from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 
 
 def sliced(mask: AnyMask, index: Any) -> AnyMask:
@@ -23,17 +26,26 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     b, h, q = selection.of(index, shape)
     size = mask.BLOCK_SIZE[0]
     query = selection.length_of(q, shape[-1], mask.seq_lengths[0], size)
-    moves = {
-        "b": positions(b, shape[0], mask.device), "h": positions(h, shape[1], mask.device),
-        "q_idx": block_positions(q, size, mask.device),
-    }  # fmt: skip
+    found = _positions_of(mask, b, block_positions(q, size, mask.device))
+    moves = {"b": positions(b, shape[0], mask.device), "h": positions(h, shape[1], mask.device)}
     needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
-    unmoved = all(move == KEPT for move in needed.values())
-    mask_mod = mask.mask_mod if unmoved else Rebased(mask.mask_mod, *needed.values())
+    mask_mod = of_positions(mask.mask_mod)
+    if any(move != KEPT for move in needed.values()):
+        mask_mod = Rebased(mask_mod, *needed.values())
+    mask_mod = mask_mod if found is None else found.mask(mask_mod)
     table = mask.table()
     chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
     part = selection.take(table, (*chosen, q))
     return _of_table(mask, part, (len(b), len(h)), (query, mask.seq_lengths[1]), mask_mod)
+
+
+def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
+    """The positions of a slice: with the offsets of batch entries `b`, and of its rows."""
+    known = mask.positions or NO_OFFSETS
+    if rows != KEPT and (known.rows is not None or not isinstance(rows, Affine)):
+        known = replace(known, rows=rows if known.rows is None else Composed(known.rows, rows))
+        return known.part(b, 0)
+    return known.part(b, rows.start if isinstance(rows, Affine) else 0)
 
 
 def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:

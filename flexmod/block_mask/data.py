@@ -20,13 +20,13 @@ from flexmod.block_mask.held import Held, ListPart
 from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
-from flexmod.block_mask.rebase import Derived
 from flexmod.block_mask.tiles import LISTS, Parts
 from flexmod.errors import FakeTensorError
-from flexmod.ir.composed import Mask
+from flexmod.ir.composed import Derived, Mask
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.kept import numbered
+from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
@@ -57,6 +57,7 @@ class MaskData:
     _seq_lengths: tuple[int, int]
     _block_size: tuple[int, int]
     _mask_mod: MaskMod
+    positions: Positions | None = None  # the offsets of mask_mod
     _traced: Traced
     _classified: bool
     full_tiles_padded: bool
@@ -91,7 +92,7 @@ class MaskData:
         mask.full_tiles_padded = full_tiles_padded
         mask._classified = True
         mask._seen = mask._lists_now()
-        mask._mask_mod = mask_mod
+        mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
@@ -156,7 +157,7 @@ class MaskData:
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskMod) -> None:
         self._know(trace_mask(mask_mod, self.device))
-        self._mask_mod = mask_mod
+        self._mask_mod, self.positions = mask_mod, positions_of(mask_mod)
         self._classified = False
 
     def _know(self, traced: Traced) -> None:
@@ -232,6 +233,17 @@ class MaskData:
     def device(self) -> torch.device:
         """Where its tiles are."""
         return self.held.device
+
+    @property
+    def q_offset(self) -> int | Tensor:
+        """The position of the first query, a number or a tensor with one for each batch entry."""
+        found = self.positions or NO_OFFSETS
+        return found.q_offset + found.q_start if found.q_start else found.q_offset
+
+    @property
+    def kv_offset(self) -> int | Tensor:
+        """The position of the first key, a number or a tensor with one for each batch entry."""
+        return (self.positions or NO_OFFSETS).kv_offset
 
     def numel(self) -> int:
         """The number of scores, masked or not."""
@@ -309,6 +321,7 @@ class MaskData:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.positions = positions_of(self._mask_mod)
         self._know(self._traced)
         self._seen = self._lists_now() if state["_seen"] else None
 

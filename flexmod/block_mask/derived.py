@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.mask_mod import MaskMod
-from flexmod.block_mask.rebase import Derived, moved
 from flexmod.block_mask.tiles import FULL, PARTIAL
+from flexmod.ir.composed import Derived, moved
 
 How = Literal["and", "or"]
 

@@ -19,9 +19,9 @@ from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, check_values, checked_lists, length
-from flexmod.block_mask.rebase import moved
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
+from flexmod.ir.composed import moved
 
 DEFAULT_BLOCK = 128
 
@@ -269,6 +269,7 @@ class BlockMask(MaskData):
         """The picture, and the facts in a line."""
         mask = fresh(self)
         head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
+        head += "" if mask.positions is None else f"{mask.positions}, "
         return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
 
     def __repr__(self) -> str:
@@ -282,6 +283,8 @@ class BlockMask(MaskData):
             ("mask_mod", getattr(mask.mask_mod, "__name__", mask.mask_mod)),
         ]
         lines = [f"    {name}={value}" for name, value in shown]
+        if mask.positions is not None:
+            lines.append(f"    {mask.positions}")
         return "BlockMask(\n" + ",\n".join(lines) + "\n)"
 
     def _one(self, b: int, h: int) -> BlockMask:

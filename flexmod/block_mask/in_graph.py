@@ -18,6 +18,7 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
+from flexmod.ir.offsets import Positions
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.trace import Traced
 
@@ -42,6 +43,7 @@ class GraphMask:
     batch: tuple[int, int]
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
+    positions: Positions | None = None
 
 
 def create(
@@ -50,12 +52,14 @@ def create(
     block: tuple[int, int],
     device: torch.device,
     separate: bool,
+    positions: Positions | None = None,
 ) -> GraphMask:
     """As `create_block_mask`. Raises InGraphMaskError for masks of very many tiles."""
-    mod = record(mask_mod, "mask", device)
+    given = mask_mod if positions is None else positions.mask(mask_mod)
+    mod = record(given, "mask", device)
     tiles = _tiles_of(mod, sizes, block, device, separate)
     return GraphMask(
-        list(tiles), mod.text, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block
+        list(tiles), mod.text, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block, positions
     )
 
 

@@ -2,31 +2,24 @@
 
 mask[1:3]             b -> b + 1
 mask[:, [4, 0, 2]]    h -> entries[h], a captured table
-mask[:, :, 5:]        q_idx -> q_idx + 5 * BLOCK_SIZE[0]
+mask[:, :, 5:]        q_idx -> q_idx + 5 * BLOCK_SIZE[0], an offset (`ir/offsets.py`)
+mask[:, :, [4, 0]]    q_idx -> entries[q_idx // BLOCK_SIZE[0]] * BLOCK_SIZE[0] + q_idx % BLOCK_SIZE[0]
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.ir.copies import CopiesByAttribute
-from flexmod.ir.replay import for_pickle
+from flexmod.ir.composed import Derived, moved
+from flexmod.ir.offsets import IndexMap
 
 MaskMod = Callable[..., Any]
-
-
-class Positions(Protocol):
-    """Old position of a new one, for a traced scalar as for a tensor."""
-
-    def __call__(self, index: Any) -> Any: ...
-
-    def to(self, device: torch.device | str) -> Positions: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Affine:
     def __call__(self, index: Any) -> Any:
         return (index if self.step == 1 else index * self.step) + self.start
 
-    def to(self, device: torch.device | str) -> Positions:
+    def to(self, device: torch.device | str) -> IndexMap:
         return self
 
 
@@ -50,7 +43,7 @@ class Table:
     def __call__(self, index: Any) -> Any:
         return self.entries[index]
 
-    def to(self, device: torch.device | str) -> Positions:
+    def to(self, device: torch.device | str) -> IndexMap:
         return Table(self.entries.to(device))
 
 
@@ -58,14 +51,28 @@ class Table:
 class InBlocks:
     """Blocks of `size` positions move as a whole."""
 
-    blocks: Positions
+    blocks: IndexMap
     size: int
 
     def __call__(self, index: Any) -> Any:
         return self.blocks(index // self.size) * self.size + index % self.size
 
-    def to(self, device: torch.device | str) -> Positions:
+    def to(self, device: torch.device | str) -> IndexMap:
         return InBlocks(self.blocks.to(device), self.size)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What `first` makes of what `second` makes of an index."""
+
+    first: IndexMap
+    second: IndexMap
+
+    def __call__(self, index: Any) -> Any:
+        return self.first(self.second(index))
+
+    def to(self, device: torch.device | str) -> IndexMap:
+        return Composed(self.first.to(device), self.second.to(device))
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,14 @@ class Same:
     def __call__(self, index: Any) -> Any:
         return index
 
-    def to(self, device: torch.device | str) -> Positions:
+    def to(self, device: torch.device | str) -> IndexMap:
         return self
 
 
 KEPT = Same()
-MODS = ("mask_mod", "first", "second")  # the fields of a Derived that are mask_mods
 
 
-def positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
+def positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMap:
     """The map from 0, 1, ... to the numbers chosen of `size`; KEPT where all are.
 
     The first of them are the same numbers, but fewer: a mod that was made for all of them (`ir/sizes.py`)
@@ -95,7 +101,7 @@ def positions(chosen: Sequence[int], size: int, device: torch.device) -> Positio
     return Table(torch.tensor(chosen, dtype=torch.int32, device=device))
 
 
-def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> Positions:
+def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMap:
     """The same for positions whose blocks of `size` are chosen."""
     blocks = positions(chosen, len(chosen), device)
     if blocks == KEPT:
@@ -115,29 +121,17 @@ def as_range(chosen: Sequence[int]) -> Sequence[int]:
     return chosen
 
 
-class Derived(CopiesByAttribute):
-    """A mask_mod made of others, with tensors of its own. It is pickled with what the others do."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
-        return type(self), tuple([for_pickle(x, "mask") if name in MODS else x for name, x in values])
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        raise NotImplementedError
-
-    def to(self, device: torch.device | str) -> MaskMod:
-        """Moves its own tensors; what a user's mask_mod captures stays where the user put it."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, eq=False)
 class Rebased(Derived):
-    """`mask_mod` seen from a slice."""
+    """`mask_mod` seen from a slice of batch entries and heads.
+
+    `q` comes from pickles alone, of slices from before rows had offsets: other mods see indices beside it.
+    """
 
     mask_mod: MaskMod
-    b: Positions = KEPT
-    h: Positions = KEPT
-    q: Positions = KEPT
+    b: IndexMap = KEPT
+    h: IndexMap = KEPT
+    q: IndexMap = KEPT
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         old = [
@@ -152,7 +146,3 @@ class Rebased(Derived):
 
     def to(self, device: torch.device | str) -> Rebased:
         return Rebased(moved(self.mask_mod, device), self.b.to(device), self.h.to(device), self.q.to(device))
-
-
-def moved(mask_mod: MaskMod, device: torch.device | str) -> MaskMod:
-    return mask_mod.to(device) if isinstance(mask_mod, Derived) else mask_mod

@@ -142,6 +142,36 @@ class HeadRatioError(FlexmodError, ValueError):
     instead = "make query's head count a multiple of key's (any ratio will do)."
 
 
+class OffsetTypeError(FlexmodError, TypeError):
+    what = "{name} is {value}; it must be an integer, or an int32 or int64 tensor with one element for each batch entry."
+    instead = "give a number, e.g. {name}=1024, or a tensor, e.g. {name}=lengths.to(torch.int32)."
+
+
+class OffsetValueError(FlexmodError, ValueError):
+    what = "{name} is {value}; it must be from 0 to {bound}."
+    instead = "{advice}."
+
+    @classmethod
+    def of(cls, name: str, value: int, bound: int, largest: int) -> OffsetValueError:
+        """`largest` is the largest bound that there may be."""
+        advice = f"count positions from the first key that was ever there, so that {name} is at most {largest}"
+        if value < 0:
+            advice = "count positions from 0, e.g. add the same number to q_offset and kv_offset"
+        elif bound < largest:
+            advice = f"declare what the tensor may hold, flexmod.Offset({name}, bound={min(value, largest)})"
+        return cls(name=name, value=value, bound=bound, advice=advice)
+
+
+class OffsetShapeError(FlexmodError, ValueError):
+    what = "{name} has shape {shape}, but {place} has batch {batch}."
+    instead = "give one element for each batch entry, shape ({batch},), or one number for all."
+
+
+class OffsetMismatchError(FlexmodError, ValueError):
+    what = "{by} states {name}={given}, but its block mask has {mask}."
+    instead = "leave {name} out, since a call has the offsets of its mask, or build the mask with create_block_mask(..., {name}={name})."
+
+
 class ReturnArgumentsError(FlexmodError, ValueError):
     what = "both return_lse and return_aux are given."
     instead = "use return_aux=AuxRequest(lse=True) alone."

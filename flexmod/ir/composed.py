@@ -1,18 +1,24 @@
-"""Mods as objects, which can be pickled. Masks combine: `causal & window | prefix`, and_masks, or_masks."""
+"""Mods as objects, which can be pickled. Masks combine: `causal & window | prefix`, and_masks, or_masks.
+
+A Derived is a mod made of others: a slice of a mask, a mask made of two, a mod at other positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from flexmod.errors import NotCallable
 from flexmod.ir.copies import CopiesByAttribute
-from flexmod.ir.replay import Replay, replay, traced_for_pickle
+from flexmod.ir.replay import Replay, for_pickle, replay, traced_for_pickle
 from flexmod.ir.source import check_arity, mod_name
 
 MaskMod = Callable[..., Any]
+# the fields of a Derived that are mods, and their kinds
+MODS = {"mask_mod": "mask", "first": "mask", "second": "mask", "score_mod": "score"}
 
 
 class _OfFunction(CopiesByAttribute):
@@ -165,3 +171,21 @@ def _check_callable(mask_mods: Sequence[object]) -> None:
                 type=type(mask_mod).__name__,
                 expected="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
             )
+
+
+class Derived(CopiesByAttribute):
+    """A dataclass that is a mod made of others, with tensors of its own. It is pickled with what the others
+    do.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return type(self), tuple([for_pickle(x, MODS[name]) if name in MODS else x for name, x in values])
+
+    def to(self, device: torch.device | str) -> Any:
+        """Moves its own tensors; what a user's mod captures stays where the user put it."""
+        raise NotImplementedError
+
+
+def moved(mod: Callable[..., Any], device: torch.device | str) -> Callable[..., Any]:
+    return mod.to(device) if isinstance(mod, Derived) else mod

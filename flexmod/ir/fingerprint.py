@@ -2,9 +2,9 @@
 
 A mod is followed through all that its code can reach: defaults, closures, the globals that it names, the
 functions among these. Numbers, strings and dtypes count by value, tensors by what they are and not by what
-they hold, functions by their code, a Mask and a ScoreMod by their function, a replay by its graph. Whatever
-else a mod reaches, or does, has no fingerprint: attributes of objects, lists and dicts, methods, imports,
-writes to globals. Such a mod is traced at each call.
+they hold, functions by their code, a Mask and a ScoreMod by their function, a replay by its graph, a mod made
+of others by these. Whatever else a mod reaches, or does, has no fingerprint: attributes of objects, lists and
+dicts, methods, imports, writes to globals. Such a mod is traced at each call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dis
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.approximate import FUNCTIONS
-from flexmod.ir.composed import Mask, ScoreMod
+from flexmod.ir.composed import Derived, Mask, ScoreMod
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.names import CASTS, FILLS
+from flexmod.ir.offsets import Positions
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.trace import VALUE_DTYPES
@@ -136,6 +137,10 @@ class _Sight:
             self.key.append(value.traced.graph)
             for tensor in value.traced.tensors:
                 self.add(tensor)
+        elif issubclass(kind, (Derived, Positions)):
+            self.key.append(kind)
+            for field in fields(value):
+                self.add(getattr(value, field.name))
         elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:

@@ -11,9 +11,9 @@ from block_mask.zoo import ZOO
 from flexmod import errors, flex_attention, masks
 from flexmod.block_mask.build import create_block_mask, create_mask, noop_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.rebase import Rebased
 from flexmod.block_mask.tiles import LISTS
 from flexmod.ir.evaluate import evaluate
+from flexmod.ir.offsets import MaskAt
 
 COUNTS = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
 INDICES = torch.tensor([[[[0, 1], [0, 1], [1, 0]]]], dtype=torch.int32)
@@ -206,7 +206,10 @@ def test_a_slice_of_a_slice():
 def test_a_slice_keeps_the_mask_mod_that_does_not_notice():
     whole = both("causal_wide")[0]
     assert whole[1, 2].mask_mod is whole.mask_mod
-    assert isinstance(whole[..., 1].mask_mod, Rebased)
+    part = whole[..., 1]
+    assert isinstance(part.mask_mod, MaskAt)
+    assert (part.q_offset, part.kv_offset) == (128, 0)
+    assert part.mask_mod.mask_mod is whole.mask_mod
     assert whole[..., :1].mask_mod is whole.mask_mod
     assert not both("causal")[0][0].traced.tensors
 

@@ -1,0 +1,329 @@
+"""Offsets: which positions the queries and the keys of a call have.
+
+    q_idx = index + q_offset        kv_idx = index + kv_offset
+
+An index says where a query or a key is in its tensor, a position which one it is to the mods. Tiles, edges
+and addresses go by indices. Offsets are part of the mods: `Positions.mask` and `Positions.score` are mods of
+indices, which give the mods of users positions. So all that is made of a graph (bounds, the width of
+integers, tiles, derivatives, kernels) counts them, and a graph without offsets is what it was.
+
+A number is a constant of the graph, and an argument of the kernels once it changes. A tensor is captured:
+each call reads it. Its elements are clamped to 0..bound, so that no sum with them wraps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexmod import config, errors, tensor_kinds
+from flexmod.ir.composed import Derived, moved
+from flexmod.ir.host_numbers import is_host_number
+from flexmod.ir.source import mod_name
+
+LARGEST = 2**30  # offset; the kernels count as many queries and keys
+DTYPES = (torch.int32, torch.int64)
+
+
+class Offset:
+    """Offsets in a tensor, int32 or int64 [B] or of one element, with the largest that it will ever hold.
+
+    For `q_offset` and `kv_offset` of `create_block_mask` and `flex_attention`. A tensor alone has the bound
+    2^30. A smaller bound makes faster kernels: below 2^24 the distances of ALiBi are computed in float32, and
+    positions far beyond 2^30 need 64 bits. Raises OffsetValueError.
+
+    Example:
+
+        lengths = torch.tensor([700, 12], dtype=torch.int32)
+        out = flex_attention(query, key, value, mods.alibi(8), q_offset=Offset(lengths, bound=8192))
+    """
+
+    def __init__(self, values: Tensor, bound: int = LARGEST) -> None:
+        self.values = values
+        self.bound = _number("bound", bound)
+
+    def __repr__(self) -> str:
+        return f"Offset({_shown(self.values)}, bound={self.bound})"
+
+
+Given = int | Tensor | Offset | None
+
+
+class IndexMap(Protocol):
+    """An old index of a new one, for a traced scalar as for a tensor."""
+
+    def __call__(self, index: Any) -> Any: ...
+
+    def to(self, device: torch.device | str) -> IndexMap: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """What turns indices into positions. Offsets are numbers, or tensors int32 or int64 [B] or of one
+    element, which hold no more than their bound.
+
+    `q_start`: a number that is added to a `q_offset` that is a tensor. `rows`: the order of the queries,
+    where a slice of a mask changed it.
+    """
+
+    q_offset: int | Tensor = 0
+    kv_offset: int | Tensor = 0
+    q_bound: int = LARGEST
+    kv_bound: int = LARGEST
+    q_start: int = 0
+    rows: IndexMap | None = None
+
+    def of(self, b: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, Any]:
+        """The positions of indices, of traced scalars as of tensors."""
+        q_idx = q_idx if self.rows is None else self.rows(q_idx)
+        q_idx = _plus(q_idx, self.q_offset, b, self.q_bound)
+        if self.q_start:
+            q_idx = q_idx + self.q_start
+        return q_idx, _plus(kv_idx, self.kv_offset, b, self.kv_bound)
+
+    def mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
+        """The mask_mod of indices. Raises OffsetMismatchError for one of a mask with other offsets."""
+        known = positions_of(mask_mod)
+        if known is None:
+            return MaskAt(mask_mod, self)
+        _check_agree(known, self.q_offset, self.kv_offset, "this call")
+        return mask_mod
+
+    def score(self, score_mod: Callable[..., Any]) -> ScoreAt:
+        return ScoreAt(score_mod, self)
+
+    def part(self, b: Sequence[int], rows: int) -> Positions | None:
+        """Those of some batch entries, and of the queries from `rows` on; None where there is none."""
+        q, kv = (_entries(x, b) for x in (self.q_offset, self.kv_offset))
+        if isinstance(q, Tensor):
+            return replace(self, q_offset=q, kv_offset=kv, q_start=self.q_start + rows)
+        found = replace(self, q_offset=q + rows, kv_offset=kv)
+        return None if found.agrees(None) else found
+
+    def tensors(self) -> dict[str, tuple[Tensor, int]]:
+        """The offsets that are tensors, by name, with their bounds."""
+        given = {"q_offset": (self.q_offset, self.q_bound), "kv_offset": (self.kv_offset, self.kv_bound)}
+        return {name: (offset, bound) for name, (offset, bound) in given.items() if is_tensor(offset)}  # type: ignore[misc]
+
+    def check_values(self) -> None:
+        """Looks at offsets on the CPU, and at all of them with FLEXMOD_CHECK_BOUNDS=1.
+
+        Raises OffsetValueError.
+        """
+        for name, (offset, bound) in self.tensors().items():
+            here = offset.device.type == "cpu" or config.check_bounds()
+            if here and offset.numel() and not tensor_kinds.has_no_values(offset):
+                for value in offset.aminmax():
+                    check_range(name, int(value), bound)
+
+    def moved(self, device: torch.device | str) -> Positions:
+        """With tensors on another device."""
+        of = [x.to(device) if is_tensor(x) else x for x in (self.q_offset, self.kv_offset)]  # type: ignore[union-attr]
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, q_offset=of[0], kv_offset=of[1], rows=rows)
+
+    def agrees(self, other: Positions | None) -> bool:
+        """Have both the same offsets? Tensors are the same where they share their memory."""
+        other = other or NO_OFFSETS
+        same = same_offset(self.q_offset, other.q_offset) and same_offset(self.kv_offset, other.kv_offset)
+        return same and self.q_start == other.q_start and self.rows == other.rows
+
+    def __str__(self) -> str:
+        start = f" + {self.q_start}" if self.q_start else ""
+        rows = "" if self.rows is None else " and rows in another order"
+        return f"q_offset={_shown(self.q_offset)}{start}, kv_offset={_shown(self.kv_offset)}{rows}"
+
+
+NO_OFFSETS = Positions()
+
+
+def _plus(index: Any, offset: int | Tensor, b: Any, bound: int) -> Any:
+    if not is_tensor(offset):
+        return index if type(offset) is int and offset == 0 else index + offset
+    assert isinstance(offset, Tensor)
+    zero = b.new_zeros((), dtype=offset.dtype)
+    if offset.dim() == 0:
+        entry = torch.maximum(zero, offset)
+    else:
+        entry = torch.maximum(zero, offset[b if offset.shape[0] > 1 else zero])
+    entry = entry.clamp(max=bound)
+    return index + (entry if offset.dtype == torch.int32 else entry.to(torch.int32))
+
+
+def _entries(offset: int | Tensor, b: Sequence[int]) -> int | Tensor:
+    """A view where the batch entries ascend evenly."""
+    if not isinstance(offset, Tensor) or offset.numel() == 1:
+        return offset
+    if isinstance(b, range):
+        return offset[b.start : b.stop : b.step]
+    return offset[torch.tensor(b, device=offset.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class MaskAt(Derived):
+    """`mask_mod` of positions, as a mask_mod of indices."""
+
+    mask_mod: Callable[..., Any]
+    positions: Positions
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.mask_mod(b, h, *self.positions.of(b, q_idx, kv_idx))
+
+    @property
+    def __name__(self) -> str:
+        return mod_name(self.mask_mod)
+
+    def to(self, device: torch.device | str) -> MaskAt:
+        return MaskAt(moved(self.mask_mod, device), self.positions.moved(device))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreAt(Derived):
+    """`score_mod` of positions, as a score_mod of indices."""
+
+    score_mod: Callable[..., Any]
+    positions: Positions
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.score_mod(score, b, h, *self.positions.of(b, q_idx, kv_idx))
+
+    @property
+    def __name__(self) -> str:
+        return mod_name(self.score_mod)
+
+
+def positions_of(mask_mod: Callable[..., Any]) -> Positions | None:
+    """The offsets that a mask_mod has; None where it is of indices."""
+    return mask_mod.positions if isinstance(mask_mod, MaskAt) else None
+
+
+def of_positions(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
+    """The mask_mod without its offsets."""
+    return mask_mod.mask_mod if isinstance(mask_mod, MaskAt) else mask_mod
+
+
+def stated(
+    q_offset: Given, kv_offset: Given, batch: int | None, device: torch.device | None, place: str
+) -> Positions | None:
+    """Checked offsets; None where there are none, which is what 0 means too.
+
+    `batch` and `device` are those of `place`, "query" or "the mask", if they are known. Raises
+    OffsetTypeError, OffsetValueError, OffsetShapeError, DeviceMismatch.
+    """
+    q, q_bound = _checked("q_offset", q_offset, batch, device, place)
+    kv, kv_bound = _checked("kv_offset", kv_offset, batch, device, place)
+    if not is_tensor(q) and not is_tensor(kv) and q == 0 and kv == 0:
+        return None
+    found = Positions(q, kv, q_bound, kv_bound)
+    if not torch.compiler.is_compiling():
+        found.check_values()
+    return found
+
+
+def of_call(
+    q_offset: Given, kv_offset: Given, query: Any, of_mask: Positions | None, mask: Any
+) -> Positions | None:
+    """The offsets of a call: those that it states, or its mask's. `of_mask` counts where there is a `mask`.
+
+    Raises OffsetMismatchError where it states others than its mask has, and as `stated` does.
+    """
+    whole = isinstance(query, Tensor) and query.dim() == 4
+    batch, device = (query.shape[0], query.device) if whole else (None, None)
+    own = stated(q_offset, kv_offset, batch, device, "query")
+    if mask is None:
+        return own
+    own, of_mask = own or NO_OFFSETS, of_mask or NO_OFFSETS
+    _check_agree(
+        of_mask, None if q_offset is None else own.q_offset, None if kv_offset is None else own.kv_offset,
+        "the call",
+    )  # fmt: skip
+    if of_mask is NO_OFFSETS:
+        return None
+    if not torch.compiler.is_compiling():
+        of_mask.check_values()
+    return of_mask
+
+
+def _check_agree(
+    known: Positions, q_offset: int | Tensor | None, kv_offset: int | Tensor | None, by: str
+) -> None:
+    """Raises OffsetMismatchError. None agrees with any offset."""
+    plain = known.q_start == 0 and known.rows is None
+    for name, given, own, as_given in (
+        ("q_offset", q_offset, known.q_offset, plain), ("kv_offset", kv_offset, known.kv_offset, True),
+    ):  # fmt: skip
+        if given is not None and not (as_given and same_offset(given, own)):
+            raise errors.OffsetMismatchError(name=name, given=_shown(given), mask=known, by=by)
+
+
+def is_tensor(offset: object) -> bool:
+    return isinstance(offset, Tensor)
+
+
+def same_offset(one: int | Tensor, other: int | Tensor) -> bool:
+    """Are they one number, or tensors of the same memory, so that they stay equal whatever is written?"""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return not is_tensor(one) and not is_tensor(other) and bool(one == other)
+    if one is other or torch.compiler.is_compiling():
+        return one is other
+    if tensor_kinds.has_no_values(one) or tensor_kinds.has_no_values(other):
+        return False
+
+    def place(x: Tensor) -> tuple[object, ...]:
+        return x.device, x.dtype, x.data_ptr(), x.shape, x.stride()
+
+    return place(one) == place(other)
+
+
+def _checked(
+    name: str, given: Given, batch: int | None, device: torch.device | None, place: str
+) -> tuple[int | Tensor, int]:
+    """An offset and its bound."""
+    if given is None:
+        return 0, LARGEST
+    values, bound = (given.values, given.bound) if isinstance(given, Offset) else (given, LARGEST)
+    if not isinstance(values, Tensor):
+        return _number(name, values), LARGEST
+    _check_tensor(name, values, batch, place)
+    if device is not None and values.device != device and not is_host_number(values, device):
+        raise errors.DeviceMismatch(
+            first=place, first_device=str(device), second=name, second_device=str(values.device), name=name
+        )
+    return values, bound
+
+
+def _number(name: str, given: Any) -> int:
+    number: Any = given
+    if not isinstance(given, (int, torch.SymInt)) and hasattr(given, "__index__"):
+        number = operator.index(given)
+    elif isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+        raise errors.OffsetTypeError(name=name, value=f"a {type(given).__name__}")
+    check_range(name, number, LARGEST)
+    return number
+
+
+def check_range(name: str, value: int, bound: int) -> None:
+    """Raises OffsetValueError."""
+    if not 0 <= value <= bound:
+        raise errors.OffsetValueError.of(name, value, bound, LARGEST)
+
+
+def _check_tensor(name: str, given: Tensor, batch: int | None, place: str) -> None:
+    """Raises OffsetTypeError, OffsetShapeError."""
+    if given.is_nested or given.layout != torch.strided or given.dtype not in DTYPES:
+        raise errors.OffsetTypeError(name=name, value=f"a tensor of {given.dtype}".replace("torch.", ""))
+    single = given.dim() < 2 and given.numel() == 1
+    if not single and (given.dim() != 1 or batch is not None and given.shape[0] != batch):
+        size = "?" if batch is None else batch
+        raise errors.OffsetShapeError(name=name, shape=tuple(given.shape), place=place, batch=size)
+
+
+def _shown(offset: object) -> str:
+    if not isinstance(offset, Tensor):
+        return str(offset)
+    return f"a tensor of {offset.numel()} on {offset.device}"
