@@ -12,9 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
-from flexmod.ir.fingerprint import fingerprint
 from flexmod.ir.offsets import Given, of_call
-from flexmod.ir.traces import find
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
@@ -206,10 +204,7 @@ def _attend(
     if q_offset is not None or kv_offset is not None or of_mask is not None:
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-    score = calls.NO_SCORE
-    if score_mod is not None:
-        seen = fingerprint(score_mod)
-        score = calls.Score(lambda device: find(score_mod, "score", device, seen), seen)
+    score = calls.NO_SCORE if score_mod is None else calls.score_of(score_mod)
     asked = calls.Asked(score, scale, enable_gqa, options, want_max)
     return calls.attend(query, key, value, block_mask, asked, library.dispatch)
 

@@ -26,13 +26,13 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
-from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.fingerprint import Seen, fingerprint, tensor_key
 from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.replay import replay
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced, plain_number
-from flexmod.ir.traces import Known, remember
+from flexmod.ir.traces import Known, find, remember
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
@@ -51,6 +51,11 @@ class Score(NamedTuple):
 
 
 NO_SCORE = Score(None, Seen((), ()))
+
+
+def score_of(score_mod: Callable[..., Any]) -> Score:
+    seen = fingerprint(score_mod)
+    return Score(lambda device: find(score_mod, "score", device, seen), seen)
 
 
 class Asked(NamedTuple):

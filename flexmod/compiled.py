@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.offsets import NO_OFFSETS, Given, Positions, check_agree, positions_of, stated
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -44,6 +46,8 @@ def compile(
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    q_offset: Given = None,
+    kv_offset: Given = None,
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 
@@ -62,9 +66,14 @@ def compile(
     these would run, on this machine's GPU if it has one, and with `enable_gqa` where heads share keys. A
     call may come with others, and from then on the latest call decides.
 
+    q_offset, kv_offset: as in flex_attention, for both mods. A number stays what it is now; for positions
+    that move with each call give a tensor, and write to it. A call with a block mask has the offsets of that,
+    where the handle has none.
+
     The other arguments are those of flex_attention and create_block_mask. Raises what tracing raises,
-    LayoutError, UnknownOption or OptionValueError, and LibraryArgumentError where of dtype and head_dim one
-    is given alone, value_dim is given without them, or one of the three cannot be.
+    LayoutError, UnknownOption or OptionValueError, OffsetTypeError, OffsetValueError or OffsetShapeError, and
+    LibraryArgumentError where of dtype and head_dim one is given alone, value_dim is given without them, or
+    one of the three cannot be.
 
     Example:
 
@@ -73,7 +82,7 @@ def compile(
         out = attend(query, key, value)
     """
     given = (score_mod, mask_mod, scale, enable_gqa, kernel_options, layout)
-    return CompiledAttention(*given, dtype, head_dim, value_dim)
+    return CompiledAttention(*given, dtype, head_dim, value_dim, stated(q_offset, kv_offset))
 
 
 class CompiledAttention(Shown):
@@ -98,7 +107,13 @@ class CompiledAttention(Shown):
         dtype: torch.dtype | None,
         head_dim: int | None,
         value_dim: int | None,
+        positions: Positions | None,
     ) -> None:
+        positions = positions or positions_of(mask_mod)
+        if positions is not None:
+            score_mod = None if score_mod is None else positions.score(score_mod)
+            mask_mod = None if mask_mod is None else positions.mask(mask_mod)
+        self._positions = positions
         given = {"score": score_mod, "mask": mask_mod}
         self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
         self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
@@ -134,6 +149,8 @@ class CompiledAttention(Shown):
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
+        if self._positions is not None:
+            self._positions.check_values()
         facts = None if block_mask is not None else calls.kinds(query, key, value, self._options)
         bound = self._bound.get((facts, want_max))
         if bound is not None:
@@ -147,7 +164,7 @@ class CompiledAttention(Shown):
         if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
             variant = self._variant(query.device)
             traces = variant.current()
-            score = traces.known_score()
+            score = self._score(traces, block_mask)
             if block_mask is None and traces.mask is not None and query.dim() == key.dim() == 4:
                 masks = variant.masks(traces.mask)
                 block_mask = masks.block_mask(query, key)
@@ -162,6 +179,18 @@ class CompiledAttention(Shown):
             bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
+
+    def _score(self, traces: _Traces, block_mask: Any) -> calls.Score:
+        """The score mod at the positions of the call's mask. Raises OffsetMismatchError."""
+        of_mask = getattr(block_mask, "positions", None)
+        if self._positions is not None and block_mask is not None:
+            own = self._positions
+            check_agree(of_mask or NO_OFFSETS, own.q_offset, own.kv_offset, "the handle")
+        elif of_mask is not None:
+            of_mask.check_values()
+            if traces.score is not None:
+                return calls.score_of(of_mask.score(replay(traces.score)))
+        return traces.known_score()
 
     def _latest_of(self, query: Tensor, key: Tensor, value: Tensor) -> Latest:
         of_query, of_key, of_value = calls.dtypes_under_autocast(query, key, value)
@@ -209,7 +238,8 @@ class CompiledAttention(Shown):
             mods[kind], copied = deep_copied_traces(mod, traces, memo)
             for of_device, traced in zip(on.values(), copied, strict=True):
                 of_device[kind] = traced
-        new.__setstate__({**state, "_mods": mods, "_on": on})
+        positions = copy.deepcopy(self._positions, memo)
+        new.__setstate__({**state, "_mods": mods, "_on": on, "_positions": positions})
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,7 +253,7 @@ class CompiledAttention(Shown):
         return {**state, "_mods": mods, "_on": on}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_positions": None, **state})
         self._on = {device: _Variant(self._mods, device, traces) for device, traces in state["_on"].items()}
 
     def _state(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flexmod.codegen.expressions import printable
+from flexmod.ir.offsets import MaskAt, ScoreAt
 from flexmod.ir.replay import Replay
 
 # Elements of a captured tensor that are written out; runs of equal ones count as one.
@@ -39,6 +40,8 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
         code = getattr(mod, "__code__", None)
         if code is None:  # an object that is called, such as a mask that combines others
             queue += getattr(mod, "__dict__", {}).values()
+            if isinstance(mod, (MaskAt, ScoreAt)):
+                found[mod.positions] = [f"at the positions of {mod.positions}"]
             continue
         cells = dict(zip(code.co_freevars, (c.cell_contents for c in mod.__closure__ or ()), strict=True))
         plain = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]

@@ -138,19 +138,22 @@ class CallSizeError(FlexmodError, ValueError):
 
     @classmethod
     def of(
-        cls, kind: str, axis: str, size: int, given: int, owner: str, argument: str, place: str
+        cls, kind: str, axis: str, size: int, given: int, owner: str, argument: str, place: str, start: int = 0
     ) -> CallSizeError:
-        """For a mod of this kind that has `size` entries along an axis, and a call or a mask that has `given`."""
+        """For a mod of this kind that has `size` entries along an axis, and a call or a mask that has `given`,
+        from `start` on.
+        """
         units = {"b": "batch entries", "h": "heads", "q_idx": "queries", "kv_idx": "keys"}
         extents = {"b": "B", "h": "H", "q_idx": "Q_LEN", "kv_idx": "KV_LEN"}
         names = ["score"] * (kind == "score") + [*units]
         part = ", ".join(f"{name} + first" if name == axis else name for name in names)
-        advice = [f"give it {given} {units[axis]}"]
-        if place != "the call":
-            advice.append(f"build {place} with {extents[axis]}={size}")
+        advice = [f"give it {start + given} {units[axis]}"]
+        if place != "the call" and start < size:
+            advice.append(f"build {place} with {extents[axis]}={size - start}")
         if given < size:
             advice.append(f"say which they are, lambda {', '.join(names)}: {kind}_mod({part})")
         return cls(
-            owner=owner, argument=argument, size=size, unit=units[axis], given=given, place=place,
+            owner=owner, argument=argument, size=size, unit=units[axis], place=place,
+            given=f"{given}, from position {start} on" if start else given,
             advice=", or ".join(advice),
         )  # fmt: skip

@@ -81,6 +81,7 @@ class ExpectedSize(NamedTuple):
     size: int
     owner: str
     argument: str
+    start: int = 0  # the first position that the mod is asked for
 
 
 class Builder:

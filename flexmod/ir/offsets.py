@@ -24,6 +24,7 @@ from torch import Tensor
 from flexmod import config, errors, tensor_kinds
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.host_numbers import is_host_number
+from flexmod.ir.sizes import expect_size
 from flexmod.ir.source import mod_name
 
 LARGEST = 2**30  # offset; the kernels count as many queries and keys
@@ -35,7 +36,7 @@ class Offset:
 
     For `q_offset` and `kv_offset` of `create_block_mask` and `flex_attention`. A tensor alone has the bound
     2^30. A smaller bound makes faster kernels: below 2^24 the distances of ALiBi are computed in float32, and
-    positions far beyond 2^30 need 64 bits. Raises OffsetValueError.
+    positions far beyond 2^30 need 64 bits. Raises LibraryArgumentError.
 
     Example:
 
@@ -44,8 +45,17 @@ class Offset:
     """
 
     def __init__(self, values: Tensor, bound: int = LARGEST) -> None:
-        self.values = values
-        self.bound = _number("bound", bound)
+        whole = isinstance(bound, int) and not isinstance(bound, bool) and 0 <= bound <= LARGEST
+        rule = f"an integer from 0 to {LARGEST}"
+        for name, value, right, rule, advice in (
+            ("values", values, isinstance(values, Tensor), "a tensor", "give a number alone, q_offset=1024"),
+            ("bound", bound, whole, rule, "give the length of the longest sequence"),
+        ):
+            if not right:
+                raise errors.LibraryArgumentError(
+                    function="Offset", name=name, value=repr(value), rule=rule, advice=advice
+                )
+        self.values, self.bound = values, bound
 
     def __repr__(self) -> str:
         return f"Offset({_shown(self.values)}, bound={self.bound})"
@@ -81,17 +91,17 @@ class Positions:
     def of(self, b: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, Any]:
         """The positions of indices, of traced scalars as of tensors."""
         q_idx = q_idx if self.rows is None else self.rows(q_idx)
-        q_idx = _plus(q_idx, self.q_offset, b, self.q_bound)
+        q_idx = _plus("q_offset", q_idx, self.q_offset, b, self.q_bound)
         if self.q_start:
             q_idx = q_idx + self.q_start
-        return q_idx, _plus(kv_idx, self.kv_offset, b, self.kv_bound)
+        return q_idx, _plus("kv_offset", kv_idx, self.kv_offset, b, self.kv_bound)
 
     def mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
         """The mask_mod of indices. Raises OffsetMismatchError for one of a mask with other offsets."""
         known = positions_of(mask_mod)
         if known is None:
             return MaskAt(mask_mod, self)
-        _check_agree(known, self.q_offset, self.kv_offset, "this call")
+        check_agree(known, self.q_offset, self.kv_offset, "this call")
         return mask_mod
 
     def score(self, score_mod: Callable[..., Any]) -> ScoreAt:
@@ -142,7 +152,7 @@ class Positions:
 NO_OFFSETS = Positions()
 
 
-def _plus(index: Any, offset: int | Tensor, b: Any, bound: int) -> Any:
+def _plus(name: str, index: Any, offset: int | Tensor, b: Any, bound: int) -> Any:
     if not is_tensor(offset):
         return index if type(offset) is int and offset == 0 else index + offset
     assert isinstance(offset, Tensor)
@@ -150,7 +160,8 @@ def _plus(index: Any, offset: int | Tensor, b: Any, bound: int) -> Any:
     if offset.dim() == 0:
         entry = torch.maximum(zero, offset)
     else:
-        entry = torch.maximum(zero, offset[b if offset.shape[0] > 1 else zero])
+        one = zero if offset.shape[0] == 1 else expect_size(b, offset.shape[0], name, "tensor")
+        entry = torch.maximum(zero, offset[one])
     entry = entry.clamp(max=bound)
     return index + (entry if offset.dtype == torch.int32 else entry.to(torch.int32))
 
@@ -197,7 +208,7 @@ class ScoreAt(Derived):
         return mod_name(self.score_mod)
 
 
-def positions_of(mask_mod: Callable[..., Any]) -> Positions | None:
+def positions_of(mask_mod: Callable[..., Any] | None) -> Positions | None:
     """The offsets that a mask_mod has; None where it is of indices."""
     return mask_mod.positions if isinstance(mask_mod, MaskAt) else None
 
@@ -208,7 +219,11 @@ def of_positions(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stated(
-    q_offset: Given, kv_offset: Given, batch: int | None, device: torch.device | None, place: str
+    q_offset: Given,
+    kv_offset: Given,
+    batch: int | None = None,
+    device: torch.device | None = None,
+    place: str = "query",
 ) -> Positions | None:
     """Checked offsets; None where there are none, which is what 0 means too.
 
@@ -238,7 +253,7 @@ def of_call(
     if mask is None:
         return own
     own, of_mask = own or NO_OFFSETS, of_mask or NO_OFFSETS
-    _check_agree(
+    check_agree(
         of_mask, None if q_offset is None else own.q_offset, None if kv_offset is None else own.kv_offset,
         "the call",
     )  # fmt: skip
@@ -249,7 +264,7 @@ def of_call(
     return of_mask
 
 
-def _check_agree(
+def check_agree(
     known: Positions, q_offset: int | Tensor | None, kv_offset: int | Tensor | None, by: str
 ) -> None:
     """Raises OffsetMismatchError. None agrees with any offset."""

@@ -2,8 +2,9 @@
 
     slopes[expect_size(h, len(slopes), "mods.alibi", "slopes")]
 
-The trace notes the size where the index is a position of the call as it is. An index that a user computed,
-such as h + first_head or q_idx + offset, says which entry is meant, and nothing is expected of the call then.
+The trace notes the size where the index is a position of the call as it is, and of q_idx and kv_idx where a
+number is added, as an offset is. Any other index that a user computed, such as h + first_head, says which
+entry is meant, and nothing is expected of the call then.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def check_sizes(graph: Graph, sizes: Sequence[int], place: str) -> None:
     Batch entries and heads must be as many. Positions may be fewer: those of a shorter sequence, or of a
     block mask that was cut down, are the first ones. Raises CallSizeError.
     """
-    for axis, size, owner, argument in graph.expected:
+    for axis, size, owner, argument, start in graph.expected:
         given = sizes[POSITIONS.index(axis)]
-        if given > size or (given < size and axis in UNIFORM):
-            raise CallSizeError.of(graph.kind, axis, size, given, owner, argument, place)
+        if given + start > size or (given < size and axis in UNIFORM):
+            raise CallSizeError.of(graph.kind, axis, size, given, owner, argument, place, start)

@@ -168,11 +168,15 @@ class Tracer:
             self.expect_size(inputs[expected.axis], *expected[1:])
         return Proxy(self, new[graph.result])
 
-    def expect_size(self, index: Any, size: Any, owner: str, argument: str) -> Proxy:
-        """See `sizes.py`: of an index that is a position as it is, the size of that axis is noted."""
-        node = self.node(index, "expect_size")
-        if node.op == "input" and node.value in POSITIONS:
-            self.expected[ExpectedSize(str(node.value), int(size), owner, argument)] = None
+    def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
+        """See `sizes.py`: the size of the axis is noted where the index is a position, from `start` on."""
+        node = position = self.node(index, "expect_size")
+        axes: tuple[str, ...] = POSITIONS
+        if node.op == "add" and type(node.args[1].value) is int and node.args[1].is_const:
+            position, start, axes = node.args[0], start + node.args[1].value, POSITIONS[2:]
+        if position.op == "input" and position.value in axes:
+            axis = str(position.value)
+            self.expected[ExpectedSize(axis, int(size), owner, argument, start)] = None
         return Proxy(self, node)
 
     def index(self, target: Any, index: Any) -> Any:
