@@ -654,6 +654,86 @@ BLOCK_MASKS: list[Row] = [
     ),
 ]
 
+OFFSETS: list[Row] = [
+    (
+        errors.OffsetTypeError,
+        lambda: call(q_offset=1.5),
+        "q_offset is a float; it must be an integer, or an int32 or int64 tensor with one element for each "
+        "batch entry.\n"
+        "  Instead: give a number, e.g. q_offset=1024, or a tensor, e.g. q_offset=lengths.to(torch.int32).",
+    ),
+    (
+        errors.OffsetTypeError,
+        lambda: mask(kv_offset=x(2)),
+        "kv_offset is a tensor of float32; it must be an integer, or an int32 or int64 tensor with one "
+        "element for each batch entry.\n"
+        "  Instead: give a number, e.g. kv_offset=1024, or a tensor, e.g. "
+        "kv_offset=lengths.to(torch.int32).",
+    ),
+    (
+        errors.OffsetValueError,
+        lambda: mask(q_offset=-3),
+        "q_offset is -3; it must be from 0 to 1073741824.\n"
+        "  Instead: count positions from 0, e.g. add the same number to q_offset and kv_offset.",
+    ),
+    (
+        errors.OffsetValueError,
+        lambda: call(kv_offset=2**31),
+        "kv_offset is 2147483648; it must be from 0 to 1073741824.\n"
+        "  Instead: count positions from the first key that was ever there, so that kv_offset is at most "
+        "1073741824.",
+    ),
+    (
+        errors.OffsetValueError,
+        lambda: call(q_offset=flexmod.Offset(torch.tensor([4, 9]), bound=8)),
+        "q_offset is 9; it must be from 0 to 8.\n"
+        "  Instead: declare what the tensor may hold, flexmod.Offset(q_offset, bound=9).",
+    ),
+    (
+        errors.OffsetShapeError,
+        lambda: call(q_offset=torch.tensor([4, 5, 6])),
+        "q_offset has shape (3,), but query has batch 2.\n"
+        "  Instead: give one element for each batch entry, shape (2,), or one number for all.",
+    ),
+    (
+        errors.OffsetShapeError,
+        lambda: mask(q_offset=torch.tensor([4, 5])),
+        "q_offset has shape (2,), but the mask has batch 1.\n"
+        "  Instead: build the mask with B=2, or give one number for all.",
+    ),
+    (
+        errors.OffsetMismatchError,
+        lambda: call(block_mask=mask(q_offset=3), q_offset=4),
+        "the call states q_offset=4, but its block mask has q_offset=3, kv_offset=0.\n"
+        "  Instead: leave q_offset out, since a call has the offsets of its mask, or build the mask with "
+        "create_block_mask(..., q_offset=q_offset).",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: call(q_offset=torch.zeros(2, dtype=torch.int32, device="meta")),
+        "query is on cpu but q_offset is on meta.\n  Instead: move one of them, e.g. q_offset.to('cpu').",
+    ),
+    (
+        errors.CallSizeError,
+        lambda: call(score_mod=mods.sandwich(4, length=40, dim=4), q_offset=9),
+        "mods.sandwich is made for 40 queries (its length), but the call has 32, from position 9 on.\n"
+        "  Instead: give it 41 queries.",
+    ),
+    (
+        errors.CallSizeError,
+        lambda: mask(mod=masks.document(torch.zeros(40, dtype=torch.int32)), kv_offset=9),
+        "masks.document is made for 40 keys (its ids), but the block mask has 32, from position 9 on.\n"
+        "  Instead: give it 41 keys, or build the block mask with KV_LEN=31.",
+    ),
+    (
+        errors.BlockMaskCombineError,
+        lambda: mask(q_offset=3) & mask(),
+        "these block masks do not go together: q_offset=3, kv_offset=0 in one and q_offset=0, kv_offset=0 in "
+        "the other.\n"
+        "  Instead: build both with the same offsets, the very tensors if they are tensors.",
+    ),
+]
+
 MODS: list[Row] = [
     (
         errors.CallSizeError,
@@ -808,4 +888,4 @@ OPTION_MISTAKES: list[Row] = [
     ),
 ]
 
-ROWS = [*TENSORS, *BSHD, *BLOCK_MASKS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]
+ROWS = [*TENSORS, *BSHD, *BLOCK_MASKS, *OFFSETS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]

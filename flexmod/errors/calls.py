@@ -164,7 +164,7 @@ class OffsetValueError(FlexmodError, ValueError):
 
 class OffsetShapeError(FlexmodError, ValueError):
     what = "{name} has shape {shape}, but {place} has batch {batch}."
-    instead = "give one element for each batch entry, shape ({batch},), or one number for all."
+    instead = "{advice}."
 
 
 class OffsetMismatchError(FlexmodError, ValueError):

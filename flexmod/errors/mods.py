@@ -150,7 +150,7 @@ class CallSizeError(FlexmodError, ValueError):
         advice = [f"give it {start + given} {units[axis]}"]
         if place != "the call" and start < size:
             advice.append(f"build {place} with {extents[axis]}={size - start}")
-        if given < size:
+        if given < size and not start:
             advice.append(f"say which they are, lambda {', '.join(names)}: {kind}_mod({part})")
         return cls(
             owner=owner, argument=argument, size=size, unit=units[axis], place=place,

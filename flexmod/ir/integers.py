@@ -46,7 +46,7 @@ def integer_bounds(
         if node in exact:
             known[node] = _unwrapped(found, node)
         elif may_wrap or strong(node.dtype) != torch.int32 or node.op in LEAVES_DTYPE:
-            known[node] = _held(found, strong(node.dtype))
+            known[node] = _held(found, strong(node.dtype), clamps=node.op in ("minimum", "maximum"))
         else:
             known[node] = found
     return known
@@ -70,15 +70,20 @@ def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:
     return bounds.UNKNOWN if node.op in LEAVES_DTYPE else found
 
 
-def _held(found: bounds.Bounds, dtype: torch.dtype) -> bounds.Bounds:
-    """The bounds, as far as a dtype keeps to them."""
+def _held(found: bounds.Bounds, dtype: torch.dtype, clamps: bool) -> bounds.Bounds:
+    """The bounds, as far as a dtype keeps to them. What `clamps` a value of the dtype may bound one end."""
     if dtype.is_floating_point:
         return bounds.UNKNOWN
     if dtype == torch.bool:
         return (bool(found[0]), bool(found[1])) if found[0] >= 0 and found[1] <= 1 else TRUTH
-    if _fits(found, dtype):
+    if _fits(found, dtype) or clamps and _fits(_finite_ends(found), dtype):
         return found
     return (0, 255) if dtype == torch.uint8 else bounds.UNKNOWN
+
+
+def _finite_ends(found: bounds.Bounds) -> bounds.Bounds:
+    ends = [x for x in found if math.isfinite(x)]
+    return (min(ends), max(ends)) if ends else bounds.UNKNOWN
 
 
 def _fits(found: bounds.Bounds, dtype: torch.dtype) -> bool:
@@ -124,7 +129,7 @@ def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bo
         return bounds.ne(found, (0, 0))
     if strong(source) == torch.bool and target != torch.bool:
         return int(found[0]), int(found[1])
-    if target.is_floating_point or target == torch.bool or _fits(found, target):
+    if target.is_floating_point or target == torch.bool or source == target or _fits(found, target):
         return found
     # a Python number that int32 does not hold is for `needs_int64` to see
     return found if target == torch.int32 and isinstance(source, type) else bounds.UNKNOWN

@@ -46,10 +46,10 @@ class Offset:
 
     def __init__(self, values: Tensor, bound: int = LARGEST) -> None:
         whole = isinstance(bound, int) and not isinstance(bound, bool) and 0 <= bound <= LARGEST
-        rule = f"an integer from 0 to {LARGEST}"
+        most = f"an integer from 0 to {LARGEST}"
         for name, value, right, rule, advice in (
             ("values", values, isinstance(values, Tensor), "a tensor", "give a number alone, q_offset=1024"),
-            ("bound", bound, whole, rule, "give the length of the longest sequence"),
+            ("bound", bound, whole, most, "give the length of the longest sequence"),
         ):
             if not right:
                 raise errors.LibraryArgumentError(
@@ -98,14 +98,14 @@ class Positions:
 
     def mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
         """The mask_mod of indices. Raises OffsetMismatchError for one of a mask with other offsets."""
-        known = positions_of(mask_mod)
-        if known is None:
-            return MaskAt(mask_mod, self)
-        check_agree(known, self.q_offset, self.kv_offset, "this call")
-        return mask_mod
+        if isinstance(mask_mod, MaskAt):
+            check_agree(mask_mod.positions, self.q_offset, self.kv_offset, "this call")
+            return mask_mod
+        return MaskAt(mask_mod, self)
 
-    def score(self, score_mod: Callable[..., Any]) -> ScoreAt:
-        return ScoreAt(score_mod, self)
+    def score(self, score_mod: Callable[..., Any]) -> Callable[..., Any]:
+        """The score_mod of indices."""
+        return score_mod if isinstance(score_mod, ScoreAt) else ScoreAt(score_mod, self)
 
     def part(self, b: Sequence[int], rows: int) -> Positions | None:
         """Those of some batch entries, and of the queries from `rows` on; None where there is none."""
@@ -334,8 +334,11 @@ def _check_tensor(name: str, given: Tensor, batch: int | None, place: str) -> No
         raise errors.OffsetTypeError(name=name, value=f"a tensor of {given.dtype}".replace("torch.", ""))
     single = given.dim() < 2 and given.numel() == 1
     if not single and (given.dim() != 1 or batch is not None and given.shape[0] != batch):
-        size = "?" if batch is None else batch
-        raise errors.OffsetShapeError(name=name, shape=tuple(given.shape), place=place, batch=size)
+        shape, size = tuple(given.shape), "B" if batch is None else batch
+        advice = f"give one element for each batch entry, shape ({size},), or one number for all"
+        if place == "the mask" and len(shape) == 1:
+            advice = f"build the mask with B={shape[0]}, or give one number for all"
+        raise errors.OffsetShapeError(name=name, shape=shape, place=place, batch=size, advice=advice)
 
 
 def _shown(offset: object) -> str:

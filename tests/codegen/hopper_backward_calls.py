@@ -17,6 +17,7 @@ from flexmod.backends import captured
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
 from flexmod.compiler import capture_terms, kernels_for, lower
+from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
 
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -59,6 +60,8 @@ def listed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 MASKS: dict[str, Any] = {
     "": None, "causal": masks.causal(), "window": masks.sliding_window(70), "documents": documents,
     "listed": listed, "same": same, "holes": holes, "by head": by_head,
+    "causal at 90": Positions(90, 7).mask(masks.causal()),
+    "listed at 90": Positions(90, 7).mask(listed),
     "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0,
 }  # fmt: skip
 
@@ -69,6 +72,10 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 SCORES: dict[str, Any] = {"": None, "softcap": mods.softcap(20.0), "alibi": alibi, "gate": gate}
+SCORES |= {
+    "alibi at 90": Positions(90, 7).score(alibi),
+    "alibi at a tensor": Positions(torch.tensor([90, 4]), torch.tensor(7)).score(alibi),
+}
 
 
 @dataclass(frozen=True)

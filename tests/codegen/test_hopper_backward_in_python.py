@@ -97,6 +97,9 @@ CASES = [
     ),
     Case("causal", "relative table", IN_STEP, lengths=(140, 199)),
     Case("", "temperature", lengths=(70, 70), heads=(4, 2), batch=(3, 1)),
+    # positions that begin elsewhere
+    *(Case("causal at 90", "alibi at 90", shape, dims(shape), (130, 199)) for shape in (APART, LATE)),
+    Case("listed at 90", "alibi at a tensor", IN_STEP, lengths=(130, 199), batch=(2, 1)),
     # rounded as on the chip
     *(Case("window", "softcap", APART, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     Case("causal", "bias of keys", TOGETHER, WIDE, dtype=torch.bfloat16),

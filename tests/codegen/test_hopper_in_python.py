@@ -17,6 +17,7 @@ from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import kernels_for, lower
 from flexmod.ir.evaluate import evaluate
+from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
 
 BF16 = torch.bfloat16
@@ -27,7 +28,10 @@ def holes(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx % 3 != 0) & ((q_idx < 130) | (q_idx >= 300)) & (kv_idx <= q_idx)
 
 
+AT = Positions(210, 9)
+AT_TENSOR = Positions(torch.tensor([40, 210], dtype=torch.int32), torch.tensor([9]), q_bound=4096)
 MASKS = {"": None, "causal": masks.causal(), "window": masks.sliding_window(130), "holes": holes,
+         "causal at 210": AT.mask(masks.causal()), "window at 210": AT.mask(masks.sliding_window(130)),
          "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0}  # fmt: skip
 
 
@@ -41,7 +45,9 @@ def near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 SCORES = {"": None, "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2),
-          "near ones": near_ones}  # fmt: skip
+          "near ones": near_ones, "alibi at 210": AT.score(mods.alibi(2)),
+          "near ones at 210": AT.score(near_ones), "alibi at a tensor": AT_TENSOR.score(mods.alibi(2)),
+          "near ones at a tensor": AT_TENSOR.score(near_ones)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,10 @@ CASES = [
     Case("nothing", lengths=(500, 500)),
     Case("", "nothing", lengths=(130, 130)),
     Case(dims=(192, 128), block_n=64),
+    Case("causal at 210", "alibi at 210"),
+    Case("window at 210", "near ones at 210", lengths=(290, 500), block_n=64),
+    Case("", "alibi at a tensor", lengths=(130, 300)),
+    Case("causal", "near ones at a tensor"),
 ]
 
 
