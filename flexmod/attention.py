@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
-from flexmod.ir.offsets import Given, of_call
+from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
@@ -53,8 +53,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     layout: LayoutName = "bhsd",
-    q_offset: Given = None,
-    kv_offset: Given = None,
+    q_offset: OffsetLike = None,
+    kv_offset: OffsetLike = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
@@ -194,8 +194,8 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
-    q_offset: Given,
-    kv_offset: Given,
+    q_offset: OffsetLike,
+    kv_offset: OffsetLike,
     want_max: bool,
 ) -> Forward:
     """The call as `flex_attention` gets it."""

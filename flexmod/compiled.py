@@ -20,7 +20,7 @@ from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
-from flexmod.ir.offsets import NO_OFFSETS, Given, Positions, check_agree, positions_of, stated
+from flexmod.ir.offsets import NO_OFFSETS, OffsetLike, Positions, check_agree, positions_of, stated
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -46,8 +46,8 @@ def compile(
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
-    q_offset: Given = None,
-    kv_offset: Given = None,
+    q_offset: OffsetLike = None,
+    kv_offset: OffsetLike = None,
 ) -> CompiledAttention:
     """A callable that attends as flex_attention does with these arguments, at less cost a call.
 

@@ -100,7 +100,7 @@ CALLS = (
     "flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "compile",
     "varlen_attention", "nested_attention", "apply_sink", "explain", "compare",
 )  # fmt: skip
-RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask)
+RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask, flexmod.Offset)
 METHODS = (
     "from_kv_blocks", "resize", "sparsity", "facts", "to_string", "to_svg", "plot", "to_dense", "to",
     "as_tuple",
@@ -111,8 +111,8 @@ font-family="sans-serif" font-size="12">
 SETTING = """```python
 import torch
 from flexmod import (
-    and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain, flex_attention, masks,
-    mods, nested_attention, or_masks, varlen_attention,
+    Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain, flex_attention,
+    masks, mods, nested_attention, or_masks, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))

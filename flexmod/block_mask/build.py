@@ -19,7 +19,7 @@ from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS
-from flexmod.ir.offsets import Given, stated
+from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
@@ -41,8 +41,8 @@ def create_block_mask(
     _compile: bool = False,
     separate_full_blocks: bool = True,
     *,
-    q_offset: Given = None,
-    kv_offset: Given = None,
+    q_offset: OffsetLike = None,
+    kv_offset: OffsetLike = None,
 ) -> BlockMask:
     """The BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
 

@@ -61,7 +61,7 @@ class Offset:
         return f"Offset({_shown(self.values)}, bound={self.bound})"
 
 
-Given = int | Tensor | Offset | None
+OffsetLike = int | Tensor | Offset | None
 
 
 class IndexMap(Protocol):
@@ -219,8 +219,8 @@ def of_positions(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stated(
-    q_offset: Given,
-    kv_offset: Given,
+    q_offset: OffsetLike,
+    kv_offset: OffsetLike,
     batch: int | None = None,
     device: torch.device | None = None,
     place: str = "query",
@@ -241,7 +241,7 @@ def stated(
 
 
 def of_call(
-    q_offset: Given, kv_offset: Given, query: Any, of_mask: Positions | None, mask: Any
+    q_offset: OffsetLike, kv_offset: OffsetLike, query: Any, of_mask: Positions | None, mask: Any
 ) -> Positions | None:
     """The offsets of a call: those that it states, or its mask's. `of_mask` counts where there is a `mask`.
 
@@ -296,7 +296,7 @@ def same_offset(one: int | Tensor, other: int | Tensor) -> bool:
 
 
 def _checked(
-    name: str, given: Given, batch: int | None, device: torch.device | None, place: str
+    name: str, given: OffsetLike, batch: int | None, device: torch.device | None, place: str
 ) -> tuple[int | Tensor, int]:
     """An offset and its bound."""
     if given is None:
