@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
-from flexmod.ir.offsets import OffsetLike, of_call
+from flexmod.ir.offsets import OffsetLike, of_call, positions_in
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
 
@@ -200,9 +200,9 @@ def _attend(
 ) -> Forward:
     """The call as `flex_attention` gets it."""
     options = parse_options(kernel_options)
-    of_mask = getattr(block_mask, "positions", None)
+    of_mask = None if block_mask is None else positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:
-        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask)
+        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
     score = calls.NO_SCORE if score_mod is None else calls.score_of(score_mod)
     asked = calls.Asked(score, scale, enable_gqa, options, want_max)
@@ -218,7 +218,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, want_max = rest
     try:
         options = parse_options(kernel_options)
-        positions = of_call(q_offset, kv_offset, query, getattr(block_mask, "positions", None), block_mask)
+        of_mask = positions_in(block_mask)
+        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         if options.backend == "REFERENCE":
             why = "the REFERENCE backend runs outside of a graph"
         elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):

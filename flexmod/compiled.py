@@ -20,7 +20,15 @@ from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
-from flexmod.ir.offsets import NO_OFFSETS, OffsetLike, Positions, check_agree, positions_of, stated
+from flexmod.ir.offsets import (
+    NO_OFFSETS,
+    OffsetLike,
+    Positions,
+    check_agree,
+    positions_in,
+    positions_of,
+    stated,
+)
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -182,7 +190,7 @@ class CompiledAttention(Shown):
 
     def _score(self, traces: _Traces, block_mask: Any) -> calls.Score:
         """The score mod at the positions of the call's mask. Raises OffsetMismatchError."""
-        of_mask = getattr(block_mask, "positions", None)
+        of_mask = positions_in(block_mask)
         if self._positions is not None and block_mask is not None:
             own = self._positions
             check_agree(of_mask or NO_OFFSETS, own.q_offset, own.kv_offset, "the handle")

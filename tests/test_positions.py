@@ -337,6 +337,35 @@ def test_torch_takes_the_mask_mod() -> None:
     torch.testing.assert_close(ours, found, atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_of_torch_brings_the_offsets_of_its_mask_mod(compiled: bool) -> None:
+    torch.compiler.reset()
+    query, key, value = inputs()
+    alibi = mods.alibi(HEADS)
+    mask = causal_at(64, 32)
+    theirs = torch_flex.create_block_mask(mask.mask_mod, 1, 1, 64, LENGTH, "cpu", BLOCK)
+    wanted = flex_attention(query[:, :, 32:], key, value, alibi, mask)
+    attend = torch.compile(flex_attention, backend="eager") if compiled else flex_attention
+    found = attend(query[:, :, 32:], key, value, alibi, theirs)
+    torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
+    handle = flexmod.compile(alibi)
+    torch.testing.assert_close(handle(query[:, :, 32:], key, value, theirs), wanted, atol=3e-6, rtol=3e-6)
+
+
+def test_transforms_of_torch() -> None:
+    query, key, value = inputs(2, 32)
+    starts = torch.tensor([3, 9])
+
+    def loss(query: Tensor) -> Tensor:
+        return flex_attention(query, key, value, mods.alibi(HEADS), q_offset=starts).square().sum()
+
+    leaf = query.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(query), wanted)
+    with pytest.raises(errors.VmapError):
+        torch.vmap(lambda n: flex_attention(query, key, value, mods.alibi(HEADS), q_offset=n))(starts)
+
+
 # calls and their masks
 
 
@@ -483,6 +512,16 @@ def test_a_growing_offset_in_a_compiled_graph(function: Callable[..., Any]) -> N
         found, wanted = compiled(rows, key, value, first), function(rows, key, value, first)
         torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_bound_in_a_compiled_graph() -> None:
+    torch.compiler.reset()
+    query, key, value = inputs(2, 32)
+    compiled = torch.compile(no_mask, backend="aot_eager", fullgraph=True)
+    for values in ([3, 60], [0, 7]):
+        first = Offset(torch.tensor(values), 100)
+        found, wanted = compiled(query, key, value, first), no_mask(query, key, value, first)
+        torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
 @pytest.mark.parametrize("function", [in_graph, no_mask, stated_twice])

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexmod import config, errors, tensor_kinds
+from flexmod import config, errors, tensor_kinds, transforms
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.host_numbers import is_host_number
 from flexmod.ir.sizes import expect_size
@@ -127,7 +127,8 @@ class Positions:
         """
         for name, (offset, bound) in self.tensors().items():
             here = offset.device.type == "cpu" or config.check_bounds()
-            if here and offset.numel() and not tensor_kinds.has_no_values(offset):
+            hidden = tensor_kinds.has_no_values(offset) or transforms.is_wrapped(offset)
+            if here and offset.numel() and not hidden:
                 for value in offset.aminmax():
                     check_range(name, int(value), bound)
 
@@ -213,6 +214,13 @@ def positions_of(mask_mod: Callable[..., Any] | None) -> Positions | None:
     return mask_mod.positions if isinstance(mask_mod, MaskAt) else None
 
 
+def positions_in(block_mask: Any) -> Positions | None:
+    """The offsets of a mask, of torch's own too."""
+    if block_mask is None or hasattr(block_mask, "positions"):
+        return None if block_mask is None else block_mask.positions
+    return positions_of(getattr(block_mask, "mask_mod", None))
+
+
 def of_positions(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
     """The mask_mod without its offsets."""
     return mask_mod.mask_mod if isinstance(mask_mod, MaskAt) else mask_mod
@@ -241,16 +249,16 @@ def stated(
 
 
 def of_call(
-    q_offset: OffsetLike, kv_offset: OffsetLike, query: Any, of_mask: Positions | None, mask: Any
+    q_offset: OffsetLike, kv_offset: OffsetLike, query: Any, of_mask: Positions | None, masked: bool
 ) -> Positions | None:
-    """The offsets of a call: those that it states, or its mask's. `of_mask` counts where there is a `mask`.
+    """The offsets of a call: those that it states, or `of_mask`, its mask's, where it is `masked`.
 
     Raises OffsetMismatchError where it states others than its mask has, and as `stated` does.
     """
     whole = isinstance(query, Tensor) and query.dim() == 4
     batch, device = (query.shape[0], query.device) if whole else (None, None)
     own = stated(q_offset, kv_offset, batch, device, "query")
-    if mask is None:
+    if not masked:
         return own
     own, of_mask = own or NO_OFFSETS, of_mask or NO_OFFSETS
     check_agree(
