@@ -16,7 +16,17 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexmod
-from flexmod import Offset, compiler, create_block_mask, create_mask, errors, flex_attention, masks, mods
+from flexmod import (
+    Offset,
+    compiler,
+    config,
+    create_block_mask,
+    create_mask,
+    errors,
+    flex_attention,
+    masks,
+    mods,
+)
 from flexmod.ir.trace import trace
 
 LENGTH, HEADS, BLOCK = 96, 2, 32
@@ -591,6 +601,25 @@ def test_a_table_beyond_its_end_is_found_at_positions(backend: str) -> None:
     for first in (65, torch.tensor([65])):
         with pytest.raises(errors.CaptureBoundsError, match="table, of shape"):
             call(first)
+
+
+def test_checked_kernels_look_at_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
+    config.config.cache_clear()
+    query, key, value = inputs(1, 32, 32)
+    table = torch.zeros(LENGTH)
+
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[q_idx]
+
+    try:
+        options = {"kernel_options": {"BACKEND": "INTERPRET"}}
+        flex_attention(query, key, value, score, q_offset=64, **options)
+        for first in (65, torch.tensor([65])):
+            with pytest.raises(errors.CaptureBoundsError, match="is indexed with 96 in dimension 0"):
+                flex_attention(query, key, value, score, q_offset=first, **options)
+    finally:
+        config.config.cache_clear()
 
 
 def test_a_handle_of_another_batch_is_refused() -> None:
