@@ -20,15 +20,7 @@ from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
-from flexmod.ir.offsets import (
-    NO_OFFSETS,
-    OffsetLike,
-    Positions,
-    check_agree,
-    positions_in,
-    positions_of,
-    stated,
-)
+from flexmod.ir.offsets import OffsetLike, Positions, positions_in, positions_of, stated
 from flexmod.ir.replay import leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -192,8 +184,7 @@ class CompiledAttention(Shown):
         """The score mod at the positions of the call's mask. Raises OffsetMismatchError."""
         of_mask = positions_in(block_mask)
         if self._positions is not None and block_mask is not None:
-            own = self._positions
-            check_agree(of_mask or NO_OFFSETS, own.q_offset, own.kv_offset, "the handle")
+            self._positions.check_agrees(of_mask, "the handle")
         elif of_mask is not None:
             of_mask.check_values()
             if traces.score is not None:

@@ -68,12 +68,13 @@ def exact_size(exact: Tensor) -> float:
 
 
 def test_the_signature_is_torchs() -> None:
-    """And one keyword more."""
+    """And some keywords more."""
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (flex_attention, torch_flex.flex_attention)
     )
-    assert ours == [*theirs, ("layout", inspect.Parameter.KEYWORD_ONLY, "bhsd")]
+    own = {"layout": "bhsd", "q_offset": None, "kv_offset": None}
+    assert ours == [*theirs, *((name, inspect.Parameter.KEYWORD_ONLY, x) for name, x in own.items())]
 
 
 @pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])

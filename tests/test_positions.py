@@ -489,6 +489,21 @@ def test_a_handle_has_offsets_for_both_mods(backend: str, way: str) -> None:
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
+def test_a_handle_of_the_mask_mod_of_a_slice() -> None:
+    """It has all of the slice's offsets, and no other slice goes with it."""
+    query, key, value = inputs(2)
+    whole = causal_at(LENGTH, torch.tensor([3, 7]), 2)
+    wanted = flex_attention(query, key, value, mods.alibi(HEADS), whole)[:, :, 32:64]
+    part = whole[:, :, 1]
+    handle = flexmod.compile(mods.alibi(HEADS), part.mask_mod)
+    rows = query[:, :, 32:64]
+    torch.testing.assert_close(handle(rows, key, value), wanted, atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(handle(rows, key, value, part), wanted, atol=3e-6, rtol=3e-6)
+    for other in (whole[:, :, 0], whole[:, :, 2]):
+        with pytest.raises(errors.OffsetMismatchError, match="the handle states"):
+            handle(rows, key, value, other)
+
+
 def test_a_saved_file_says_at_which_positions(tmp_path: Any) -> None:
     handle = flexmod.compile(mods.alibi(8), masks.causal(), q_offset=4096)
     text = handle.save(tmp_path / "file.py", head_dim=64, dtype=torch.float16).read_text()

@@ -99,7 +99,7 @@ class Positions:
     def mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
         """The mask_mod of indices. Raises OffsetMismatchError for one of a mask with other offsets."""
         if isinstance(mask_mod, MaskAt):
-            check_agree(mask_mod.positions, self.q_offset, self.kv_offset, "this call")
+            self.check_agrees(mask_mod.positions, "this call")
             return mask_mod
         return MaskAt(mask_mod, self)
 
@@ -143,6 +143,13 @@ class Positions:
         other = other or NO_OFFSETS
         same = same_offset(self.q_offset, other.q_offset) and same_offset(self.kv_offset, other.kv_offset)
         return same and self.q_start == other.q_start and self.rows == other.rows
+
+    def check_agrees(self, of_mask: Positions | None, by: str) -> None:
+        """Raises OffsetMismatchError where a mask has other offsets."""
+        if not self.agrees(of_mask):
+            other = of_mask or NO_OFFSETS
+            name = "kv_offset" if same_offset(self.q_offset, other.q_offset) else "q_offset"
+            raise errors.OffsetMismatchError(name=name, given=_shown(getattr(self, name)), mask=other, by=by)
 
     def __str__(self) -> str:
         start = f" + {self.q_start}" if self.q_start else ""
@@ -253,35 +260,23 @@ def of_call(
 ) -> Positions | None:
     """The offsets of a call: those that it states, or `of_mask`, its mask's, where it is `masked`.
 
-    Raises OffsetMismatchError where it states others than its mask has, and as `stated` does.
+    Raises OffsetMismatchError where it states others than its mask has, and as `stated` does. None agrees
+    with any.
     """
     whole = isinstance(query, Tensor) and query.dim() == 4
     batch, device = (query.shape[0], query.device) if whole else (None, None)
     own = stated(q_offset, kv_offset, batch, device, "query")
     if not masked:
         return own
-    own, of_mask = own or NO_OFFSETS, of_mask or NO_OFFSETS
-    check_agree(
-        of_mask, None if q_offset is None else own.q_offset, None if kv_offset is None else own.kv_offset,
-        "the call",
-    )  # fmt: skip
-    if of_mask is NO_OFFSETS:
-        return None
-    if not torch.compiler.is_compiling():
+    own, known = own or NO_OFFSETS, of_mask or NO_OFFSETS
+    if q_offset is None:
+        own = replace(own, q_offset=known.q_offset, q_start=known.q_start, rows=known.rows)
+    if kv_offset is None:
+        own = replace(own, kv_offset=known.kv_offset)
+    own.check_agrees(of_mask, "the call")
+    if of_mask is not None and not torch.compiler.is_compiling():
         of_mask.check_values()
     return of_mask
-
-
-def check_agree(
-    known: Positions, q_offset: int | Tensor | None, kv_offset: int | Tensor | None, by: str
-) -> None:
-    """Raises OffsetMismatchError. None agrees with any offset."""
-    plain = known.q_start == 0 and known.rows is None
-    for name, given, own, as_given in (
-        ("q_offset", q_offset, known.q_offset, plain), ("kv_offset", kv_offset, known.kv_offset, True),
-    ):  # fmt: skip
-        if given is not None and not (as_given and same_offset(given, own)):
-            raise errors.OffsetMismatchError(name=name, given=_shown(given), mask=known, by=by)
 
 
 def is_tensor(offset: object) -> bool:
