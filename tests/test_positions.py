@@ -362,6 +362,36 @@ def test_a_mask_of_torch_brings_the_offsets_of_its_mask_mod(compiled: bool) -> N
     torch.testing.assert_close(handle(query[:, :, 32:], key, value, theirs), wanted, atol=3e-6, rtol=3e-6)
 
 
+def test_another_layout_and_shared_heads() -> None:
+    query, key, value = inputs(2)
+    whole = flex_attention(query, key, value, mods.alibi(HEADS), causal_at(LENGTH))
+    part, offset = causal_at(64, 32), torch.tensor([32, 32])
+    swapped = [x.transpose(1, 2) for x in (query[:, :, 32:], key, value)]
+    found = flex_attention(*swapped, mods.alibi(HEADS), part, layout="bshd")
+    torch.testing.assert_close(found.transpose(1, 2), whole[:, :, 32:], atol=3e-6, rtol=3e-6)
+    shared = [x[:, :1] for x in (key, value)]
+    wanted = flex_attention(query, *shared, mods.alibi(HEADS), enable_gqa=True)[:, :, 32:]
+    found = flex_attention(query[:, :, 32:], *shared, mods.alibi(HEADS), enable_gqa=True, q_offset=offset)
+    torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
+
+
+def test_a_class_of_tensors_sees_the_offsets() -> None:
+    seen: dict[str, Any] = {}
+
+    class Seeing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is flex_attention:
+                seen.update(kwargs)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    query, key, value = inputs()
+    wanted = flex_attention(query, key, value, mods.alibi(HEADS), q_offset=5)
+    found = flex_attention(query.as_subclass(Seeing), key, value, mods.alibi(HEADS), q_offset=5)
+    assert seen["q_offset"] == 5
+    torch.testing.assert_close(found.as_subclass(Tensor), wanted)
+
+
 def test_transforms_of_torch() -> None:
     query, key, value = inputs(2, 32)
     starts = torch.tensor([3, 9])
