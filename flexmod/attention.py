@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from flexmod import calls, checks, errors, library, tensor_kinds
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
+from flexmod.internals.torch import dynamo
 from flexmod.ir.offsets import OffsetLike, of_call, positions_in
 from flexmod.kernel_options import parse as parse_options
 from flexmod.layouts import USUAL, Layout, LayoutName, layout_of
@@ -233,5 +234,5 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
             return library.attend(query, key, value, mod, block_mask, asked)
     except errors.FlexmodError as error:
         why = error.message
-    torch._dynamo.graph_break(msg=why)
+    dynamo().graph_break(msg=why)
     return torch.compiler.disable(_attend)(query, key, value, *rest)

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmod import autograd, checks, config, errors, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
@@ -26,6 +25,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
+from flexmod.internals.torch import dispatch_mode_count, in_forward_ad
 from flexmod.ir.fingerprint import Seen, fingerprint, tensor_key
 from flexmod.ir.graph import Graph, used_captures
 from flexmod.ir.host_numbers import is_host_number
@@ -153,7 +153,7 @@ def _facts(
 
 def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
     """What a call depends on of its tensors and of the state of torch; None where that cannot be told."""
-    if transforms.active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+    if transforms.active() or in_forward_ad() or dispatch_mode_count():
         return None
     if config.debug_level() or config.check_bounds():
         return None

@@ -23,14 +23,14 @@ from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import LISTS, tile_count
+from flexmod.internals.torch import assume_constant, version_of
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.host_numbers import captures_on_device, on_device
 from flexmod.ir.kept import numbered
-from flexmod.ir.record import GRAPH, Recorded, constant, of_graph, record, record_of, traced_of
+from flexmod.ir.record import GRAPH, Recorded, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
-from flexmod.ir.watched import version_of
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
@@ -60,7 +60,7 @@ class Variant:
     want_max: bool
 
 
-@constant
+@assume_constant
 def _text_of(*facts: Any) -> str:
     return encoded(facts)
 

@@ -12,6 +12,7 @@ from flexmod import errors, masks, mods, tensor_kinds
 from flexmod.attention import ScoreFunction, flex_attention
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
+from flexmod.internals.torch import ragged_dimension
 from flexmod.masks.checks import MaskMod, check_tensor
 
 
@@ -169,8 +170,8 @@ def _check_nested(name: str, tensor: Any) -> None:
     if not tensor.is_nested or tensor.layout != torch.jagged:
         problem = "is not a nested tensor of jagged layout"
         advice = "make it with torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged)"
-    elif tensor.dim() != 4 or tensor._ragged_idx != 2:
-        problem = f"has {tensor.dim()} dimensions, of which dimension {tensor._ragged_idx} is ragged"
+    elif tensor.dim() != 4 or ragged_dimension(tensor) != 2:
+        problem = f"has {tensor.dim()} dimensions, of which dimension {ragged_dimension(tensor)} is ragged"
         advice = f"let it be [batch, heads, length, head_dim], e.g. with {name}.transpose(1, 2)"
     elif tensor.lengths() is not None:
         problem = "has holes between its sequences"

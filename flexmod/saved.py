@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.errors import ModifiedBeforeBackwardError, RecomputedError, SavedTensorError
-from flexmod.ir.watched import version_of
+from flexmod.internals.torch import default_saved_hooks, saved_without_checks, version_of
 
 WRITTEN = "modified by an inplace operation"  # in torch's own message
 
@@ -27,7 +27,7 @@ def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tenso
         mask = _copied(mask) if mask.in_inference_mode else mask
         ctx.states = mask.states()
     ctx.mask = mask
-    ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ctx.hooked = default_saved_hooks()
     if not ctx.hooked:
         ctx.save_for_backward(*tensors)
         return
@@ -65,8 +65,8 @@ def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
     except RuntimeError as error:
         if WRITTEN not in str(error):
             raise
-        for name, saved, version in zip(names(), ctx._raw_saved_tensors, ctx.versions, strict=False):
-            if version_of(saved.data) != version:
+        for name, saved, version in zip(names(), saved_without_checks(ctx), ctx.versions, strict=False):
+            if version_of(saved) != version:
                 raise _written(name) from error
         raise
 

@@ -13,22 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._device import DeviceContext
 
 from flexmod import transforms
 from flexmod.errors import FakeTensorError, FreedStorageError, NestedTensorInput, TensorKindError
+from flexmod.internals import torch as internals
+from flexmod.internals.torch import NO_OVERRIDE
+from flexmod.internals.torch import dispatch_key_bits as _bits
+from flexmod.internals.torch import dispatch_keys as _keys
 
 CLASSES = (Tensor, torch.nn.Parameter)
-NO_OVERRIDE = torch._C._disabled_torch_function_impl
-
-
-def _bits(*names: str) -> int:
-    bits = 0
-    for name in names:
-        bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
-    return bits
-
 
 # of a strided tensor with elements of its own; `Negative` is resolved before a launch
 _READABLE = _bits(
@@ -39,9 +32,6 @@ _PYTHON = _bits("Python") & ~_bits("CPU", "CUDA")
 # without storage
 _DISPATCHED = _PYTHON | _bits("Functionalize", "ZeroTensor")
 
-_KINDS_OF_MODES = torch._C._TorchDispatchModeKey
-_RECORDING = (_KINDS_OF_MODES.FAKE, _KINDS_OF_MODES.PROXY, _KINDS_OF_MODES.FUNCTIONAL)
-
 
 def overridden(tensors: Sequence[Any]) -> bool:
     """Of tensors for which torch's has_torch_function is true: does a class or a mode have to see the call?
@@ -49,10 +39,9 @@ def overridden(tensors: Sequence[Any]) -> bool:
     The mode of torch.set_default_device changes factory functions alone. A mod may call one, so the mode has
     to stay active.
     """
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    if any(type(mode) is not DeviceContext for mode in modes):
+    if not all(map(internals.is_device_mode, internals.function_modes())):
         return True
-    if not torch._C._is_torch_function_enabled():
+    if not internals.torch_function_enabled():
         return False
     classes = [type(tensor) for tensor in tensors if type(tensor) not in CLASSES]
     return any(getattr(kind, "__torch_function__", NO_OVERRIDE) is not NO_OVERRIDE for kind in classes)
@@ -88,7 +77,7 @@ def is_dispatched(tensor: Tensor) -> bool:
 
 def any_dispatched(tensors: Iterable[Tensor]) -> bool:
     """The same of some tensors, or whether a TorchDispatchMode shall see the operations on them."""
-    return bool(torch._C._len_torch_dispatch_stack()) or any(map(is_dispatched, tensors))
+    return bool(internals.dispatch_mode_count()) or any(map(is_dispatched, tensors))
 
 
 def has_no_values(tensor: Tensor) -> bool:
@@ -101,7 +90,7 @@ def recorded_by_torch() -> bool:
 
     Launches of kernels would be missing there.
     """
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+    return internals.is_recording()
 
 
 @contextmanager
@@ -144,8 +133,8 @@ def check(tensors: Mapping[str, Tensor]) -> None:
         if not is_dispatched(tensor):
             check_readable({name: tensor})
             continue
-        functional = torch._is_functional_tensor(tensor)
-        if functional and transforms.is_wrapped(torch._from_functional_tensor(tensor)):
+        functional = internals.is_functionalized(tensor)
+        if functional and transforms.is_wrapped(internals.functional_inner(tensor)):
             raise TensorKindError(
                 name=name, kind="functionalized inside of another transform of torch.func",
                 advice=f"{name} outside of one of the two",
@@ -201,10 +190,6 @@ def _is_freed(tensor: Tensor) -> bool:
 def _bytes_needed(tensor: Tensor) -> int:
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
-
-
-def _keys(tensor: Tensor) -> int:
-    return torch._C._dispatch_keys(tensor).raw_repr()
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, str]:

@@ -10,34 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from flexmod.errors import ForwardModeError, VmapError
+from flexmod.internals import torch as internals
 
-
-def active() -> bool:
-    """Whether this code runs inside a transform of torch.func."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def paused() -> AbstractContextManager[object]:
-    """For work on plain tensors: what is made here is not wrapped either."""
-    return torch._C._DisableFuncTorch()
-
-
-is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+active: Callable[[], bool] = internals.in_transform
+"""Whether this code runs inside a transform of torch.func."""
+paused: Callable[[], AbstractContextManager[object]] = internals.outside_transforms
+"""For work on plain tensors: what is made here is not wrapped either."""
+is_wrapped: Callable[[Tensor], bool] = internals.is_wrapped
 
 
 def is_batched(tensor: Tensor) -> bool:
     """Whether a vmap at any level maps over the tensor."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_batchedtensor(tensor):
+    while is_wrapped(tensor):
+        if internals.is_vmap_wrapper(tensor):
             return True
-        tensor = _functorch.get_unwrapped(tensor)
-    return bool(_functorch.is_legacy_batchedtensor(tensor))
+        tensor = internals.unwrapped(tensor)
+    return internals.is_vmap_wrapper(tensor)
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:
@@ -53,8 +45,8 @@ def plain(tensor: Tensor, name: str) -> Tensor:
 
 def innermost(tensor: Tensor) -> Tensor:
     """The tensor below all wrappers of grad, vjp and vmap. A functionalized one stays what it is."""
-    while is_wrapped(tensor) and not _functorch.is_functionaltensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while is_wrapped(tensor) and not internals.is_functional_wrapper(tensor):
+        tensor = internals.unwrapped(tensor)
     return tensor
 
 

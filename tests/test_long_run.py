@@ -34,7 +34,7 @@ FINITE = {
     "ir.trace._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
-    "ir.record._ask_modes": "nothing",
+    "internals.torch.ask_modes_of_unary_operators": "nothing",
     "codegen.render.render_runs": "nothing",
     "codegen.render._environment": "nothing",
     "codegen.cache._warn_once": "folders",
@@ -42,7 +42,7 @@ FINITE = {
     "mask_compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
-    "runtime.offline._flags": "nothing",
+    "internals.triton._assembler_flags": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # from the top down: each imports only from those before it
 ORDER = """
 errors command_errors
-locks lazy_imports
+locks lazy_imports internals
 config syntax
 kernel_options
 transforms tensor_kinds

@@ -20,7 +20,7 @@ from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.runs import of_table as runs_of_table
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
 from flexmod.errors import BlockMaskPartsError
-from flexmod.ir.watched import UNCOUNTED, version_of
+from flexmod.internals.torch import UNCOUNTED, version_of
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flexmod.block_mask.held import Held, state
 from flexmod.block_mask.tiles import tile_count
+from flexmod.internals.torch import version_of
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.host_numbers import captures_on_device
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import version_of
 
 
 class SnapshotName:

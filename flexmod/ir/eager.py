@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from flexmod.internals.torch import TorchDispatchMode, tree_leaves
 from flexmod.ir.names import METADATA
 from flexmod.ir.proxy import AbstractTracer, mentions_traced
 from flexmod.ir.torch_calls import refuse_impure

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexmod import transforms
+from flexmod.internals.torch import in_forward_ad
 from flexmod.ir.trace import Traced
 
 
@@ -48,6 +48,6 @@ def captures_on_device(traced: Traced, device: torch.device) -> Traced:
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
-    if transforms.active() or forward_ad._current_level >= 0:
+    if transforms.active() or in_forward_ad():
         return True
     return tensor.requires_grad and torch.is_grad_enabled()

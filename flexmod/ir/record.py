@@ -11,14 +11,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
+from flexmod.internals.torch import assume_constant, let_modes_change
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.formulas import COMPOSED
@@ -37,16 +38,9 @@ SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
 # what a trace takes besides the operations of its tables
 TO = ("to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor")
-Function = TypeVar("Function", bound=Callable[..., Any])
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """A function by its name, its arguments and its keywords; see `Recorder._noted`."""
-
-
-def constant(function: Function) -> Function:
-    """torch.compiler.assume_constant_result, without the import of TorchDynamo, which takes a second."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class Recorder(TorchFunctionMode):
@@ -127,7 +121,7 @@ class Recorder(TorchFunctionMode):
         return False
 
 
-@constant
+@assume_constant
 def _name(func: Callable[..., Any]) -> tuple[str, bool, bool]:
     """The name of a function, whether it draws random numbers, whether it writes in place."""
     name: str = func.__name__
@@ -136,40 +130,6 @@ def _name(func: Callable[..., Any]) -> tuple[str, bool, bool]:
     if name == "where" and func is not torch.where:  # the method takes its arguments in another order
         name = METHOD_WHERE
     return name, draws(name), writes(name)
-
-
-@constant
-def _let_modes_change(let: bool) -> None:
-    """TorchDynamo enters no mode within a checkpoint, since all is done twice there. This one is left again,
-    and may be entered.
-    """
-    from torch._dynamo import symbolic_convert
-
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    if translator is not None:
-        _ask_modes()
-        translator.output.current_tracer.allow_side_effects_in_hop = let
-
-
-@cache
-def _ask_modes() -> None:
-    """TorchDynamo of torch 2.13 does the unary `-`, `+` and `abs` of a tensor without asking a mode. Where
-    one is active it shall be asked, as it is outside of TorchDynamo.
-    """
-    from torch._dynamo.variables import TensorVariable
-
-    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
-        def unary(self: Any, tx: Any) -> Any:
-            if tx.symbolic_torch_function_state.in_torch_function_mode():
-                return self.call_method(tx, method, [], {})
-            return plain(self, tx)
-
-        return unary
-
-    for slot, method in (("negative", "neg"), ("absolute", "abs"), ("positive", "positive")):
-        plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
-        if plain is not None:
-            setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))
 
 
 def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
@@ -288,7 +248,7 @@ def _graph(
     return traced.graph, tuple(_place(tensor, stand_ins) for tensor in traced.tensors)
 
 
-@constant
+@assume_constant
 def _text_of(kind: str, steps: tuple[Step, ...], result: Any) -> str:
     return encoded((kind, steps, result))
 
@@ -313,9 +273,9 @@ class Recorded:
 def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded:
     """Runs a mod, inside TorchDynamo or torch.export. Raises RandomNumberError, MutationError."""
     recorder = Recorder(kind, device)
-    _let_modes_change(True)
+    let_modes_change(True)
     with recorder:
-        _let_modes_change(False)
+        let_modes_change(False)
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
     text = _text_of(kind, tuple(recorder.steps), noted)

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flexmod.errors import CallSizeError
+from flexmod.internals.torch import assume_constant, innermost_mode_name
 from flexmod.ir.graph import POSITIONS, UNIFORM, Graph
 
 CARRIER = torch.positive
@@ -33,20 +34,14 @@ def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
     return index
 
 
+@assume_constant
 def _recorded() -> bool:
     """Does TorchDynamo run the mod in a Recorder (`record.py`)?
 
     There, `has_torch_function_unary` knows nothing of modes, and a mode sees torch's own functions alone: the
     Recorder takes a call of CARRIER with these arguments for one of `expect_size`.
     """
-    from torch._dynamo import symbolic_convert
-
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    modes: Any = translator.symbolic_torch_function_state.mode_stack if translator else ()
-    return bool(modes) and modes[-1].python_type().__name__ == "Recorder"
-
-
-_recorded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return innermost_mode_name() == "Recorder"
 
 
 def check_sizes(graph: Graph, sizes: Sequence[int], place: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.internals.torch import members_of_module
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
@@ -170,7 +171,7 @@ def _near(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield from [*getattr(value, "__dict__", {}).items()]
         if isinstance(value, torch.nn.Module):
-            for held in (value._parameters, value._buffers, value._modules):
+            for held in members_of_module(value):
                 yield from held.items()
         if callable(value):
             yield "", type(value).__call__

@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from flexmod import errors, tensor_kinds
 from flexmod.errors import Where
+from flexmod.internals.torch import enable_torch_function, tree_leaves
 from flexmod.ir import torch_calls
 from flexmod.ir.eager import Watch
 from flexmod.ir.graph import POSITIONS, Builder, Capture, DType, ExpectedSize, Graph, Node, dtype_name
@@ -81,7 +81,7 @@ def watching(tracer: Tracer) -> Iterator[None]:
     A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
     switched off, and a mode of the caller must not see traced values.
     """
-    with torch._C._EnableTorchFunction(), Watch(tracer):
+    with enable_torch_function(), Watch(tracer):
         yield
 
 

@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.internals.torch import UNCOUNTED as UNCOUNTED
+from flexmod.internals.torch import version_of as version_of
 from flexmod.ir.fingerprint import tensor_key
-
-UNCOUNTED = -1
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often torch saw a write to the tensor; UNCOUNTED for one of inference mode."""
-    return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 class Watched:

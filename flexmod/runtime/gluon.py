@@ -16,24 +16,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from flexmod.internals.triton import add_tile as add_tile
 
 if hasattr(tma, "async_load"):
     load_tile = tma.async_load
     store_tile = tma.async_store
-    add_tile = tma.async_atomic_add
 else:
-    from triton._C.libtriton import ir
-
     load_tile = tma.async_copy_global_to_shared
     store_tile = tma.async_copy_shared_to_global
-
-    @builtin
-    def add_tile(descriptor, coord, tile, _semantic=None):  # type: ignore[no-untyped-def]
-        place = _semantic._convert_to_ir_values(coord, require_i64=False)
-        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, tile.handle)
 
 
 @gluon.jit

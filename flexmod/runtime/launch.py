@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.choose import Chosen, Limits, Verdict, choose
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.internals.triton import OutOfResources
 from flexmod.plan import Launch, Source
 from flexmod.runtime import jit, machine_code
 from flexmod.runtime.interpreter import interpreted

@@ -6,22 +6,16 @@ the metadata of the assembly. The tools are those that Triton brings along.
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
+from flexmod.internals.triton import assembler, compile_for, disassembler
 from flexmod.runtime import machine_code
 from flexmod.runtime.target import Target, named
 
@@ -94,14 +88,8 @@ def compile(
     chip = named(target) if isinstance(target, str) else target
     if divisible is None:
         divisible = [name for name, kind in signature.items() if kind.startswith("*")]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        kernel,
-        {name: signature.get(name, "constexpr") for name in kernel.arg_names},
-        dict(constexprs),
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
-    )
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
-    compiled = triton.compile(source, target=chip.triton, options=options)
+    compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
     read = _read_amd if chip.backend == "hip" else _read_nvidia
     return read(chip, compiled.metadata.shared, dict(compiled.asm))
 
@@ -139,22 +127,15 @@ def _ptxas(target: Target, ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")
-        tool = [get_ptxas(target.triton.arch).path, *_flags()]
-        command = [*tool, "-v", f"--gpu-name={match[1]}", source, "-o", source.with_suffix(".cubin")]
+        files = [str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [*assembler(target.triton), "-v", f"--gpu-name={match[1]}", *files]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-@cache
-def _flags() -> list[str]:
-    """What Triton's own run has that changes how registers are used: later versions have such a flag."""
-    found = re.search(r"--regAllocOptLevel=\d", inspect.getsource(CUDABackend.make_cubin))
-    return [found[0]] if found else []
 
 
 def _disassemble(cubin: bytes) -> str:
     """SASS, or nothing where Triton came without the tool."""
-    tool = Path(triton.knobs.nvidia.cuobjdump.path)
-    if not tool.exists():
+    tool = disassembler()
+    if tool is None:
         return ""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
