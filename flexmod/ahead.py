@@ -33,7 +33,7 @@ from flexmod.errors import (
     RoundedProductsError,
 )
 from flexmod.explain import Named
-from flexmod.runtime import launch, machine_code, offline
+from flexmod.runtime import compiler_bugs, launch, machine_code, offline
 from flexmod.runtime.gluon import descriptor_type
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import family_of, named
@@ -52,7 +52,7 @@ SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
 GIVES_WAY = "it spills so much that the portable template runs"
-WRONG: dict[launch.WrongProducts | None, str] = {
+WRONG: dict[compiler_bugs.WrongProducts | None, str] = {
     RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
     MisaddressedProductsError: machine_code.MISADDRESSED,
 }
@@ -161,7 +161,7 @@ def portable_kernels(kernels: Kernels) -> tuple[KernelName, ...]:
 def _portable(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
     tile, report = first_tile(kernels, name, target, variant)
     problem = "" if report.fits else f"no tile fits {report.target.shared_limit} bytes of shared memory"
-    problem = WRONG.get(launch.wrong(kernels, report.asm), problem)
+    problem = WRONG.get(compiler_bugs.wrong(kernels, report.asm), problem)
     return Built(name, "portable", tile, report, problem)
 
 
@@ -171,7 +171,7 @@ def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant
 
     def judge(tile: Tile) -> Verdict:
         report = reports[tile] = compile_tile(kernels, name, tile, target, variant)
-        refusal = launch.wrong(kernels, report.asm) if report.fits else NoTileFits
+        refusal = compiler_bugs.wrong(kernels, report.asm) if report.fits else NoTileFits
         return Verdict(report.local // 4, refusal=refusal)
 
     tile = choose(kernels.ladder(name), judge, launch.LIMITS).rung or list(reports)[-1]
@@ -242,7 +242,7 @@ def _first_shape(kernels: HopperKernels, way: Way, target: str, variant: Variant
         # whatever the compiler has against a shape: the next one may do
         except Exception as error:
             return Verdict(refusal=error)
-        refusal = launch.wrong(kernels.portable, report.asm) if report.fits else NoTileFits
+        refusal = compiler_bugs.wrong(kernels.portable, report.asm) if report.fits else NoTileFits
         return Verdict(report.local // 4, report.losses, refusal)
 
     chosen = choose(kernels.ladder(way), judge, hopper.LIMITS)

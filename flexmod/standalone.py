@@ -33,7 +33,7 @@ from flexmod.ir.graph import Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.ir.reductions import Term
 from flexmod.quotes import example, quotes
-from flexmod.runtime.launch import wrong
+from flexmod.runtime.compiler_bugs import wrong
 from flexmod.variant import Variant, variant
 
 # Index arithmetic of a file is wide enough for this many batch entries, heads, queries and keys.

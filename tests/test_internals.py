@@ -38,13 +38,11 @@ def own_names() -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                # an assignment to what is not ours may well be one to a private name of torch
-                if ast.unparse(node.value) in ("self", "new", "made", "held", "mask", "part"):
+                # other objects may be torch's
+                if ast.unparse(node.value) == "self":
                     found.add(node.attr)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                pass
     return {name for name in found if is_private(name)}
 
 
@@ -118,8 +116,16 @@ def test_a_planted_name_is_found(line: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import torch.nn.functional", "from triton.testing import do_bench", "self._held", "row._replace(a=1)",
-     "sys._getframe(1)", "x.__dict__", "getattr(x, '__name__', '')", "from torch.utils.weak import WeakIdKeyDictionary"],
-)  # fmt: skip
+    [
+        "import torch.nn.functional",
+        "from triton.testing import do_bench",
+        "from torch.utils.weak import WeakIdKeyDictionary",
+        "self._held",
+        "row._replace(a=1)",
+        "sys._getframe(1)",
+        "x.__dict__",
+        "getattr(x, '__name__', '')",
+    ],
+)
 def test_public_names_pass(line: str) -> None:
     assert not [*private_names(line, OWN)]

@@ -57,7 +57,7 @@ class KernelSpec:
     @property
     def value_tile(self) -> int:
         """Products on a matrix unit find values in rows as long as keys', up to 128 bytes, the longest that
-        shared memory is laid out by: the ptxas of Triton 3.6 loses addresses of tiles in unlike layouts."""
+        shared memory is laid out by: ptxas may lose addresses of unlike layouts, see `compiler_bugs`."""
         tile = padded(self.value_dim)
         return tile if self.exact else max(tile, min(self.head_tile, 128 // self.v_dtype.itemsize))
 

@@ -127,8 +127,7 @@ def _twice(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
 def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """-(a - b) -> b - a, of integers: floats tell 0.0 from -0.0.
 
-    Not for speed alone. The ptxas of CUDA 12.8 loses the second minus of max(max(a, -b), max(c, -d)) where a
-    kernel takes max(-c, d) too, as the bounds of two distances do.
+    Not for speed alone: ptxas may lose a minus in the bounds of two distances, see `compiler_bugs`.
     """
     inner = args[0]
     if inner.op != "sub" or inner.dtype != node.dtype or strong(node.dtype).is_floating_point:

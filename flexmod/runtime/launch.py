@@ -12,10 +12,11 @@ import triton
 from flexmod.codegen.choose import Chosen, Limits, Verdict, choose
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelName, Tile, option
-from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.errors import NoTileFits
 from flexmod.internals.triton import OutOfResources
 from flexmod.plan import Launch, Source
-from flexmod.runtime import jit, machine_code
+from flexmod.runtime import jit
+from flexmod.runtime.compiler_bugs import WrongProducts, wrong
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
@@ -24,7 +25,6 @@ AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 # of portable kernels
 LIMITS = Limits(passing=64)
 
-WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 # What is known of compiled kernels: each launch asks.
 _wrong: WeakKeyDictionary[Any, WrongProducts | None] = WeakKeyDictionary()
 
@@ -93,22 +93,8 @@ def judged(
     return Verdict(int(compiled.n_spills), slow, known_wrong(kernels, compiled))
 
 
-def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
-    """What the compilers did to a kernel that makes its results wrong: the error that says so, or None.
-
-    Triton 3.6 multiplies float32 in TF32 on sm_100, though it is told not to, where a product has multiples
-    of 64 rows, now and then; it is mended in later ones (triton-lang/triton, issue 10176). Its ptxas loses
-    addresses on sm_90: see `machine_code`.
-    """
-    if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
-        return RoundedProductsError
-    if machine_code.misaddressed(asm.get("cubin", b"")):
-        return MisaddressedProductsError
-    return None
-
-
 def known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
-    """As `wrong`, of what was compiled."""
+    """As `compiler_bugs.wrong`, of what was compiled; looked at once."""
     if compiled not in _wrong:
         _wrong[compiled] = wrong(kernels, compiled.asm)
     return _wrong[compiled]

@@ -20,7 +20,7 @@ from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
 from flexmod.codegen.spec import statistics_rows
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.trace import trace
-from flexmod.runtime import bound, launch
+from flexmod.runtime import bound, compiler_bugs, launch
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
@@ -178,7 +178,7 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: ())
-    monkeypatch.setattr(hopper.machine_code, "misaddressed", lambda cubin: cubin == b"wrong")
+    monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"wrong")
 
     def settled(variant: str) -> Shape:
         return hopper.settle(kernels, "forward", CPU, lambda shape: {"variant": variant, "shape": shape})  # type: ignore
@@ -203,7 +203,7 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
     monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
     said = (kept.get("ptx", ""), b"code")
     assert hopper._judged(kernels, "forward", CPU, {}) == Verdict(7, said)  # type: ignore
-    monkeypatch.setattr(hopper.machine_code, "misaddressed", lambda cubin: cubin == b"code")
+    monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"code")
     refused = hopper._judged(kernels, "forward", CPU, {}).refusal
     assert hopper.refusal_in_words(refused) == hopper.machine_code.MISADDRESSED
 

@@ -14,7 +14,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.plan import Launch
-from flexmod.runtime import machine_code
+from flexmod.runtime import compiler_bugs
 from flexmod.runtime.launch import rung_arguments, settle, start
 
 DEVICE = torch.device("cuda", 0)
@@ -154,7 +154,7 @@ def test_a_tile_that_rounds_float32_gives_way() -> None:
 
 def test_a_tile_that_is_misaddressed_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remembered one neither: other strides make another variant of the kernel."""
-    monkeypatch.setattr(machine_code, "misaddressed", lambda cubin: cubin == b"wrong")
+    monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"wrong")
     device = Device(1 << 20, misaddressed=(128,))
     compiled = kernels(device)
     for _ in range(2):

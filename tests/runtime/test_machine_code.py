@@ -17,7 +17,7 @@ from flexmod import ahead, masks
 from flexmod.codegen import cache
 from flexmod.codegen.hopper import HopperKernels
 from flexmod.codegen.spec import KernelSpec, padded
-from flexmod.runtime import machine_code, offline
+from flexmod.runtime import compiler_bugs, machine_code, offline
 from flexmod.runtime.machine_code import EVEN_REGISTERS, SERIALIZED
 from flexmod.variant import variant
 
@@ -154,7 +154,7 @@ def test_what_is_read_is_what_ptxas_warns_of(
     assert (said >= warnings) if warnings else not said
     assert machine_code.losses(ptx, cubin) == losses
     # instruction by instruction, as the disassembler has them
-    code = [(low & 0xFFF, high >> 20 & 7) for low, high in machine_code._instructions(cubin)]
+    code = [(low & 0xFFF, high >> 20 & 7) for low, high in machine_code.instructions(cubin)]
     groups = [group for operation, group in code if operation in machine_code.MATRIX]
     listing = offline._disassemble(cubin)
     products = re.findall(r"HGMMA[^;]*;", listing)
@@ -206,12 +206,12 @@ def headed(flags: int) -> bytes:
 def test_halves_of_an_address(
     code: list[tuple[int, int]], wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_code, "_instructions", lambda cubin: iter(code))
+    monkeypatch.setattr(compiler_bugs, "instructions", lambda cubin: iter(code))
     for flags in (0x5A0D5A, 0x9005A04):  # of CUDA 12, of CUDA 13
-        assert machine_code.misaddressed(headed(flags)) is wrong
+        assert compiler_bugs.misaddressed(headed(flags)) is wrong
     for flags in (0x500550, 0x6005004, 0x600640A, 0x6006402):  # sm_80 and sm_100
-        assert not machine_code.misaddressed(headed(flags))
-    assert not machine_code.misaddressed(b"")
+        assert not compiler_bugs.misaddressed(headed(flags))
+    assert not compiler_bugs.misaddressed(b"")
 
 
 def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = plain.kernels("forward")
         first = kernels.ladder("forward")[0]
         report = ahead.compile_tile(kernels, "forward", first, "sm_90", plain)
-        wrong = machine_code.misaddressed(report.asm["cubin"])
+        wrong = compiler_bugs.misaddressed(report.asm["cubin"])
         # halves of a sum, one after the other
         halves = r"UIADD3 UR\d+, UP(\d), UR(\d+), [^;]*;[^;]*UIADD3\.X UR\d+, UR(\d+), [^;]*UP(\d), !UPT ;"
         pairs = re.findall(halves, report.asm["sass"])
@@ -230,7 +230,7 @@ def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
         assert wrong is not NEWEST
         tile, report = ahead.first_tile(kernels, "forward", "sm_90", plain)
         assert (tile != first) is wrong
-        assert report.fits and not machine_code.misaddressed(report.asm["cubin"])
+        assert report.fits and not compiler_bugs.misaddressed(report.asm["cubin"])
     plain = variant(None, None, head_dim=128, value_dim=16)
     kernels = plain.kernels("forward")
     tile, _ = ahead.first_tile(kernels, "forward", "sm_90", plain)

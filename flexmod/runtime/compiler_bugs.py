@@ -1,0 +1,133 @@
+"""Bugs of compilers that flexmod works around: what, where, until when.
+
+A row of BUGS can go, and its workaround with it, when flexmod asks for a version that ends it. Workarounds
+that look at what was compiled stand below; one that chooses another text or shape stands where that is
+chosen, and the row names it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flexmod.errors import MisaddressedProductsError, RoundedProductsError
+from flexmod.runtime.machine_code import instructions
+
+if TYPE_CHECKING:
+    from flexmod.codegen.kernels import Kernels
+
+WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
+NO_TRACKER = "NVIDIA has no public list of ptxas's bugs"
+
+
+class CompilerBug(NamedTuple):
+    """A bug, for whoever installs another version."""
+
+    what: str
+    since: str
+    """The versions that are known to have it."""
+    until: str
+    """The first version without it, or what is known of one."""
+    issue: str
+    """Its address, or why there is none."""
+    workarounds: tuple[str, ...]
+    """Dotted names within flexmod."""
+
+
+BUGS = (
+    CompilerBug(
+        "float32 is multiplied in TF32 on sm_100 in spite of input_precision='ieee', where a product has "
+        "multiples of 64 rows, now and then",
+        since="Triton 3.6",
+        until="Triton 3.9, the next release that was tested",
+        issue="https://github.com/triton-lang/triton/issues/10176",
+        workarounds=("runtime.compiler_bugs.wrong",),
+    ),
+    CompilerBug(
+        "two products whose tiles begin at one place in shared memory, in unlike layouts, share an address "
+        "on sm_90 that is lost: the second product reads anywhere",
+        since="ptxas of CUDA 12.8, in Triton 3.6",
+        until="ptxas of CUDA 12.9, https://github.com/triton-lang/triton/pull/8983",
+        issue=NO_TRACKER,
+        workarounds=("codegen.spec.KernelSpec.value_tile", "runtime.compiler_bugs.misaddressed"),
+    ),
+    CompilerBug(
+        "the second minus of max(max(a, -b), max(c, -d)) is lost where a kernel takes max(-c, d) too",
+        since="ptxas of CUDA 12.8, in Triton 3.6",
+        until="not known: no later ptxas was tried",
+        issue=NO_TRACKER,
+        workarounds=("ir.passes._swapped",),
+    ),
+    CompilerBug(
+        "the unary -, + and abs of a tensor ask no TorchFunctionMode in TorchDynamo, as they do outside",
+        since="torch 2.13, https://github.com/pytorch/pytorch/pull/181657",
+        until="not known: no later torch was tried",
+        issue="not reported",
+        workarounds=("internals.torch.ask_modes_of_unary_operators",),
+    ),
+    CompilerBug(
+        "Triton's interpreter computes on the bits of bfloat16, cuts off where it converts to bfloat16, "
+        "keeps a comparison's operand type, rounds both steps of a fused multiply-add, reads an index from an "
+        "array, which numpy 2.4 refuses, and takes -1 for all ones of an unsigned type",
+        since="Triton 3.6 to 3.9",
+        until="none: https://github.com/triton-lang/triton/pull/11585 was declined",
+        issue="https://github.com/triton-lang/triton/issues/11584",
+        workarounds=("runtime.interpreter_numbers.correct",),
+    ),
+)
+
+
+def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
+    """What the compilers did to a kernel that makes its results wrong: the error that says so, or None."""
+    if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
+        return RoundedProductsError
+    if misaddressed(asm.get("cubin", b"")):
+        return MisaddressedProductsError
+    return None
+
+
+# UIADD3 with two registers, or a register and a number; bit 74: with a carry of another
+_SUMS, _WITH_CARRY = (0x290, 0x890), 1 << 10
+# what else writes uniform registers: ULDC, UMOV, USHF, ULEA, ULOP3, USGXT, USEL, UIMAD, UIADD3.64, S2UR, R2UR
+_UNIFORM = {
+    0xAB9, 0xC82, 0x882, 0x299, 0x899, 0x291, 0x891, 0x292, 0x892, 0x29A, 0x89A, 0x287, 0x887, 0x2A4, 0x8A4,
+    0x2A5, 0x8A5, 0x297, 0x897, 0x9C3, 0x2CA, 0x3C2, *_SUMS,
+}  # fmt: skip
+_HOPPER = 90
+_ZERO, _NO_PREDICATE = 63, 7  # the uniform register of zeros, the predicate that always holds
+
+
+def misaddressed(cubin: bytes) -> bool:
+    """Does a kernel for Hopper add 64-bit addresses of which both halves are read from one register?
+
+    No text asks for that: ptxas has lost the address. A register that is written between the halves counts
+    as another one. False where `cubin` is no ELF file, or not for Hopper.
+    """
+    if not cubin.startswith(b"\x7fELF") or not _for_hopper(cubin):
+        return False
+    lower: dict[int, set[int]] = {}  # by the predicate of a carry: the registers that its sum was made of
+    for low, high in instructions(cubin):
+        operation, written = low & 0xFFF, low >> 16 & 0xFF
+        if operation in _SUMS and high & _WITH_CARRY:
+            carries = {high >> 23 & 7, high >> 13 & 7} - {_NO_PREDICATE}
+            if any(lower.get(carry, set()) & _read(low, high) for carry in carries):
+                return True
+        if operation in _UNIFORM:
+            lower = {carry: registers - {written} for carry, registers in lower.items()}
+        if operation in _SUMS and not high & _WITH_CARRY:
+            made = {high >> 17 & 7, high >> 20 & 7} - {_NO_PREDICATE}
+            lower |= dict.fromkeys(made, _read(low, high))
+    return False
+
+
+def _for_hopper(cubin: bytes) -> bool:
+    """The chip's number stands in the lowest byte of the file's flags, in the next one since CUDA 13."""
+    (flags,) = struct.unpack_from("<I", cubin, 0x30)
+    return _HOPPER in (flags & 0xFF, flags >> 8 & 0xFF)
+
+
+def _read(low: int, high: int) -> set[int]:
+    """The registers that a UIADD3 adds."""
+    second = {low >> 32 & 0xFF} if low & 0xFFF == _SUMS[0] else set()
+    return ({low >> 24 & 0xFF, high & 0xFF} | second) - {_ZERO}
