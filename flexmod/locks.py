@@ -1,11 +1,14 @@
-"""Locks that are free in a forked child, whichever thread of its parent held them."""
+"""Locks that are free in a forked child, whichever thread held them, and locks between processes."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
 from weakref import WeakSet
 
 
@@ -33,10 +36,76 @@ class Lock:
 
 _LOCKS: WeakSet[Lock] = WeakSet()
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PAUSE = 0.02  # seconds between two looks at a lock that another process holds
+_open_files: set[int] = set()  # of locks that threads of this process hold or wait for
+
+
+@contextmanager
+def file_lock(path: Path, seconds: float) -> Iterator[Literal["held", "waited", "none"]]:
+    """One process or thread at a time, by a lock on a file, which is made where it is missing.
+
+    The system takes the lock from a process that ends, however it ends. The body runs without the lock after
+    so many `seconds` of waiting ("waited"), and where files cannot be locked or the folder cannot be written
+    ("none"): this lock saves work, and must guard nothing.
+    """
+    file = _opened(path)
+    if file is None:
+        yield "none"
+        return
+    process = os.getpid()
+    try:
+        yield _acquired(file, seconds)
+    finally:
+        if os.getpid() == process:  # a child that was forked meanwhile has closed it
+            _open_files.discard(file)
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that has yet to close it would keep it
+            os.close(file)
+
+
+def _opened(path: Path) -> int | None:
+    if fcntl is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return None
+    _open_files.add(file)
+    return file
+
+
+def _acquired(file: int, seconds: float) -> Literal["held", "waited", "none"]:
+    deadline = time.monotonic() + seconds
+    try:
+        while not _taken(file):
+            if time.monotonic() >= deadline:
+                return "waited"
+            time.sleep(PAUSE)
+    except OSError:  # a file system without locks
+        return "none"
+    return "held"
+
+
+def _taken(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
 
 def _renew() -> None:
     for lock in [*_LOCKS]:
         lock.renew()
+    while _open_files:
+        with suppress(OSError):
+            os.close(_open_files.pop())
 
 
 if hasattr(os, "register_at_fork"):

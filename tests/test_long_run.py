@@ -39,6 +39,7 @@ FINITE = {
     "codegen.render._environment": "nothing",
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
+    "codegen.compiled_kernels.find_compiled": "cache folders",
     "mask_compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",

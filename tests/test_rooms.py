@@ -54,7 +54,7 @@ codegen.schedule
 codegen.render
 codegen.watch
 codegen.kernels codegen.builder_kernels
-codegen.cache
+codegen.compiled_kernels codegen.cache
 codegen.hopper
 compiler
 mask_compiler

@@ -6,19 +6,23 @@ else of it is private. This file holds for Triton 3.6 to 3.9.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin as builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.cache import FileCacheManager
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
 
 # compiles without a launch
@@ -64,8 +68,63 @@ def _assembler_flags() -> list[str]:
 
 def disassembler() -> Path | None:
     """cuobjdump; None where Triton came without it."""
-    tool = Path(triton.knobs.nvidia.cuobjdump.path)
+    tool = Path(knobs.nvidia.cuobjdump.path)
     return tool if tool.exists() else None
+
+
+# Triton's cache of compiled kernels: a folder for each, by its key
+
+Compile = Callable[[], Any]
+
+
+def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
+    """Has `run(key, compile)` do each compile of a jit function, and return what `compile()` returns.
+
+    A compile may find the kernel in Triton's cache. `key` is the same in all processes that would find the
+    same one. Nothing changes where Triton has no such step.
+    """
+    plain = getattr(function, "_do_compile", None)
+    if plain is None:
+        return
+
+    def compile_one(kind: str, *arguments: Any, **options: Any) -> Any:
+        facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
+        key = hashlib.sha256(str(facts).encode()).hexdigest()
+        return run(key, lambda: plain(kind, *arguments, **options))
+
+    function._do_compile = compile_one
+
+
+def compiles_always() -> bool:
+    """TRITON_ALWAYS_COMPILE: what lies in the cache is not used."""
+    return bool(knobs.compilation.always_compile)
+
+
+def use_cache_folder(folder: Path) -> None:
+    """As TRITON_CACHE_DIR, for this process from now on."""
+    knobs.cache.dir = str(folder)
+
+
+def add_compiled(folder: Path) -> int:
+    """Lets Triton's cache find the kernels of a folder that was one of its own, on any machine.
+
+    Triton notes by absolute paths which files are a kernel's, so a folder that was moved has nothing for it.
+    These notes are written again, in Triton's own folder; the files stay where they are. Returns how many
+    kernels there are; 0 where Triton was given a cache of another kind (TRITON_CACHE_MANAGER).
+    """
+    if knobs.cache.manager_class not in (None, FileCacheManager) or not folder.is_dir():
+        return 0
+    count = 0
+    for kernel in sorted(folder.iterdir()):
+        files = {file.name: str(file) for file in kernel.iterdir()} if kernel.is_dir() else {}
+        parts = {name: path for name, path in files.items() if not name.startswith(("__grp__", "tmp."))}
+        for name in [name for name in parts if name.endswith(".json")]:
+            manager = FileCacheManager(kernel.name)
+            found = manager.get_group(name) or {}
+            if name not in found or len(found) < len(parts):
+                manager.put_group(name, parts)
+            count += 1
+    return count
 
 
 # Gluon

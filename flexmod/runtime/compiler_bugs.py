@@ -68,8 +68,8 @@ BUGS = (
     ),
     CompilerBug(
         "Triton's interpreter computes on the bits of bfloat16, cuts off where it converts to bfloat16, "
-        "keeps a comparison's operand type, rounds both steps of a fused multiply-add, reads an index from an "
-        "array, which numpy 2.4 refuses, and takes -1 for all ones of an unsigned type",
+        "keeps a comparison's operand type, rounds both steps of a fused multiply-add, reads an index from "
+        "an array, which numpy 2.4 refuses, and takes -1 for all ones of an unsigned type",
         since="Triton 3.6 to 3.9",
         until="none: https://github.com/triton-lang/triton/pull/11585 was declined",
         issue="https://github.com/triton-lang/triton/issues/11584",

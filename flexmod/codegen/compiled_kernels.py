@@ -1,0 +1,65 @@
+"""Compiled kernels between processes: one compiles, others wait for it; a folder may bring them along.
+
+Triton keeps what it compiled in a cache of its own (TRITON_CACHE_DIR). Processes that start at once, such as
+the ranks of one host, would all miss it and compile the same kernels side by side. Here each compile runs
+under a lock on a file of flexmod's cache folder, and whoever waited finds the kernel.
+
+`flexmod warm` fills the folder COMPILED of a cache folder. A process whose cache folder has one finds its
+kernels, wherever the folder lies now.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+
+from flexmod import config
+from flexmod.internals.triton import Compile, add_compiled, around_compiles, compiles_always
+from flexmod.locks import file_lock
+
+COMPILED, LOCKS = "compiled", "locks"
+PATIENCE = 300.0  # seconds; the slowest kernel of the library takes less than 60
+
+
+def share_compiles(module: ModuleType) -> None:
+    """From now on, the kernels of a generated module are compiled by one process at a time."""
+    for function in vars(module).values():
+        if isinstance(function, triton.JITFunction):
+            around_compiles(function, _compile)
+
+
+def _compile(key: str, compile: Compile) -> Any:
+    folder = config.cache_dir()
+    find_compiled(folder)
+    if compiles_always():
+        return compile()
+    # few files serve all kernels: two that share one wait for each other now and then
+    with file_lock(folder / LOCKS / key[:2], PATIENCE) as lock:
+        if lock == "waited":
+            warnings.warn(
+                f"flexmod waited {PATIENCE:.0f} s for another process that compiles a kernel, and compiles "
+                f"it too. If that process hangs, end it: it holds the lock {folder / LOCKS / key[:2]}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return compile()
+
+
+@cache
+def find_compiled(folder: Path) -> int:
+    """How many kernels a cache folder brings along, which Triton finds from now on. Looks once a process."""
+    try:
+        return add_compiled(folder / COMPILED)
+    except OSError as error:
+        warnings.warn(
+            f"flexmod cannot use the compiled kernels of {folder / COMPILED} ({error.strerror or error}): "
+            f"they are compiled again. Set TRITON_CACHE_DIR to a folder that can be written.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return 0
