@@ -51,6 +51,7 @@ STATISTICS = ("LSE", "LSE2", "LARGE", "PEAK", "PEAKS", "TOTAL", "REST", "DELTA")
 SUMS = ("_BY_ROW", "_BY_COLUMN", "_BY_DIAGONAL", "_BY_ELEMENT")
 LISTS = ("_BLOCKS", "_INDICES", "_ROWS", "_RUNS", "_ORDER", "_COUNTS", "_TILES", "COUNTER")
 ABSENT = ("MAX_SCORES", "GRAD_LSE", "_FIXED", "_LARGEST")
+STAGES = 3  # Triton's own number, which launches of kernels for Hopper leave as it is
 GIVES_WAY = "it spills so much that the portable template runs"
 WRONG: dict[compiler_bugs.WrongProducts | None, str] = {
     RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
@@ -184,12 +185,39 @@ def compile_tile(kernels: Kernels, name: KernelName, tile: Tile, target: str, va
     grad = kernels.captures.by_kernel(kernels.grad).get(name)
     types = _types_of_mods(variant, kernels.score, grad, kernels.mask)
     signature, constants = signature_of(kernel.arg_names, types, TYPES[kernels.spec.q_dtype])
+    strides = _strides_of_mods(variant, kernels.score, grad, kernels.mask)
+    signature, constants, divisible = as_launched(kernel, signature, constants, strides)
     sides = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    aligned = [n for n, kind in signature.items() if kind.startswith("*") or n.startswith("stride_")]
     return offline.compile(
         kernel, signature, constants | sides, target,
-        num_warps=tile.warps, num_stages=tile.stages, divisible=aligned,
+        num_warps=tile.warps, num_stages=tile.stages, divisible=divisible,
     )  # fmt: skip
+
+
+def as_launched(
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, object], strides: Mapping[str, int]
+) -> tuple[dict[str, str], dict[str, object], dict[str, bool]]:
+    """Signature, constants and divisibility as Triton finds them in a launch on dense aligned tensors.
+
+    `strides` are those of captured tensors; all others are multiples of 16. A stride of 1 is a constant.
+    """
+    fixed = set(kernel.do_not_specialize)
+    ones = {name: 1 for name, stride in strides.items() if stride == 1 and name in {*signature} - fixed}
+    kinds = {name: kind for name, kind in signature.items() if name not in ones}
+    seen = [name for name, kind in kinds.items() if name not in fixed and kind.startswith(("*", "i32"))]
+    return kinds, {**constants, **ones}, {name: strides.get(name, 16) % 16 == 0 for name in seen}
+
+
+def _strides_of_mods(
+    variant: Variant, score: ModText | None, grad: ModText | None, mask: ModText | None
+) -> dict[str, int]:
+    texts = ((score, variant.score_tensors), (grad, variant.score_tensors), (mask, variant.mask_tensors))
+    return {
+        p.name: tensors[p.index].stride(p.dim)
+        for text, tensors in texts
+        for p in (text.parameters if text else ())
+        if p.kind == "stride"
+    }
 
 
 def _types_of_mods(
@@ -272,9 +300,13 @@ def _compile_shape(kernels: HopperKernels, way: Way, shape: Shape, target: str, 
         types |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
     grad = portable.captures.by_kernel(portable.grad)["dkdv"] if way == "backward" else None
     types |= _types_of_mods(variant, kernels.score, grad, portable.mask)
-    constants: dict[str, Any] = dict(shape.arguments())
-    options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    constants: dict[str, Any] = {"num_stages": STAGES, **shape.arguments()}
+    options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     kernel = getattr(kernels.module, f"{way}_kernel")
+    if not variant.mask_tensors:  # its builder makes no order
+        constants |= {name: None for name in kernel.arg_names if name.endswith("_ORDER")}
     names = [name for name in kernel.arg_names if name not in constants]
     signature, more = signature_of(names, types, TYPES[half])
-    return offline.compile(kernel, signature, {**constants, **more}, target, **options)
+    strides = _strides_of_mods(variant, kernels.score, grad, portable.mask)
+    signature, constants, divisible = as_launched(kernel, signature, {**constants, **more}, strides)
+    return offline.compile(kernel, signature, constants, target, divisible=divisible, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,23 @@ def compile_for(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, object],
-    divisible: Collection[str],
+    divisible: Mapping[str, bool],
     options: Mapping[str, object],
 ) -> Any:
     """What Triton compiles of a kernel: `asm` has every stage by name, `metadata.shared` bytes.
 
-    `signature` has Triton's types of the run-time parameters. It may take those of `divisible` for multiples
-    of 16.
+    `signature` has Triton's types of the run-time parameters. `divisible` has those that a launch looks at,
+    and whether they are multiples of 16. A launch that sees the same finds this kernel in Triton's cache.
     """
+    names = [name for name in kernel.arg_names if name in divisible]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: signature.get(name, "constexpr") for name in kernel.arg_names},
         dict(constexprs),
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+        {
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] if divisible[name] else []
+            for name in names
+        },
     )
     return triton.compile(source, target=target, options=dict(options))
 

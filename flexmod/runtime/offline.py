@@ -68,7 +68,7 @@ def compile(
     *,
     num_warps: int = 4,
     num_stages: int = 2,
-    divisible: Collection[str] | None = None,
+    divisible: Collection[str] | Mapping[str, bool] | None = None,
     **options: object,
 ) -> Report:
     """Compile one `@triton.jit` or `@gluon.jit` kernel.
@@ -78,7 +78,7 @@ def compile(
         constexprs: values of the others; None for a pointer that is not given.
         target: a name of `target.NAMES`, or a Target.
         divisible: parameters that Triton may take for multiples of 16 (pointers: of 16 bytes); None means
-            every pointer.
+            every pointer. A mapping has those too that a launch finds not to be, as False.
         options: further options of Triton's backend, e.g. maxnreg.
 
     Raises:
@@ -88,6 +88,8 @@ def compile(
     chip = named(target) if isinstance(target, str) else target
     if divisible is None:
         divisible = [name for name, kind in signature.items() if kind.startswith("*")]
+    if not isinstance(divisible, Mapping):
+        divisible = dict.fromkeys(divisible, True)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
     compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
     read = _read_amd if chip.backend == "hip" else _read_nvidia
