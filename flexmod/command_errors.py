@@ -51,6 +51,11 @@ class NotTunedError(FlexmodError, ValueError):
     )
 
 
+class WarmFolderError(FlexmodError, OSError):
+    what = "compiled kernels cannot be kept in {folder}: {problem}."
+    instead = "{advice}."
+
+
 class NoSourceError(FlexmodError, ValueError):
     what = "there is no {template} for this variant: {why}."
     instead = "ask for the portable template, which every chip runs."

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,21 @@ def _user_cache(environment: Mapping[str, str]) -> Path:
 def config() -> Config:
     """The switches of this process; `config.cache_clear()` makes the next call read them again."""
     return read(os.environ)
+
+
+@contextmanager
+def cache_dir_at(folder: Path) -> Iterator[None]:
+    """As FLEXMOD_CACHE_DIR, for all threads of this process meanwhile."""
+    before = os.environ.get(CACHE_DIR)
+    os.environ[CACHE_DIR] = str(folder)
+    config.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(CACHE_DIR)
+        if before is not None:
+            os.environ[CACHE_DIR] = before
+        config.cache_clear()
 
 
 def debug_level() -> int:

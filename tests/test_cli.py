@@ -83,7 +83,7 @@ def test_transcripts(
 
 def test_every_command_has_a_section() -> None:
     page = PAGE.read_text()
-    for name in ("show", "explain", "source", "compare", "bench", "build", "tune", "doctor"):
+    for name in ("show", "explain", "source", "compare", "bench", "build", "warm", "tune", "doctor"):
         assert f"\n## {name}\n" in page and f"| `{name}` |" in page
 
 

@@ -62,7 +62,7 @@ variant
 explain
 runtime
 backends
-ahead
+ahead warm
 quotes standalone
 block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
 layouts

@@ -15,6 +15,7 @@ from flexmod.cli.explain import explain
 from flexmod.cli.show import show
 from flexmod.cli.source import source
 from flexmod.cli.tune import tune
+from flexmod.cli.warm import warm
 from flexmod.errors import FlexmodError
 
 
@@ -28,7 +29,7 @@ def flexmod() -> None:
     """
 
 
-for _command in (show, explain, source, compare, bench, build, tune, doctor):
+for _command in (show, explain, source, compare, bench, build, warm, tune, doctor):
     flexmod.add_command(_command)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,20 @@ def compiles_always() -> bool:
     return bool(knobs.compilation.always_compile)
 
 
-def use_cache_folder(folder: Path) -> None:
-    """As TRITON_CACHE_DIR, for this process from now on."""
+def keeps_elsewhere() -> bool:
+    """TRITON_CACHE_MANAGER: Triton keeps kernels in no folder of its own."""
+    return knobs.cache.manager_class not in (None, FileCacheManager)
+
+
+@contextmanager
+def cache_folder(folder: Path) -> Iterator[None]:
+    """As TRITON_CACHE_DIR, for all threads of this process meanwhile."""
+    before = knobs.cache.dir
     knobs.cache.dir = str(folder)
+    try:
+        yield
+    finally:
+        knobs.cache.dir = before
 
 
 def add_compiled(folder: Path) -> int:
@@ -116,7 +128,7 @@ def add_compiled(folder: Path) -> int:
     These notes are written again, in Triton's own folder; the files stay where they are. Returns how many
     kernels there are; 0 where Triton was given a cache of another kind (TRITON_CACHE_MANAGER).
     """
-    if knobs.cache.manager_class not in (None, FileCacheManager) or not folder.is_dir():
+    if keeps_elsewhere() or not folder.is_dir():
         return 0
     count = 0
     for kernel in sorted(folder.iterdir()):

@@ -1,0 +1,140 @@
+"""A folder that `flexmod warm` filled: a process that uses it compiles none of its kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexmod import config, masks, mods
+from flexmod.cli import main
+from flexmod.codegen.compiled_kernels import COMPILED
+from flexmod.command_errors import WarmFolderError
+from flexmod.warm import checked_folder, warm
+
+ROOT = Path(__file__).parents[1]
+
+# A call as on an H200, whose launches compile and run nothing: prints each kernel, and whether it was found.
+CALL = """
+import json, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from unittest import mock
+import torch, stand_in_driver
+from benchmarks.host_path import _compiled, on_an_h200
+import flexmod
+from flexmod import masks, mods
+from flexmod.runtime import tape
+from flexmod.runtime.counters import COUNTER
+
+def compile_only(function, grid, device, arguments):
+    counter = torch.zeros(1, dtype=torch.int32)
+    given = {{name: counter if value is COUNTER else value for name, value in arguments.items()}}
+    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **given}})
+    return _compiled()
+
+stand_in_driver.install()
+batch, heads, length = {sizes}
+with on_an_h200(), mock.patch.object(tape, "_launched", compile_only):
+    made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad=True)
+    q, k, v = made(), made(), made()
+    mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")
+    out = flexmod.flex_attention(q, k, v, {score}, mask)
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+print(json.dumps(stand_in_driver.compiled))
+"""
+
+
+def called(folder: Path, triton_folder: Path, **facts: object) -> list[tuple[str, bool]]:
+    environment = {
+        **os.environ,
+        config.CACHE_DIR: str(folder),
+        "TRITON_CACHE_DIR": str(triton_folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    script = CALL.format(root=str(ROOT), tests=str(ROOT / "tests"), **facts)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [(name, found) for name, found in json.loads(done.stdout)]
+
+
+HOPPER = ["forward_kernel", "statistics_kernel", "backward_kernel", "round_kernel"]
+EXACT = ["forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dim", "dtype", "kernels"),
+    [
+        ("mods.softcap(30.0)", "masks.causal()", 64, "float16", HOPPER),
+        ("mods.alibi(2)", "None", 128, "bfloat16", HOPPER),
+        ("None", "masks.causal()", 32, "float32", EXACT),
+    ],
+)
+def test_a_process_compiles_nothing(
+    score: str, mask: str, dim: int, dtype: str, kernels: list[str], tmp_path: Path
+) -> None:
+    score_mod, mask_mod = (eval(text, {"mods": mods, "masks": masks}) for text in (score, mask))
+    there = tmp_path / "there"
+    filled = warm(
+        tmp_path / "here", score_mod, mask_mod, head_dim=dim, dtype=getattr(torch, dtype), targets=["sm_90"]
+    )
+    assert all(built.fits and target == "sm_90" for target, built in filled)
+    (tmp_path / "here").rename(there)
+    facts = {"score": score, "mask": mask, "dim": dim, "dtype": dtype}
+    for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
+        found = called(there, tmp_path / f"triton{number}", sizes=sizes, **facts)
+        assert found == [(name, True) for name in kernels]
+    # and without the folder, all of them: the kernels above were found in it
+    bare = called(tmp_path / "bare", tmp_path / "triton-bare", sizes=(2, 2, 256), **facts)
+    assert bare == [(name, False) for name in kernels]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = config.cache_dir()
+    command = ["warm", "noop", "--into", str(tmp_path / "kernels"), "--dim", "16", "--target", "sm_80"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines() if line.startswith("sm_80")]
+    assert [(row[1], row[2], row[3]) for row in table] == [
+        ("16", "bfloat16", kernel) for kernel in ("forward", "dq", "dkdv", "statistics")
+    ]
+    assert all(row[-1] == "fits" for row in table)
+    kernels = [path for path in (tmp_path / "kernels" / COMPILED).iterdir() if [*path.glob("*.json")]]
+    line = f"{tmp_path / 'kernels'}: {len(kernels)} compiled kernels. To use them: FLEXMOD_CACHE_DIR="
+    assert out.endswith(f"{line}{tmp_path / 'kernels'}\n") and len(kernels) >= 4
+    assert [*(tmp_path / "kernels").glob("*.py")]
+    # what is there is found, and the process keeps its own folders
+    changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
+    assert main([*command[:-1], "sm_80"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == changed
+    assert config.cache_dir() == before
+
+
+def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WarmFolderError) as caught:
+        checked_folder(tmp_path / "file")
+    assert str(caught.value) == (
+        f"compiled kernels cannot be kept in {tmp_path / 'file'}: Not a directory.\n"
+        "  Instead: name a folder that can be written, e.g. --into kernels."
+    )
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(WarmFolderError) as caught:
+        checked_folder(tmp_path / "folder")
+    assert str(caught.value) == (
+        f"compiled kernels cannot be kept in {tmp_path / 'folder'}: Permission denied.\n"
+        "  Instead: name a folder that can be written, e.g. --into kernels."
+    )
+    monkeypatch.setattr("flexmod.warm.keeps_elsewhere", lambda: True)
+    with pytest.raises(WarmFolderError) as caught:
+        checked_folder(tmp_path / "folder")
+    assert str(caught.value) == (
+        f"compiled kernels cannot be kept in {tmp_path / 'folder'}: TRITON_CACHE_MANAGER has Triton keep "
+        "kernels elsewhere.\n  Instead: unset TRITON_CACHE_MANAGER for this command."
+    )
