@@ -74,19 +74,18 @@ def config() -> Config:
     return read(os.environ)
 
 
+_moved: Path | None = None
+
+
 @contextmanager
 def cache_dir_at(folder: Path) -> Iterator[None]:
     """As FLEXMOD_CACHE_DIR, for all threads of this process meanwhile."""
-    before = os.environ.get(CACHE_DIR)
-    os.environ[CACHE_DIR] = str(folder)
-    config.cache_clear()
+    global _moved
+    before, _moved = _moved, folder
     try:
         yield
     finally:
-        os.environ.pop(CACHE_DIR)
-        if before is not None:
-            os.environ[CACHE_DIR] = before
-        config.cache_clear()
+        _moved = before
 
 
 def debug_level() -> int:
@@ -96,7 +95,7 @@ def debug_level() -> int:
 
 def cache_dir() -> Path:
     """Absolute path of the folder of generated kernels; it need not exist."""
-    return config().cache_dir
+    return config().cache_dir if _moved is None else _moved
 
 
 def check_bounds() -> bool:

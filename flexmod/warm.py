@@ -1,7 +1,7 @@
 """Fills a folder with compiled kernels, which can be shipped: a process that uses it compiles none of them.
 
-    for built in warm("kernels", mods.softcap(30.0), masks.causal(), head_dim=128, targets=["sm_90"]):
-        print(built.target, built.kernel)
+    for target, built in warm("kernels", mods.softcap(30.0), masks.causal(), head_dim=128, targets=["sm_90"]):
+        print(target, built.kernel)
 
     FLEXMOD_CACHE_DIR=kernels python train.py
 

@@ -33,11 +33,11 @@ def share_compiles(module: ModuleType) -> None:
             around_compiles(function, _compile)
 
 
-def _compile(key: str, compile: Compile) -> Any:
+def _compile(key: str, compile_kernel: Compile) -> Any:
     folder = config.cache_dir()
     find_compiled(folder)
     if compiles_always():
-        return compile()
+        return compile_kernel()
     # few files serve all kernels: two that share one wait for each other now and then
     with file_lock(folder / LOCKS / key[:2], PATIENCE) as lock:
         if lock == "waited":
@@ -47,7 +47,7 @@ def _compile(key: str, compile: Compile) -> Any:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return compile()
+        return compile_kernel()
 
 
 @cache
