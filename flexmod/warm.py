@@ -6,9 +6,9 @@
     FLEXMOD_CACHE_DIR=kernels python train.py
 
 The chips need not be present. Kernels are those of the forward and the backward of dense tensors [B, H, M, D]
-whose head dimension is a multiple of 16. Not among them: kernels that build block masks, sums of captured
-gradients apart from the backward, and Triton's launchers in C. To have these too, fill the folder by a run on
-such a chip, with TRITON_CACHE_DIR at its part `compiled`.
+whose head dimension is a multiple of 16. Not among them: kernels that build block masks, and sums of captured
+gradients apart from the backward. To have these too, fill the folder by a run on such a chip, with
+TRITON_CACHE_DIR at its part `compiled`. Triton's launchers in C are made by each host.
 """
 
 from __future__ import annotations
