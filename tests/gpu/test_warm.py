@@ -1,0 +1,62 @@
+"""A folder that `flexmod warm` filled serves a call on this device: its kernels are found, and run right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexmod import config, masks, mods
+from flexmod.runtime.target import NAMES, target_of
+from flexmod.warm import warm
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+
+CALL = """
+import json
+import torch, triton
+import flexmod
+from flexmod import masks, mods
+
+found = []
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
+made = {"dtype": torch.float16, "device": "cuda", "requires_grad": True}
+q, k, v = (torch.randn(2, 4, 1000, 64, **made) for _ in range(3))
+mask = flexmod.create_block_mask(masks.causal(), None, None, 1000, 1000)
+found.clear()
+results = []
+for options in ({}, {"BACKEND": "REFERENCE"}):
+    out = flexmod.flex_attention(q, k, v, mods.softcap(30.0), mask, kernel_options=options)
+    results.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+for ours, theirs in zip(*results):
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+print(json.dumps(found))
+"""
+
+
+def test_a_call_finds_its_kernels(tmp_path: Path) -> None:
+    target = target_of("cuda").name
+    if target not in NAMES:
+        pytest.skip(f"flexmod warm does not know {target}")
+    made = {"head_dim": 64, "dtype": torch.float16, "targets": [target]}
+    filled = warm(tmp_path / "here", mods.softcap(30.0), masks.causal(), **made)  # type: ignore[arg-type]
+    assert all(built.fits for _, built in filled)
+    (tmp_path / "here").rename(tmp_path / "there")
+    environment = {
+        **os.environ,
+        config.CACHE_DIR: str(tmp_path / "there"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", CALL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "forward_kernel" in dict(found)
+    assert [name for name, hit in found if not hit] == []
