@@ -23,7 +23,6 @@ INTERPRETER = {
     "runtime.interpreter_language",
     "runtime.interpreter_numbers",
 }
-NOT_YET = {"runtime.counters", "runtime.direct", "runtime.tape"}
 
 
 def is_private(name: str) -> bool:
@@ -82,13 +81,13 @@ def found_in(module: str) -> list[str]:
     return [*private_names(MODULES[module].read_text(), OWN)]
 
 
-@pytest.mark.parametrize("module", sorted({*MODULES} - MOVED - INTERPRETER - NOT_YET))
+@pytest.mark.parametrize("module", sorted({*MODULES} - MOVED - INTERPRETER))
 def test_no_private_name(module: str) -> None:
     found = found_in(module)
     assert not found, f"{MODULES[module]}: give these names in flexmod/internals: {'; '.join(found)}"
 
 
-@pytest.mark.parametrize("module", sorted(MOVED | INTERPRETER | NOT_YET))
+@pytest.mark.parametrize("module", sorted(MOVED | INTERPRETER))
 def test_an_exception_is_still_one(module: str) -> None:
     """Whoever moves the last private name of a file takes the file off the list."""
     assert found_in(module), f"{module} has no private name any more: take it off the list"

@@ -28,7 +28,7 @@ import torch, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
-from flexmod.runtime import tape
+from flexmod.runtime import jit
 from flexmod.runtime.counters import COUNTER
 
 def compile_only(function, grid, device, arguments):
@@ -39,7 +39,7 @@ def compile_only(function, grid, device, arguments):
 
 stand_in_driver.install()
 batch, heads, length = {sizes}
-with on_an_h200(), mock.patch.object(tape, "_launched", compile_only):
+with on_an_h200(), mock.patch.object(jit, "start", compile_only):
     made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad=True)
     q, k, v = made(), made(), made()
     mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flexmod import config
-from flexmod.codegen.compiled_kernels import share_compiles
+from flexmod.lazy_imports import lazy_imports
 from flexmod.locks import Lock
 
 KEPT = 256  # modules that stay when nothing uses them any more
@@ -146,5 +146,7 @@ def _execute(text: str, path: Path, name: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    with lazy_imports():
+        from flexmod.codegen.compiled_kernels import share_compiles
     share_compiles(module)
     return module

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton import knobs
+from triton import knobs as knobs
 from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel as CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin as builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
 from flexmod.ir.traces import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.plan import (
@@ -65,7 +65,7 @@ class Bound:
 
     def run(self, tensors: Sequence[Tensor | None], kept: dict[object, Any] | None = None) -> Tensors:
         """The results for tensors of the plan's kinds. `kept` is the memory of the mask, for `Keep`."""
-        watched = torch._C._len_torch_dispatch_stack() or hooked()
+        watched = dispatch_mode_count() or hooked()
         room: Room = [*tensors, *self._blank]
         for step in self._watched if watched else self._steps:
             step(room, kept)
@@ -116,12 +116,11 @@ class _Allocated:
         self._slot, self._zeros = slots[place.name], step.zeros
         self._like = _numbers(place.shape, known), _numbers(place.strides, known)
         self._dtype, self._device = place.dtype, device
-        # what torch's own compiled graphs allocate by, on the current device: half the time, if it is there
-        self._quick = getattr(guards, f"_empty_strided_{device.type}", None)
+        self._quick = quick_empty_strided(device.type)
 
     def run(self, room: Room, kept: Any) -> None:
         index = self._device.index
-        if self._quick is None or not (index is None or torch._C._cuda_getDevice() == index):
+        if self._quick is None or not (index is None or current_device() == index):
             self.watched(room, kept)
             return
         made = room[self._slot] = self._quick(*self._like, self._dtype)

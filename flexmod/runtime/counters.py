@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.internals.torch import current_stream, is_stream_capturing
+
 
 class Counter:
     """Stands among the arguments of a launch for the counter of the stream that it goes to."""
@@ -28,7 +30,7 @@ _kept: dict[tuple[int, int], Tensor] = {}
 def counter(device: int, stream: int) -> Tensor:
     """int32 [1], for a launch on this stream of the device, both of which are current."""
     # a graph may be replayed on any stream: it has a counter of its own, which it clears
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if is_stream_capturing():
         return _zero(device)
     found = _kept.get((device, stream))
     if found is None:
@@ -41,7 +43,7 @@ def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, A
     if not any(value is COUNTER for value in arguments.values()):
         return arguments
     assert device.index is not None
-    own = counter(device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    own = counter(device.index, current_stream(device.index))
     return {name: own if value is COUNTER else value for name, value in arguments.items()}
 
 

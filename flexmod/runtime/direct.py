@@ -17,10 +17,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from triton import knobs
-from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flexmod.internals.torch import current_device, current_stream
+from flexmod.internals.triton import CompiledKernel, knobs
 from flexmod.runtime.counters import COUNTER, counter
 
 # Descriptors that a launch keeps, by pointer: the allocator hands out the same places again and again.
@@ -95,7 +95,7 @@ class Direct:
 
     def __call__(self, tensors: Sequence[Any]) -> None:
         """Launches on the current stream."""
-        if torch._C._cuda_getDevice() != self._device:
+        if current_device() != self._device:
             with torch.cuda.device(self._device):
                 self._start(tensors)
         else:
@@ -113,7 +113,7 @@ class Direct:
                     known.clear()
                 found = known[pointer] = make(pointer)
             values[place] = found
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = current_stream(self._device)
         for place in self._counters:
             values[place] = counter(self._device, stream).data_ptr()
         head = self._head.copy()
