@@ -13,6 +13,7 @@ touches a tensor, so a plan is made, printed and compared where there is no GPU.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,41 +28,60 @@ _ATOM = r"\w+(\([^()]*\))?"
 PRODUCT = re.compile(rf"{_ATOM}( \* {_ATOM})*")
 
 
+Extents = Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Size:
-    """A whole number that a call fills in, as a Python expression over names: `cdiv(M, 128) * HQ * B`."""
+    """A whole number that a call fills in: a name, or an expression over names, `cdiv(M, 128) * HQ * B`.
+
+    `of` makes the number of what the names are for a call.
+    """
 
     text: str
+    rule: Callable[[Extents], int] | None = field(default=None, compare=False, repr=False)
+
+    def of(self, extents: Extents) -> int:
+        return extents[self.text] if self.rule is None else self.rule(extents)
 
     def __str__(self) -> str:
         return self.text
 
     def __add__(self, other: Extent) -> Extent:
-        return self if other == 0 else Size(f"{self} + {other}")
+        return self if other == 0 else _made(f"{self} + {other}", operator.add, self, other)
 
     def __radd__(self, other: int) -> Extent:
-        return self if other == 0 else Size(f"{other} + {self}")
+        return self if other == 0 else _made(f"{other} + {self}", operator.add, other, self)
 
     def __sub__(self, other: Extent) -> Size:
-        return Size(f"{self} - {_factor(other)}")
-
-    def __mul__(self, other: Extent) -> Extent:
-        return other if other == 0 else self if other == 1 else Size(f"{_factor(self)} * {_factor(other)}")
-
-    def __rmul__(self, other: int) -> Extent:
-        return other if other == 0 else self if other == 1 else Size(f"{other} * {_factor(self)}")
+        return _made(f"{self} - {_factor(other)}", operator.sub, self, other)
 
     def __rsub__(self, other: int) -> Size:
-        return Size(f"{other} - {_factor(self)}")
+        return _made(f"{other} - {_factor(self)}", operator.sub, other, self)
+
+    def __mul__(self, other: Extent) -> Extent:
+        if other in (0, 1):
+            return self if other == 1 else 0
+        return _made(f"{_factor(self)} * {_factor(other)}", operator.mul, self, other)
+
+    def __rmul__(self, other: int) -> Extent:
+        if other in (0, 1):
+            return self if other == 1 else 0
+        return _made(f"{other} * {_factor(self)}", operator.mul, other, self)
 
     def __floordiv__(self, other: Extent) -> Size:
-        return Size(f"{_factor(self)} // {other if isinstance(other, int) else f'({other})'}")
+        divisor = other if isinstance(other, int) else f"({other})"
+        return _made(f"{_factor(self)} // {divisor}", operator.floordiv, self, other)
 
     def __rfloordiv__(self, other: int) -> Size:
-        return Size(f"{other} // ({self})")
+        return _made(f"{other} // ({self})", operator.floordiv, other, self)
 
 
 Extent = int | Size
+
+
+def _made(text: str, rule: Callable[..., int], *parts: Extent) -> Size:
+    return Size(text, lambda extents: rule(*(value_of(part, extents) for part in parts)))
 
 
 def _factor(extent: Extent) -> str:
@@ -71,16 +91,16 @@ def _factor(extent: Extent) -> str:
 
 def cdiv(extent: Extent, by: int) -> Extent:
     """The quotient, rounded up."""
-    if by == 1:
-        return extent
-    return -(-extent // by) if isinstance(extent, int) else Size(f"cdiv({extent}, {by})")
+    if by == 1 or isinstance(extent, int):
+        return -(-extent // by) if isinstance(extent, int) else extent
+    return _made(f"cdiv({extent}, {by})", lambda size: -(-size // by), extent)
 
 
 def least(one: Extent, other: Extent) -> Extent:
     """The smaller one."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
-    return Size(f"min({one}, {other})")
+    return _made(f"min({one}, {other})", min, one, other)
 
 
 def if_several(size: Extent, value: Extent, otherwise: Extent = 0) -> Extent:
@@ -89,26 +109,20 @@ def if_several(size: Extent, value: Extent, otherwise: Extent = 0) -> Extent:
         return value if size > 1 else otherwise
     if value == otherwise:
         return value
-    return Size(f"({value} if {size} > 1 else {otherwise})")
+    text = f"({value} if {size} > 1 else {otherwise})"
+    return _made(text, lambda count, some, none: some if count > 1 else none, size, value, otherwise)
 
 
 def bits(extent: Extent) -> Extent:
     """How many binary digits a number has."""
-    return extent.bit_length() if isinstance(extent, int) else Size(f"bits({extent})")
+    if isinstance(extent, int):
+        return extent.bit_length()
+    return _made(f"bits({extent})", int.bit_length, extent)
 
 
-FUNCTIONS: dict[str, Callable[..., int]] = {
-    "cdiv": lambda a, b: -(-a // b),
-    "min": min,
-    "bits": int.bit_length,
-}
-
-
-def value_of(extent: Any, extents: Mapping[str, int]) -> Any:
+def value_of(extent: Any, extents: Extents) -> Any:
     """The number that an expression is for a call; anything else is what it is."""
-    if not isinstance(extent, Size):
-        return extent
-    return eval(extent.text, {"__builtins__": {}, **FUNCTIONS}, dict(extents))
+    return extent.of(extents) if isinstance(extent, Size) else extent
 
 
 @dataclass(frozen=True)

@@ -137,4 +137,4 @@ def test_a_table_beyond_31_bits() -> None:
 
 def test_grids_have_one_dimension() -> None:
     """The second and third end at 65535."""
-    assert grid(300, 256, 1, 64) == (76800,)
+    assert grid(300, 256, 1, 64) == 76800
