@@ -14,6 +14,8 @@ from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
 from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph
+from flexmod.lazy_imports import lazy_imports
+from flexmod.plan import Plan
 from flexmod.variant import Variant, variant
 
 T = TypeVar("T")
@@ -33,13 +35,15 @@ class Explanation:
     `graphs` are those of the mask, the score and its derivative, as far as there are such. `source` is the
     portable module, forward and backward; `hopper` the modules made for Hopper chips, by "forward" and
     "backward"; one that cannot be is not there. `templates` says for each direction which runs where, and
-    why.
+    why. `plan` has what a call allocates and launches, by family and direction ("portable forward"), with the
+    first tile of each ladder; it prints as a whole.
     """
 
     graphs: tuple[Graph, ...]
     source: str
     hopper: Mapping[Way, str]
     templates: tuple[str, ...]
+    plan: Named[Plan]
 
     def __str__(self) -> str:
         graphs = "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
@@ -105,4 +109,7 @@ def explain(
         else:
             why = f"portable everywhere: {why}"
         templates.append(f"{way} template: {why}")
-    return Explanation(tuple(graphs_of(made).values()), source, sources, tuple(templates))
+    graphs = tuple(graphs_of(made).values())
+    with lazy_imports():
+        from flexmod.backends.of_variant import plans_of
+    return Explanation(graphs, source, sources, tuple(templates), Named(plans_of(made)))

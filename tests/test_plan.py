@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planned import Tiles
 from torch import Tensor
 
-from flexmod import create_block_mask, masks, mods
+from flexmod import create_block_mask, explain, flex_attention, masks, mods
 from flexmod.backends import generated, hopper, triton
 from flexmod.backends.arguments import operands
 from flexmod.backends.interface import Problem
@@ -186,3 +186,28 @@ def test_launches_by_name() -> None:
 def test_a_source_of_kernels_is_no_part_of_what_plans_are_compared_by() -> None:
     one, other = (SimpleNamespace(module=None, interpreted=x) for x in (False, True))
     assert Launch(one, "forward", 1, {"M": 3}) == Launch(other, "forward", 1, {"M": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("length", [200, 130])
+def test_what_explain_shows_is_what_a_call_does(
+    length: int, learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slopes = torch.rand(2, requires_grad=learned)
+    shown = explain(mods.alibi(slopes), masks.causal(), head_dim=16).plan
+    assert set(shown) == {"portable forward", "portable backward"}  # a head dimension that Hopper's lack
+    bound: list[Plan] = []
+    made = generated.Bound
+    monkeypatch.setattr(generated, "Bound", lambda plan, *rest: bound.append(plan) or made(plan, *rest))
+    q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(masks.causal(), None, None, length, length, device="cpu")
+    out = flex_attention(q, k, v, mods.alibi(slopes), mask, kernel_options={"BACKEND": "INTERPRET"})
+    torch.autograd.grad(out.sum(), (q, k, v, *([slopes] if learned else [])))
+    assert bound == [shown["portable forward"], shown["portable backward"]]
+
+
+def test_plans_of_plain_attention() -> None:
+    shown = explain().plan
+    ways = ("forward", "backward")
+    assert set(shown) == {f"{family} {way}" for family in ("portable", "hopper") for way in ways}
+    assert "mask" not in str(shown) and "grad_query" in str(shown["hopper backward"])

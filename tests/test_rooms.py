@@ -59,9 +59,9 @@ codegen.hopper
 compiler
 mask_compiler
 variant
-explain
 runtime
 backends
+explain
 ahead warm
 quotes standalone
 block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build

@@ -27,6 +27,7 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Tile, option
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
+from flexmod.ir.graph import Graph
 from flexmod.ir.reductions import Term
 from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of, named
 from flexmod.runtime import launch, tuned
@@ -229,14 +230,14 @@ class _Compiled:
             return self.plan(lambda writer, call: write(writer, call, shape, tiles))
 
         def arguments(shape: Shape) -> dict[str, Any]:
-            (step,) = plan(shape, _FirstRungs(kernels.portable)).launches(way)
+            (step,) = plan(shape, FirstRungs(kernels.portable)).launches(way)
             return self._sample(step)
 
         shape = hopper.settle(kernels, way, self.qkv[0].device, arguments)
         return self._bound(kernels.portable, lambda tiles: plan(shape, tiles))
 
     def _bound(self, kernels: Kernels, plan: Callable[[Tiles], Plan]) -> Bound:
-        tiles = _FirstRungs(kernels)
+        tiles = FirstRungs(kernels)
         with_tiles: list[Any] = [s.kernel for s in plan(tiles).launches() if isinstance(s.rung, Tile)]
         for name in dict.fromkeys(with_tiles):
 
@@ -252,21 +253,30 @@ class _Compiled:
         return sample(step, tensors, self.extents)
 
     def with_captured(self, writer: Writer, call: Operands, found: Found) -> Results:
-        """The gradients that a backward found, and those of captured tensors from its sums."""
-        if not self.wanted:
-            return found[:3]
-        assert self.score is not None and self.score.lowered.score is not None
-        graph, captured = self.score.lowered.score, call.score_captured
-        terms = _Terms(capture_terms(graph, self.wanted, self.fused))
-        tensors: Sequence[Any] = captured.tensors
-        grads = [
-            Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
-            if number in self.wanted
-            else None
-            for number, place in enumerate(tensors)
-        ]
-        given = (graph, terms, found.sums, tuple(tensors), tuple(captured.numbers), call.extents)
-        return (*found[:3], *writer.call(gradients, given, grads))
+        """The gradients that a backward found, and those of captured tensors."""
+        graph = self.score.lowered.score if self.score else None
+        return with_captured(writer, call, found, graph, self.wanted, self.fused)
+
+
+def with_captured(
+    writer: Writer, call: Operands, found: Found, score: Graph | None, wanted: tuple[int, ...], fused: bool
+) -> Results:
+    """Writes the gradients of the captured tensors `wanted`, which its sums give, beside a backward's.
+
+    `fused`: Hopper's backward made the sums.
+    """
+    if not (wanted and score):
+        return found[:3]
+    captured = call.score_captured
+    terms = _Terms(capture_terms(score, wanted, fused))
+    grads = [
+        Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
+        if number in wanted
+        else None
+        for number, place in enumerate(captured.tensors)
+    ]
+    given = (score, terms, found.sums, tuple(captured.tensors), tuple(captured.numbers), call.extents)
+    return (*found[:3], *writer.call(gradients, given, grads))
 
 
 def incoming(
@@ -288,7 +298,7 @@ class _Terms(tuple[Term, ...]):
     """Terms as one argument of a step."""
 
 
-class _FirstRungs(dict[KernelName, Tile]):
+class FirstRungs(dict[KernelName, Tile]):
     """The tiles of kernels; the first rung of its ladder for one that has not settled."""
 
     def __init__(self, kernels: Kernels, known: Mapping[KernelName, Tile] = NO_TILES) -> None:
@@ -298,8 +308,8 @@ class _FirstRungs(dict[KernelName, Tile]):
     def __missing__(self, kernel: KernelName) -> Tile:
         return self._kernels.ladder(kernel)[0]
 
-    def but(self, kernel: KernelName, tile: Tile) -> _FirstRungs:
-        return _FirstRungs(self._kernels, {**self, kernel: tile})
+    def but(self, kernel: KernelName, tile: Tile) -> FirstRungs:
+        return FirstRungs(self._kernels, {**self, kernel: tile})
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
