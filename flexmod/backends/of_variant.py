@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -63,7 +64,9 @@ def _backward(call: Operands, made: Variant, kernels: Kernels | HopperKernels, q
         found = hopper.backward(writer, kernels, call, given, needs, shape, tiles, facts)
     else:
         found = triton.backward(writer, kernels, call, given, needs, FirstRungs(kernels))
-    graph, fused = made.score.score if made.score else None, isinstance(kernels, HopperKernels)
+    graph = made.score.score if made.score else None
+    graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
+    fused = isinstance(kernels, HopperKernels)
     results = with_captured(writer, call, found, graph, made.learned, fused)
     first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
     return writer.plan((*first, *call.inputs[3:]), results)
