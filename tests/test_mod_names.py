@@ -224,8 +224,8 @@ def test_message(error: type[FlexmodError], mistake: Any, message: str, mine: Pa
     assert type(raised.value) is error
 
 
-# tests/test_tune.py and tests/test_cli.py have these.
-ELSEWHERE = {"TuneDeviceError", "NotTunedError", "NoSourceError"}
+# tests/test_tune.py, tests/test_cli.py and tests/test_warm.py have these.
+ELSEWHERE = {"TuneDeviceError", "NotTunedError", "NoSourceError", "WarmFolderError"}
 
 
 def test_no_class_is_missing() -> None:

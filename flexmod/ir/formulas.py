@@ -6,6 +6,7 @@ Signatures follow torch's.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +19,25 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 def _at_least(x: Any, low: Any) -> Any:
     # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
-    return _limited(x, x < low, low) if x.is_floating_point() else x.maximum(low)
+    return _limited(x, operator.lt, operator.ge, low) if x.is_floating_point() else x.maximum(low)
 
 
 def _at_most(x: Any, high: Any) -> Any:
     if high is None:
         return x
-    return _limited(x, x > high, high) if x.is_floating_point() else x.minimum(high)
+    return _limited(x, operator.gt, operator.le, high) if x.is_floating_point() else x.minimum(high)
 
 
-def _limited(x: Any, outside: Any, limit: Any) -> Any:
-    """The limit where x is outside of it. A limit that is nan makes the result nan, as in torch."""
+def _limited(x: Any, outside: Callable[..., Any], within: Callable[..., Any], limit: Any) -> Any:
+    """The limit where x is outside of it. A limit that is nan makes the result nan, as in torch.
+
+    What a tensor holds is asked beside x alone: asked of a captured one by itself, it would be a constant.
+    """
     if not hasattr(limit, "is_floating_point"):
-        return torch.where(outside, limit, x) if limit == limit else torch.full_like(x, limit)
-    if limit.is_floating_point():
-        outside = outside | torch.isnan(limit)
-    return torch.where(outside, limit, x)
+        return torch.where(outside(x, limit), limit, x) if limit == limit else torch.full_like(x, limit)
+    if not limit.is_floating_point():
+        return torch.where(outside(x, limit), limit, x)
+    return torch.where(torch.logical_not(within(x, limit)) & (x == x), limit, x)
 
 
 def _relu(x: Any) -> Any:
