@@ -70,7 +70,7 @@ def attend(
     case: Case,
     inputs: Sequence[Tensor],
     options: dict[str, Any],
-    block: int = 32,
+    block: int | tuple[int, int] = 32,
     grads: Tensor | None = None,
     mask: Callable[..., Any] | None = None,
     **offsets: Any,

@@ -297,7 +297,10 @@ def refusal_in_words(refusal: object) -> str:
     """The first line of what the compiler, the loader or we have against a shape."""
     if refusal is MisaddressedProductsError:
         return machine_code.MISADDRESSED
-    return str(refusal).partition("\n")[0] or type(refusal).__name__
+    while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
+        refusal = refusal.__cause__  # Triton says where it was, and then what it met
+    said = getattr(refusal, "error_message", None) or str(refusal)
+    return said.strip().partition("\n")[0] or type(refusal).__name__
 
 
 def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from reference_case import make_case
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 
 from flexmod import ahead, config, create_block_mask
 from flexmod.backends import hopper, triton
@@ -206,6 +208,15 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"code")
     refused = hopper._judged(kernels, "forward", CPU, {}).refusal
     assert hopper.refusal_in_words(refused) == hopper.machine_code.MISADDRESSED
+
+
+def test_a_refusal_says_what_the_compiler_met() -> None:
+    """Triton tells of each call that led there; the innermost one says what is wrong."""
+    node = ast.parse("a = b").body[0]
+    outer = CompilationError("consume()", node, None)
+    outer.__cause__ = CompilationError("a = b", node, "NameError('b is not defined')")
+    assert hopper.refusal_in_words(outer) == "NameError('b is not defined')"
+    assert hopper.refusal_in_words(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from position_cases import NAMES, Case, attend, cases, keeps, merged
 from torch import Tensor
 
 import flexmod
+from benchmarks.dense import Mods, attention
 from flexmod import Offset, compiler, create_block_mask, create_mask, flex_attention, masks, mods
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -33,10 +34,25 @@ def case_of(name: str) -> Case:
     return cases(LENGTH, HEADS, DEVICE)[name]
 
 
-def near(found: Tensor, wanted: Tensor, limit: float = 0.02) -> bool:
-    """By the norm of what differs; rows of nothing have one lse."""
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The norm of what differs; rows of nothing have one lse."""
     found, wanted = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (found, wanted))
-    return bool((found - wanted).norm() <= limit * (wanted.norm() + 1.0))
+    return (found - wanted).norm().item()
+
+
+def near(found: Tensor, wanted: Tensor, limit: float = 0.02) -> bool:
+    return distance(found, wanted) <= limit * (wanted.double().nan_to_num(0.0, 0.0, 0.0).norm().item() + 1.0)
+
+
+def eager_gradients(case: Case, inputs: list[Tensor], grads: Tensor, q: int, kv: int) -> list[Tensor]:
+    """Those of attention in plain torch, in the dtype of the inputs."""
+
+    def at(mod: Any) -> Any:
+        return mod and (lambda *given: mod(*given[:-2], given[-2] + q, given[-1] + kv))
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, _ = attention(*leaves, Mods(at(case.score), at(case.mask)))
+    return list(torch.autograd.grad(out, [*leaves, *case.learned], grads))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -44,13 +60,15 @@ def near(found: Tensor, wanted: Tensor, limit: float = 0.02) -> bool:
 def test_parts_of_the_queries(name: str, template: str) -> None:
     """out and lse of a part are those of the whole, bit for bit, and so is the deterministic dQ."""
     case, (query, key, value, grads) = case_of(name), inputs()
+    # with tiles of 128 keys this forward for Hopper spills, with an offset less: both take 64
+    block = (BLOCK, 64) if name == "learned distances" else BLOCK
     for options in ({"TEMPLATE": template}, {"TEMPLATE": template, "deterministic": True}):
-        whole = attend(case, (query, key, value), options, BLOCK, grads)
+        whole = attend(case, (query, key, value), options, block, grads)
         total = [torch.zeros_like(x, dtype=torch.float32) for x in whole[3:]]
         for first, last in PARTS:
             rows = slice(first, last)
             given = query[:, :, rows], key, value
-            part = attend(case, given, options, BLOCK, grads[:, :, rows], q_offset=first)
+            part = attend(case, given, options, block, grads[:, :, rows], q_offset=first)
             assert torch.equal(part[0], whole[0][:, :, rows])
             assert torch.equal(part[1], whole[1][:, :, rows])
             if "deterministic" in options:
@@ -107,7 +125,11 @@ def test_gradients_agree_with_the_reference(name: str, template: str) -> None:
     found = attend(case, (query, key, value), {"TEMPLATE": template}, BLOCK, grads, **numbers)
     given = [x.double() for x in (query, key, value)]
     exact = attend(case, given, {"BACKEND": "REFERENCE"}, BLOCK, grads.double(), **numbers)
-    assert all(near(own, truth) for own, truth in zip(found, exact, strict=True))
+    assert near(found[0], exact[0]) and near(found[1], exact[1], 1e-4)
+    # a sum over distances of hundreds tells how `out` was rounded, of eager attention too
+    eager = eager_gradients(case, [query, key, value], grads, 600, 300)
+    for own, other, truth in zip(found[2:], eager, exact[2:], strict=True):
+        assert near(own, truth) or distance(own, truth) <= 1.5 * distance(other, truth)
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (127, 0), (128, 256), (700, 5), (500, 500)])
