@@ -17,7 +17,7 @@ import torch
 import triton
 
 from flexmod import masks, mods
-from flexmod.ahead import GIVES_WAY, TYPES, Built, Job, jobs
+from flexmod.ahead import GIVES_WAY, Built, Job, jobs
 from flexmod.block_mask import generated
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
@@ -195,7 +195,7 @@ def _builder_kernel(module: ModuleType, name: str, arguments: dict[str, Any], ta
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     constants = {n: v for n, v in arguments.items() if n in fixed or v is None}
     signature = {
-        n: f"*{TYPES[v.dtype]}" if isinstance(v, torch.Tensor) else "i32"
+        n: f"*{offline.TYPES[v.dtype]}" if isinstance(v, torch.Tensor) else "i32"
         for n, v in arguments.items()
         if n not in constants
     }

@@ -22,12 +22,10 @@ from tabulate import tabulate
 
 from benchmarks import workers
 from benchmarks.rows import find
-from flexmod.ahead import TYPES, captured_types, signature_of
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile
-from flexmod.compiler import compile_mod, kernels_for
-from flexmod.ir.trace import trace
-from flexmod.runtime import offline
+from flexmod.ahead import compiled, portable_kernels
+from flexmod.backends.of_variant import VariantCall
+from flexmod.codegen.spec import KernelName, Tile
+from flexmod.variant import variant
 
 
 @dataclass(frozen=True)
@@ -98,22 +96,16 @@ def arguments() -> argparse.Namespace:
 def measure(part: Part) -> dict[str, Any]:
     """Numbers of the first tile that fits, or of the last one tried."""
     dtype = getattr(torch, part.dtype)
-    kernels, types = compiled(part, dtype)
-    kernel = getattr(kernels.module, f"{part.kernel}_kernel")
-    signature, constexprs = signature_of(kernel.arg_names, types, TYPES[dtype])
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name.startswith("stride_")]
+    row = replace(find(part.row), head_dim=part.head_dim, value_dim=part.head_dim, dtype=dtype)
+    mods = row.mods(row, torch.device("cpu"))
+    extents = (row.batch, row.heads, row.length, row.length)
+    made = variant(mods.score_mod, mods.mask_mod, head_dim=part.head_dim, dtype=dtype, extents=extents)
+    kernels = made.kernels("forward" if part.kernel == "forward" else "backward")
+    if part.kernel not in portable_kernels(kernels, made):
+        raise ValueError(f"{part.row} has no {part.kernel} kernel")
     own = () if part.tile == "ladder" else (Tile(*map(int, part.tile.split("x"))),)
     for tile in own or kernels.ladder(part.kernel):
-        sides = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        report = offline.compile(
-            kernel,
-            signature,
-            constexprs | sides,
-            part.target,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            divisible=aligned,
-        )
+        report = compiled(VariantCall(made), kernels, part.kernel, part.target, {part.kernel: tile})
         if report.fits:
             break
     return {
@@ -124,34 +116,6 @@ def measure(part: Part) -> dict[str, Any]:
         "matrix": dict(report.matrix_instructions),
         "warnings": [*([] if report.fits else ["does not fit"]), *report.warnings],
     }
-
-
-def compiled(part: Part, dtype: torch.dtype) -> tuple[Kernels, dict[str, str]]:
-    """The kernels of a row, and Triton's types of the parameters that its mods brought along."""
-    row = replace(find(part.row), head_dim=part.head_dim, value_dim=part.head_dim, dtype=dtype)
-    mods = row.mods(row, torch.device("cpu"))
-    extents = (row.batch, row.heads, row.length, row.length)
-    score = trace(mods.score_mod, "score") if mods.score_mod else None
-    mask = trace(mods.mask_mod, "mask") if mods.mask_mod else None
-    spec = KernelSpec(
-        q_dtype=dtype,
-        k_dtype=dtype,
-        v_dtype=dtype,
-        head_dim=part.head_dim,
-        value_dim=part.head_dim,
-        mask_block=(128, 128) if mask else None,
-        backward=part.kernel != "forward",
-    )
-    lowered = [compile_mod(mod.graph, extents).lowered if mod else None for mod in (score, mask)]
-    wanted = tuple(n for n, tensor in enumerate(score.tensors) if tensor.requires_grad) if score else ()
-    kernels = kernels_for(spec, *lowered, wanted=wanted if spec.backward else ())
-    grads = kernels.captures.by_kernel(kernels.grad)
-    if part.kernel in ("diagonal", "scatter") and grads[part.kernel] is None:
-        raise ValueError(f"{part.row} has no {part.kernel} kernel")
-    types: dict[str, str] = {}
-    for text, mod in ((kernels.score, score), (grads.get(part.kernel), score), (kernels.mask, mask)):
-        types |= captured_types(text, mod.tensors if mod else ())
-    return kernels, types
 
 
 def _cell(value: Any) -> str:

@@ -226,12 +226,14 @@ class _File:
     def chosen_tiles(self) -> list[tuple[str, Tile]]:
         """Tiles by kernel; delta_kernel must add up in the order of dq_kernel."""
         chosen: dict[str, Tile] = {}
-        for name in ("forward", *portable_kernels(self.kernels)):
+        for name in ("forward", *portable_kernels(self.kernels, self.variant)):
             if name == "delta":
                 continue
             tile = self.tiles.get(name)
             if tile is None:
-                tile, report = first_tile(self.kernels, name, self.target, self.variant)
+                built = first_tile(self.kernels, name, self.target, self.variant)
+                assert isinstance(built.tile, Tile) and built.report is not None
+                tile, report = built.tile, built.report
                 if not report.fits:
                     raise NoTileFits(
                         limit=report.target.shared_limit, device=self.target,

@@ -20,18 +20,12 @@ from typing import Any
 
 import torch
 
-from flexmod.ahead import STAGES, TYPES, Built, Job, Template, as_launched, jobs, kernels_on, signature_of
+from flexmod.ahead import Built, all_jobs
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.codegen.hopper import HopperKernels
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import statistics_rows
 from flexmod.command_errors import WarmFolderError
 from flexmod.config import cache_dir_at
 from flexmod.internals.triton import cache_folder, keeps_elsewhere
-from flexmod.runtime import offline
-from flexmod.variant import Variant, variant
-
-NOT_MADE = ("LSE2", "PEAK", "REST", "PEAKS", "LARGE")  # by the portable backward, of scores that may be large
+from flexmod.variant import variant
 
 
 def warm(
@@ -80,41 +74,3 @@ def checked_folder(folder: str | Path) -> Path:
 def _unwritable(path: Path, problem: str) -> WarmFolderError:
     advice = "name a folder that can be written, e.g. --into kernels"
     return WarmFolderError(folder=path, problem=problem, advice=advice)
-
-
-def all_jobs(made: Variant, target: str) -> list[Job]:
-    """Those of `ahead.jobs`, and the kernels of a backward that have no tile to choose."""
-    backward = kernels_on(made, "backward", target)
-    if isinstance(backward, HopperKernels):
-        beside = [_job(backward, "hopper", name, target) for name in ("statistics", "round")]
-    elif backward.spec.exact:
-        beside = []
-    else:
-        absent = () if backward.small_scores else NOT_MADE
-        beside = [_job(backward, "portable", "statistics", target, absent)]
-    return jobs(made, target) + beside
-
-
-def _job(
-    kernels: Kernels | HopperKernels, template: Template, name: str, target: str, absent: Sequence[str] = ()
-) -> Job:
-    def work() -> Built:
-        return Built(name, template, None, _compile(kernels, name, target, absent))
-
-    return Job(target, name, template, kernels, work)
-
-
-def _compile(
-    kernels: Kernels | HopperKernels, name: str, target: str, absent: Sequence[str]
-) -> offline.Report:
-    """As a launch without num_warps and num_stages compiles it; parameters of `absent` are None there."""
-    kernel = getattr(kernels.module, f"{name}_kernel")
-    types = {"SUM_GRAD_Q": "*fp32"}
-    signature, constants = signature_of(kernel.arg_names, types, TYPES[kernels.spec.q_dtype])
-    signature = {parameter: kind for parameter, kind in signature.items() if parameter not in absent}
-    sides = {"BLOCK_M": statistics_rows(kernels.spec)} if "BLOCK_M" in kernel.arg_names else {}
-    constants = {**constants, **dict.fromkeys(absent), **sides}
-    signature, constants, divisible = as_launched(kernel, signature, constants, {})
-    return offline.compile(
-        kernel, signature, constants, target, num_warps=4, num_stages=STAGES, divisible=divisible
-    )

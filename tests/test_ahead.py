@@ -77,12 +77,12 @@ def test_tiles_are_judged_as_a_launch_does(
     rungs = made.kernels("forward").ladder("forward")
     seen: list[Tile] = []
 
-    def compiled(kernels: Any, name: str, tile: Tile, target: str, of: Any) -> Report:
-        seen.append(tile)
+    def compiled(call: Any, kernels: Any, name: str, target: str, rungs: Any) -> Report:
+        seen.append(rungs[name])
         fits, local = outcomes[len(seen) - 1]
         return Report(named(target), 0 if fits else 1 << 20, 255, local, local, {})
 
-    monkeypatch.setattr(ahead, "compile_tile", compiled)
-    tile, report = first_tile(made.kernels("forward"), "forward", "sm_80", made)
-    assert (tile, len(seen)) == (rungs[expected], tried)
-    assert report.fits == outcomes[expected][0]
+    monkeypatch.setattr(ahead, "compiled", compiled)
+    built = first_tile(made.kernels("forward"), "forward", "sm_80", made)
+    assert (built.tile, len(seen)) == (rungs[expected], tried)
+    assert built.fits == outcomes[expected][0]

@@ -149,7 +149,7 @@ def test_build_says_what_does_not_fit(
     def compiled(*arguments: Any) -> Report:
         return Report(named("sm_86"), 200_000, 255, 8, 8, {"HMMA": 4})
 
-    monkeypatch.setattr(ahead, "compile_tile", compiled)
+    monkeypatch.setattr(ahead, "compiled", compiled)
     assert main(["build", "causal", "--target", "sm_86"]) == 1
     assert capsys.readouterr().out.count("no tile fits 101376 bytes of shared memory") == 3
     assert main(["build", "causal", "--target", "sm_86", "--json"]) == 1
@@ -162,7 +162,7 @@ def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def compiled(*arguments: Any) -> Report:
         return Report(named("sm_90"), 200_000, 168, 8, 8, {"HGMMA": 4}, losses=(SERIALIZED,))
 
-    monkeypatch.setattr(ahead, "_compile_shape", compiled)
+    monkeypatch.setattr(ahead, "compiled", compiled)
     assert main(["build", "causal", "--target", "sm_90", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["problem"] for row in rows] == ["fits; its matrix instructions are serialized"] * 2

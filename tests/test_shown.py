@@ -16,7 +16,6 @@ from torch import Tensor
 
 import flexmod
 from flexmod import ahead, calls, errors, explain, masks, mods
-from flexmod.codegen.spec import Tile
 from flexmod.runtime import target
 from flexmod.runtime.offline import Report
 
@@ -193,7 +192,7 @@ def test_ptx_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(target.named("sm_86"), 200_000, 255, 0, 0, {})
-    monkeypatch.setattr(ahead, "first_tile", lambda *_: (Tile(16, 16, 4, 1), report))
+    monkeypatch.setattr(ahead, "compiled", lambda *_: report)
     with pytest.raises(errors.NoPtxError) as raised:
         capped().ptx_for("sm_86", head_dim=16, dtype=torch.float16)
     assert str(raised.value) == (

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flexmod import and_masks, errors, masks, mods
+from flexmod.ahead import Built
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.quotes import example, quotes
 from flexmod.runtime.offline import Report
@@ -129,7 +130,7 @@ def test_an_unknown_chip() -> None:
 def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(named("sm_86"), 200_000, 255, 0, 0, {})
     module = sys.modules["flexmod.standalone"]
-    monkeypatch.setattr(module, "first_tile", lambda *_: (SMALL["dq"], report))
+    monkeypatch.setattr(module, "first_tile", lambda *_: Built("dq", "portable", SMALL["dq"], report))
     with pytest.raises(errors.NoTileFits) as raised:
         standalone(head_dim=16, target="sm_86")
     assert str(raised.value).startswith(

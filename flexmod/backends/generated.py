@@ -200,15 +200,8 @@ class _Compiled:
 
     def plan(self, write: Callable[[Writer, Operands], Results]) -> Plan:
         """The plan that `write` writes; where kernels check indices, the host looks at the end."""
-        writer, call = Writer(), self.call
-        watch = None
-        if config.check_bounds():
-            watch = Watch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
-            call = replace(
-                call,
-                score_captured=call.score_captured._replace(watch=watch),
-                mask_captured=call.mask_captured._replace(watch=watch),
-            )
+        writer = Writer()
+        call, watch = watched(writer, self.call, config.check_bounds())
         results = write(writer, call)
         if watch is not None:
             watch.look()
@@ -256,6 +249,15 @@ class _Compiled:
         """The gradients that a backward found, and those of captured tensors."""
         graph = self.score.lowered.score if self.score else None
         return with_captured(writer, call, found, graph, self.wanted, self.fused)
+
+
+def watched(writer: Writer, call: Operands, checks: bool) -> tuple[Operands, Watch | None]:
+    """The call as kernels that check indices take it, and what watches it; None where none check."""
+    if not checks:
+        return call, None
+    watch = Watch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
+    score, mask = (captured._replace(watch=watch) for captured in (call.score_captured, call.mask_captured))
+    return replace(call, score_captured=score, mask_captured=mask), watch
 
 
 def with_captured(

@@ -1,8 +1,10 @@
-"""The plans of a variant's calls, without a call: what `explain` shows."""
+"""Plans of a variant without a call: what `explain` shows, and what is compiled ahead of time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -10,77 +12,131 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import hopper, triton
-from flexmod.backends.arguments import Operands, operands
-from flexmod.backends.generated import FirstRungs, incoming, with_captured
+from flexmod.backends.arguments import operands
+from flexmod.backends.generated import FirstRungs, incoming, watched, with_captured
 from flexmod.backends.interface import Problem
+from flexmod.backends.triton import Incoming
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
-from flexmod.codegen.hopper import TARGET, HopperKernels, Way, why_portable
+from flexmod.block_mask.tiles import LISTS
+from flexmod.codegen.hopper import TARGET, HopperKernels, Shape, Way, why_portable
 from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import Tile
 from flexmod.ir.trace import Traced
-from flexmod.plan import Plan, Writer
+from flexmod.plan import Launch, Plan, Writer, extents_of
+from flexmod.runtime.bound import sample
 from flexmod.variant import Variant
 
 LENGTH = 512  # of the call that plans are written for: in them it is a name
+OF_A_CALL = {"PROCESSORS": 128}  # names of what a call knows besides the sizes of its tensors
+
+Rungs = Mapping[str, Tile | Shape]
+NO_RUNGS: Rungs = {}
+
+
+class VariantCall:
+    """A call of a variant on dense tensors that hold nothing. Its plans have names for sizes."""
+
+    def __init__(self, made: Variant) -> None:
+        spec = made.spec
+        self._made = made
+        query, key = (_empty(spec.q_dtype, spec.head_dim) for _ in range(2))
+        self._qkv = query, key, _empty(spec.q_dtype, spec.value_dim)
+        score: Any = SimpleNamespace(tensors=made.score_tensors)
+        self._mask = _mask_of(made)
+        problem = Problem(score, None, self._mask, spec.head_dim**-0.5)
+        self.call = operands(*self._qkv, problem, (), ())
+
+    def plan(self, way: Way, kernels: Kernels | HopperKernels, rungs: Rungs = NO_RUNGS) -> Plan:
+        """The plan of a forward or a backward on these kernels; the first rungs where none are given."""
+        writer = Writer()
+        portable = kernels.portable if isinstance(kernels, HopperKernels) else kernels
+        tiles = FirstRungs(portable, {n: rung for n, rung in rungs.items() if isinstance(rung, Tile)})  # type: ignore[misc]
+        checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
+        call, watch = watched(writer, self.call, checks)
+        given, inputs = None, call.inputs
+        if way == "backward":
+            given = self._incoming
+            first = (given.grad_out, None, *inputs[:3], given.out, given.lse, *given.kept)
+            inputs = (*first, *inputs[3:])
+        if isinstance(kernels, HopperKernels):
+            shape: Any = rungs.get(way) or kernels.ladder(way)[0]
+            if given is None:
+                results = hopper.forward(writer, kernels, call, shape, keep=True)
+            else:
+                facts = hopper.BackwardFacts(addressable=True, ordered=True)
+                found = hopper.backward(writer, kernels, call, given, (True, True, True), shape, tiles, facts)
+        elif given is None:
+            results = triton.forward(writer, kernels, call, tiles, keep=True)
+        else:
+            found = triton.backward(writer, kernels, call, given, (True, True, True), tiles)
+        if given is not None:
+            graph = self._made.score.score if self._made.score else None
+            graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
+            fused = isinstance(kernels, HopperKernels)
+            results = with_captured(writer, call, found, graph, self._made.learned, fused)
+        if watch is not None:
+            watch.look()
+        return writer.plan(inputs, results)
+
+    def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
+        """Those of a launch of the plan, as a compiler sees them."""
+        given = [None if place is None else self._tensors[place.name] for place in plan.inputs]
+        return sample(step, self._tensors, {**extents_of(plan.inputs, given), **OF_A_CALL})
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        """What stands for the inputs, by name."""
+        query, key, value = self._qkv
+        out, lse = _empty(query.dtype, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+        named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
+        named |= {"kept0": lse, "kept1": lse}
+        for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):
+            named |= {f"{mod}_capture{number}": _unfilled(tensor) for number, tensor in enumerate(tensors)}
+        if self._mask is not None:
+            named |= dict(zip(self._mask.held.parts(), self._mask.held.tensors(), strict=True))
+        return named
+
+    @cached_property
+    def _incoming(self) -> Incoming:
+        given = self._tensors
+        return incoming(self.call, given["out"], given["lse"], given["grad_out"], None, kept=2)
 
 
 def plans_of(made: Variant) -> dict[str, Plan]:
     """What a call of a variant does, on the kernels of each family that takes it; sizes are names."""
-    query, key, value = (
-        torch.empty(2, 2, LENGTH, dim, dtype=made.spec.q_dtype, device="meta")
-        for dim in (made.spec.head_dim, made.spec.head_dim, made.spec.value_dim)
-    )
-    score: Any = SimpleNamespace(tensors=made.score_tensors)
-    problem = Problem(score, None, _mask_of(made), made.spec.head_dim**-0.5)
-    call = operands(query, key, value, problem, (), ())
-    found = dict[str, Plan]()
+    call, found = VariantCall(made), dict[str, Plan]()
     for way in get_args(Way):
-        write = _forward if way == "forward" else _backward
-        found[f"portable {way}"] = write(call, made, made.kernels(way), query)
+        found[f"portable {way}"] = call.plan(way, made.kernels(way))
         if why_portable(made.spec_of(way), way, TARGET, {}) is None:
-            own = HopperKernels(made.kernels(way, fused=True))
-            found[f"hopper {way}"] = write(call, made, own, query)
+            found[f"hopper {way}"] = call.plan(way, HopperKernels(made.kernels(way, fused=True)))
     return found
 
 
-def _forward(call: Operands, made: Variant, kernels: Kernels | HopperKernels, query: Tensor) -> Plan:
-    writer = Writer()
-    if isinstance(kernels, HopperKernels):
-        shape = kernels.ladder("forward")[0]
-        results = hopper.forward(writer, kernels, call, shape, keep=True)
-    else:
-        results = triton.forward(writer, kernels, call, FirstRungs(kernels), keep=True)
-    return writer.plan(call.inputs, results)
+def _empty(dtype: torch.dtype, dim: int) -> Tensor:
+    return torch.empty(2, 2, LENGTH, dim, dtype=dtype, device="meta")
 
 
-def _backward(call: Operands, made: Variant, kernels: Kernels | HopperKernels, query: Tensor) -> Plan:
-    out = query.new_empty((*query.shape[:3], made.spec.value_dim))
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    given, writer, needs = incoming(call, out, lse, out, None, kept=2), Writer(), (True, True, True)
-    if isinstance(kernels, HopperKernels):
-        shape, tiles = kernels.ladder("backward")[0], FirstRungs(kernels.portable)
-        facts = hopper.BackwardFacts(addressable=True, ordered=True)
-        found = hopper.backward(writer, kernels, call, given, needs, shape, tiles, facts)
-    else:
-        found = triton.backward(writer, kernels, call, given, needs, FirstRungs(kernels))
-    graph = made.score.score if made.score else None
-    graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
-    fused = isinstance(kernels, HopperKernels)
-    results = with_captured(writer, call, found, graph, made.learned, fused)
-    first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
-    return writer.plan((*first, *call.inputs[3:]), results)
+def _unfilled(tensor: Tensor) -> Tensor:
+    """A tensor that lies as this one does, and holds nothing."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _mask_of(made: Variant) -> MaskSnapshot | None:
-    """A mask of a call, of which plans read the parts alone."""
+    """A mask of a call, of which plans read the parts alone. One that captures tensors has an order."""
     if made.mask is None or made.spec.mask_block is None or made.mask.score is None:
         return None
 
-    def runs() -> Runs:
-        rows = torch.empty(2, 2, 4, 2, 3, dtype=torch.int32, device="meta")
-        return Runs(rows, torch.empty(4, 2, dtype=torch.int32, device="meta"))
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    held = Held((2, 2), (4, 4), {"kv": runs(), "q": runs()}, {})
+    def runs() -> Runs:
+        return Runs(empty(2, 2, 4, 2, 3), empty(4, 2), empty(16) if made.mask_tensors else None)
+
+    if made.spec.mask_form == "lists":
+        held = Held.of_lists({name: empty(16, 16, 16, *[16] * name.endswith("indices")) for name in LISTS})
+    else:
+        held = Held((2, 2), (4, 4), {"kv": runs(), "q": runs()}, {})
     traced = Traced(made.mask.score, made.mask_tensors)
     return MaskSnapshot(held, (LENGTH, LENGTH), made.spec.mask_block, False, traced)

@@ -13,11 +13,24 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.internals.triton import assembler, compile_for, disassembler
 from flexmod.runtime import machine_code
+from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.gluon import descriptor_type
 from flexmod.runtime.target import Target, named
+
+TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1",
+}  # fmt: skip
+STAGES = 3  # of a launch that names none
 
 _MATRIX_SASS = re.compile(r"\b((?:[A-Z]GMMA|[A-Z]MMA|UTC[A-Z]*MMA))\b")
 _MATRIX_PTX = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
@@ -94,6 +107,60 @@ def compile(
     compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
     read = _read_amd if chip.backend == "hip" else _read_nvidia
     return read(chip, compiled.metadata.shared, dict(compiled.asm))
+
+
+class Facts(NamedTuple):
+    """What a launch is compiled for: see `compile`."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, object]
+    divisible: Mapping[str, bool]
+    options: Mapping[str, Any]
+
+
+def specialized(kernel: Any, arguments: Mapping[str, Any]) -> Facts:
+    """What Triton would compile for a launch with these arguments; of tensors their dtypes count alone.
+
+    None and the integer 1 are constants. Of other integers and of pointers it counts whether they are
+    multiples of 16. Parameters that the kernel names in `do_not_specialize` are what they are.
+    """
+    fixed = set(kernel.do_not_specialize)
+    signature: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    divisible: dict[str, bool] = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        value = arguments[name]
+        one = type(value) is int and value == 1 and name not in fixed
+        if parameter.is_constexpr or value is None or one:
+            constants[name] = value
+            continue
+        signature[name] = kind_of(value)
+        if name not in fixed and signature[name].startswith(("*", "i")):
+            divisible[name] = isinstance(value, Tensor) or value is COUNTER or value % 16 == 0
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
+    return Facts(kernel, signature, constants, divisible, options)
+
+
+def kind_of(value: Any) -> str:
+    """Triton's type of an argument."""
+    if isinstance(value, Tensor):
+        return f"*{TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return descriptor_type(tuple(value.block_shape), value.base.dtype)
+    if value is COUNTER:
+        return "*i32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_launch(facts: Facts, target: str | Target) -> Report:
+    """As a launch compiles it, with Triton's own numbers where it names none."""
+    kernel, signature, constants, divisible, options = facts
+    given = {"num_warps": 4, "num_stages": STAGES, **options}
+    return compile(kernel, signature, constants, target, divisible=divisible, **given)
 
 
 def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:

@@ -17,6 +17,7 @@ from triton.compiler.errors import CompilationError
 
 from flexmod import ahead, config, create_block_mask
 from flexmod.backends import hopper, triton
+from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.choose import Verdict
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
 from flexmod.codegen.spec import statistics_rows
@@ -26,6 +27,7 @@ from flexmod.runtime import bound, compiler_bugs, launch
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
+from flexmod.variant import variant
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -149,13 +151,14 @@ def test_the_ladder(
     taken = f"flexmod: backward for Hopper: {ladder[chosen]}"
     assert capsys.readouterr().err.splitlines() == [*gave_way, taken]
 
-    def compiled(kernels: Any, way: Any, shape: Shape, target: str, variant: Any) -> Report:
-        spills, losses, _ = outcome(shape)
+    def compiled(call: Any, kernels: Any, way: Any, target: str, rungs: Any) -> Report:
+        spills, losses, _ = outcome(rungs[way])
         return Report(named(target), 0, 255, 8 * spills, 4 * spills, {}, losses=losses)
 
     tried.clear()
-    monkeypatch.setattr(ahead, "_compile_shape", compiled)
-    built = ahead._first_shape(kernels, "backward", "sm_90", None)  # type: ignore
+    monkeypatch.setattr(ahead, "compiled", compiled)
+    call = VariantCall(variant(head_dim=64, block_size=128))
+    built = ahead._built(call, kernels, "backward", "sm_90")
     assert (built.tile, built.problem) == (ladder[chosen], "")
     assert tried == list(ladder[: len(found)])
 

@@ -10,7 +10,6 @@ from attention_cases import CAUSAL
 from triton_release import NEWEST
 
 from flexmod import explain
-from flexmod.ahead import STATISTICS
 from flexmod.codegen import cache
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
@@ -19,6 +18,7 @@ from flexmod.runtime import offline
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")
 SIZES = ("HQ", "HKV", "M", "N", "kv_slots", "full_kv_slots", "q_slots", "full_q_slots", "tile_slots", "room")
+STATISTICS = ("LSE", "LSE2", "LARGE", "PEAK", "PEAKS", "TOTAL", "REST", "DELTA")
 LISTS = ("NUM_BLOCKS", "INDICES", "_ROWS", "_RUNS", "COUNTS", "TILES")
 
 

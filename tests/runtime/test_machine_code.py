@@ -14,6 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton_release import NEWEST
 
 from flexmod import ahead, masks
+from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen import cache
 from flexmod.codegen.hopper import HopperKernels
 from flexmod.codegen.spec import KernelSpec, padded
@@ -102,8 +103,8 @@ def forward() -> str:
     causal = variant(None, masks.causal(), head_dim=64)
     kernels = ahead.kernels_on(causal, "forward", "sm_90")
     assert isinstance(kernels, HopperKernels)
-    text = ahead._compile_shape(kernels, "forward", kernels.ladder("forward")[-1], "sm_90", causal).asm["ptx"]
-    return str(text)
+    last = {"forward": kernels.ladder("forward")[-1]}
+    return str(ahead.compiled(VariantCall(causal), kernels, "forward", "sm_90", last).asm["ptx"])
 
 
 def as_it_is(ptx: str) -> str:
@@ -221,20 +222,20 @@ def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = variant(None, None, head_dim=64, value_dim=16)
         kernels = plain.kernels("forward")
         first = kernels.ladder("forward")[0]
-        report = ahead.compile_tile(kernels, "forward", first, "sm_90", plain)
+        report = ahead.compiled(VariantCall(plain), kernels, "forward", "sm_90", {"forward": first})
         wrong = compiler_bugs.misaddressed(report.asm["cubin"])
         # halves of a sum, one after the other
         halves = r"UIADD3 UR\d+, UP(\d), UR(\d+), [^;]*;[^;]*UIADD3\.X UR\d+, UR(\d+), [^;]*UP(\d), !UPT ;"
         pairs = re.findall(halves, report.asm["sass"])
         assert any(here == there and made == taken for made, here, there, taken in pairs) is wrong
         assert wrong is not NEWEST
-        tile, report = ahead.first_tile(kernels, "forward", "sm_90", plain)
-        assert (tile != first) is wrong
-        assert report.fits and not compiler_bugs.misaddressed(report.asm["cubin"])
+        built = ahead.first_tile(kernels, "forward", "sm_90", plain)
+        assert (built.tile != first) is wrong
+        assert built.report is not None and built.fits
+        assert not compiler_bugs.misaddressed(built.report.asm["cubin"])
     plain = variant(None, None, head_dim=128, value_dim=16)
     kernels = plain.kernels("forward")
-    tile, _ = ahead.first_tile(kernels, "forward", "sm_90", plain)
-    assert tile == kernels.ladder("forward")[0]
+    assert ahead.first_tile(kernels, "forward", "sm_90", plain).tile == kernels.ladder("forward")[0]
 
 
 @pytest.mark.parametrize(
