@@ -82,10 +82,13 @@ def judged(
     device: torch.device,
     losses: Callable[[str, bytes], tuple[str, ...]] | None = None,
 ) -> Verdict:
-    """Loads what was compiled, and judges it. `losses` names what the machine code lacks."""
+    """Loads what was compiled, and judges it. `losses` names what the machine code lacks.
+
+    Kernels of one text have what was compiled in common: one that was refused before is refused again.
+    """
     try:
         with torch.cuda.device(device):
-            compiled.run  # noqa: B018  loads it
+            compiled[(1,)]  # loads it; `compiled.run` says once only that it cannot be
     except OutOfResources as error:
         return Verdict(refusal=error)
     # Triton may be told to store machine code alone: then nothing is known of the text

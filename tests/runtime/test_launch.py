@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from triton.compiler import compiler
 from triton.runtime.errors import OutOfResources
 
 from flexmod.codegen.kernels import Kernels
@@ -15,7 +16,7 @@ from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.plan import Launch
 from flexmod.runtime import compiler_bugs
-from flexmod.runtime.launch import rung_arguments, settle, start
+from flexmod.runtime.launch import judged, rung_arguments, settle, start
 
 DEVICE = torch.device("cuda", 0)
 
@@ -28,8 +29,7 @@ class Compiled:
         self.asm = {"ptx": ptx, "cubin": cubin}
         self._required, self._limit = required, limit
 
-    @property
-    def run(self) -> None:
+    def __getitem__(self, grid: tuple[int]) -> None:
         if self._required > self._limit:
             raise OutOfResources(self._required, self._limit, "shared memory")
 
@@ -188,3 +188,16 @@ def test_nothing_fits() -> None:
         "no tile size fits the 100 bytes of shared memory of cuda:0; tried 16x16 (4 warps, 2 stages): 256"
     )
     assert str(caught.value).startswith(message)
+
+
+def test_what_triton_could_not_load_is_refused_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels that have a text in common. Triton's own class remembers a launcher, loaded or not."""
+    active = SimpleNamespace(get_current_device=lambda: 0, launcher_cls=lambda *_: "launcher")
+    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 100)
+    compiled = compiler.CompiledKernel.__new__(compiler.CompiledKernel)
+    compiled.module = compiled._run = compiled.src = None
+    compiled.metadata = SimpleNamespace(shared=200)
+    for one in range(3):
+        refusal = judged(kernels(Device(100)), compiled, DEVICE).refusal
+        assert isinstance(refusal, OutOfResources), one
