@@ -78,8 +78,8 @@ def on_an_h200() -> Iterator[None]:
     ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "processors", lambda device: H200.processors), mock.patch.object(
-        hopper, "settle", lambda kernels, way, device, arguments: kernels.ladder(way)[0]
-    ), mock.patch.object(launch, "verdict", lambda *_: Verdict()), mock.patch.object(
+        launch, "verdict", lambda *_: Verdict()
+    ), mock.patch.object(
         counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
     ):  # fmt: skip
         yield

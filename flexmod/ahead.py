@@ -13,20 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-import torch
 import triton
 
-from flexmod.backends.hopper import refusal_in_words
-from flexmod.backends.of_variant import NO_RUNGS, Rungs, VariantCall
-from flexmod.codegen import hopper
+from flexmod.backends.families import serving
+from flexmod.backends.generated import NO_RUNGS
+from flexmod.backends.of_variant import VariantCall
+from flexmod.backends.triton import Rungs
 from flexmod.codegen.choose import Chosen, Verdict, choose
-from flexmod.codegen.hopper import HopperKernels, Shape, Way
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelName, Tile
+from flexmod.codegen.kernels import Kernels, Made
+from flexmod.codegen.spec import KernelName, Tile, Way
 from flexmod.errors import (
-    HopperTemplateError,
     MisaddressedProductsError,
     NoPtxError,
     NoTileFits,
@@ -34,12 +32,11 @@ from flexmod.errors import (
 )
 from flexmod.explain import Named
 from flexmod.plan import Launch
-from flexmod.runtime import compiler_bugs, launch, machine_code, offline
+from flexmod.runtime import compiler_bugs, machine_code, offline
+from flexmod.runtime.launch import refusal_in_words
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import family_of, named
 from flexmod.variant import Variant
-
-Template = Literal["portable", "hopper"]
 
 GIVES_WAY = "it spills so much that the portable template runs"
 WRONG: dict[object, str] = {
@@ -56,8 +53,8 @@ class Built(NamedTuple):
     """
 
     kernel: str
-    template: Template
-    tile: Tile | Shape | None
+    template: str
+    tile: Any
     report: Report | None
     problem: str = ""
 
@@ -72,8 +69,8 @@ class Job:
 
     target: str
     kernel: str
-    template: Template
-    kernels: Kernels | HopperKernels
+    template: str
+    kernels: Made
     compile: Callable[[], Built]
 
 
@@ -97,29 +94,17 @@ def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
         for name, step in {step.kernel: step for step in call.plan(way, kernels).launches()}.items():
             source: Any = step.source
             work = partial(_built, call, kernels, name, target)
-            found.append((Job(target, name, _template(source), source, work), step))
+            found.append((Job(target, name, source.family, source, work), step))
     return found
 
 
-def _template(kernels: object) -> Template:
-    return "hopper" if isinstance(kernels, HopperKernels) else "portable"
-
-
-def kernels_on(variant: Variant, way: Way, target: str) -> Kernels | HopperKernels:
+def kernels_on(variant: Variant, way: Way, target: str) -> Made:
     """Those that a call runs on a chip, as torch's switch for determinism stands.
 
-    Raises HopperTemplateError where the variant's options insist on Hopper's and they cannot be.
+    Raises HopperTemplateError where the variant's options insist on a family's and they cannot be.
     """
-    why = hopper.why_portable(
-        variant.spec_of(way), way, target, dict(variant.options),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    family = family_of(target)
-    if why is None:
-        return HopperKernels(variant.kernels(way, fused=True, family=family))
-    if hopper.template(dict(variant.options), way) == "hopper":
-        raise HopperTemplateError(way=way, why=why)
-    return variant.kernels(way, family=family)
+    family, _ = serving(variant.spec_of(way), way, target, dict(variant.options))
+    return family.kernels(variant.kernels(way, fused=family.fused, family=family_of(target)))
 
 
 def ptx(variant: Variant, target: str) -> Named[str]:
@@ -156,7 +141,7 @@ def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant
 
 def compiled(
     call: VariantCall,
-    kernels: Kernels | HopperKernels,
+    kernels: Made,
     name: str,
     target: str,
     rungs: Rungs = NO_RUNGS,
@@ -174,34 +159,33 @@ def compiled(
     return max(reports.values(), key=lambda report: (not report.fits, report.local))
 
 
-def _way_of(kernels: Kernels | HopperKernels, name: str) -> Way:
+def _way_of(kernels: Made, name: str) -> Way:
     return "backward" if kernels.spec.backward and name != "forward" else "forward"
 
 
-def _built(call: VariantCall, kernels: Kernels | HopperKernels, name: str, target: str) -> Built:
+def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
     """As a launch settles on a rung."""
     way = _way_of(kernels, name)
-    source: Any = call.plan(way, kernels).launches(name)[0].source
-    template = _template(source)
-    own, portable = template == "hopper", source.portable if template == "hopper" else source
-    if own and name != way or name == "statistics":  # no tile to choose
-        return Built(name, template, None, compiled(call, kernels, name, target))
+    step = call.plan(way, kernels).launches(name)[0]
+    source: Any = step.source
+    if step.rung is None:  # no tile to choose
+        return Built(name, source.family, None, compiled(call, kernels, name, target))
     reports: dict[Any, Report] = {}
 
-    def judge(rung: Tile | Shape) -> Verdict:
+    def judge(rung: Any) -> Verdict:
         try:
             report = reports[rung] = compiled(call, kernels, name, target, {name: rung})
         # whatever the compiler has against a shape: the next one may do
         except Exception as error:
-            if not own:
+            if not source.limits.gives_way:
                 raise
             return Verdict(refusal=error)
-        refusal = compiler_bugs.wrong(portable, report.asm) if report.fits else NoTileFits
-        return Verdict(report.local // 4, report.losses if own else (), refusal)
+        refusal = compiler_bugs.wrong(source, report.asm) if report.fits else NoTileFits
+        return Verdict(report.local // 4, report.losses if source.limits.by_code else (), refusal)
 
-    chosen = choose(source.ladder(name), judge, hopper.LIMITS if own else launch.LIMITS)
+    chosen = choose(source.ladder(name), judge, source.limits)
     rung, problem = _outcome(chosen, reports)
-    return Built(name, template, rung, reports.get(rung), problem)
+    return Built(name, source.family, rung, reports.get(rung), problem)
 
 
 def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, str]:

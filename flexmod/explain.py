@@ -8,10 +8,9 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from flexmod.codegen import hopper
-from flexmod.codegen.hopper import Way
 from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
+from flexmod.codegen.spec import Way
 from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
@@ -33,17 +32,23 @@ class Explanation:
     """`str` shows the graphs, and on which template the kernels stand.
 
     `graphs` are those of the mask, the score and its derivative, as far as there are such. `source` is the
-    portable module, forward and backward; `hopper` the modules made for Hopper chips, by "forward" and
-    "backward"; one that cannot be is not there. `templates` says for each direction which runs where, and
-    why. `plan` has what a call allocates and launches, by family and direction ("portable forward"), with the
-    first tile of each ladder; it prints as a whole.
+    portable module, forward and backward. `sources` are the modules of other families of kernels, by family
+    and direction ("hopper forward"), `hopper` those of Hopper chips, by direction; one that cannot be is not
+    there. `templates` says for each direction which runs where, and why. `plan` has what a call allocates and
+    launches, by family and direction ("portable forward"), with the first tile of each ladder; it prints as a
+    whole.
     """
 
     graphs: tuple[Graph, ...]
     source: str
-    hopper: Mapping[Way, str]
+    sources: Mapping[str, str]
     templates: tuple[str, ...]
     plan: Named[Plan]
+
+    @property
+    def hopper(self) -> Mapping[Way, str]:
+        given = {way: self.sources.get(f"hopper {way}") for way in get_args(Way)}
+        return {way: text for way, text in given.items() if text}
 
     def __str__(self) -> str:
         graphs = "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
@@ -90,26 +95,14 @@ def explain(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size
     )
     score, mask, spec = made.score, made.mask, made.spec
-    captures = by_column = NO_CAPTURES
+    captures = NO_CAPTURES
     if made.learned and score and score.score:
         captures = capture_texts(score.score, made.learned)
-        by_column = capture_texts(score.score, made.learned, True)
     score_text, mask_text = score.text if score else None, mask.text if mask else None
-    grad_text, exponent = (score.grad_text, score.exponent_text) if score else (None, None)
+    grad_text = score.grad_text if score else None
     source = render(spec, score_text, mask_text, grad_text, captures)
-    sources, templates = {}, []
-    for way in get_args(Way):
-        own = made.spec_of(way)
-        why = hopper.why_portable(own, way, hopper.TARGET, {})
-        if why is None:
-            mod = score_text if own.backward else exponent
-            sources[way] = hopper.text(own, mod, mask_text, grad_text, by_column)
-            first = hopper.ladder(own, way, mod, mask_text)[0]
-            why = f"Hopper's on {hopper.TARGET}, {first} first; portable elsewhere"
-        else:
-            why = f"portable everywhere: {why}"
-        templates.append(f"{way} template: {why}")
     graphs = tuple(graphs_of(made).values())
     with lazy_imports():
-        from flexmod.backends.of_variant import plans_of
-    return Explanation(graphs, source, sources, tuple(templates), Named(plans_of(made)))
+        from flexmod.backends.of_variant import plans_of, sources_of
+    sources, templates = sources_of(made)
+    return Explanation(graphs, source, sources, templates, Named(plans_of(made)))

@@ -7,7 +7,7 @@ Names are torch's, but for BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,18 @@ def _among(*numbers: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value in numbers
 
 
+def _among_names(*names: str) -> Option:
+    return Option("one of " + ", ".join(map(repr, names)), lambda value: value in names)
+
+
 BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
-TEMPLATES = ("auto", "hopper", "portable")
 _BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCK_M3", "BLOCK_N3")
 _FLAG = Option("True or False", lambda value: isinstance(value, bool))
 
 # docs/kernel_options.md says what each of them does
-OPTIONS: Mapping[str, Option] = {
-    "BACKEND": Option("one of " + ", ".join(map(repr, BACKENDS)), lambda v: v in BACKENDS),
-    "TEMPLATE": Option("one of " + ", ".join(map(repr, TEMPLATES)), lambda v: v in TEMPLATES),
+OPTIONS: dict[str, Option] = {
+    "BACKEND": _among_names(*BACKENDS),
+    "TEMPLATE": _among_names("auto", "hopper", "portable"),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
     **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
@@ -58,6 +61,11 @@ OPTIONS: Mapping[str, Option] = {
     "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
 }
+
+
+def name_templates(families: Sequence[str]) -> None:
+    """What kernel option TEMPLATE may name, besides "auto"."""
+    OPTIONS["TEMPLATE"] = _among_names("auto", *families)
 
 PREFIXES = ("fwd_", "bwd_")
 

@@ -12,8 +12,7 @@ import torch
 
 from flexmod import errors
 from flexmod.checks import KERNEL_DTYPES
-from flexmod.codegen.hopper import Way
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import KernelSpec, Way
 from flexmod.explain import Named, graphs_of
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
@@ -223,8 +222,9 @@ class Shown:
         unheeded = [name for name in options if name in NOT_IN_A_FILE]
         if unheeded:
             why = f"a file does not heed its kernel option {unheeded[0]}"
-        elif options.get("TEMPLATE") == "hopper":
-            why = "its kernel option TEMPLATE is 'hopper', and a file has the portable kernels"
+        elif options.get("TEMPLATE", "auto") not in ("auto", "portable"):
+            asked = options["TEMPLATE"]
+            why = f"its kernel option TEMPLATE is {asked!r}, and a file has the portable kernels"
         elif self._scale is not None and self._scale <= 0:
             why, advice = (
                 f"its scale is {self._scale}, and a file takes a positive one",

@@ -17,9 +17,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmod.attention import flex_attention
-from flexmod.codegen.hopper import BackwardShape, Shape, Way, hopper_kernels, why_portable
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import SMALLEST_TILE, KernelName, Tile
+from flexmod.backends.families import INTERPRETER, PORTABLE, serving
+from flexmod.codegen.kernels import Made
+from flexmod.codegen.spec import SMALLEST_TILE, KernelName, Tile, Way
 from flexmod.command_errors import TuneDeviceError
 from flexmod.mod_names import Mods, Setting
 from flexmod.peers import block_mask_of, median_ms, random_inputs
@@ -189,23 +189,24 @@ class _Bench:
         return lambda: list(torch.autograd.grad(out, wanted, self.grad_out, retain_graph=True))
 
 
-def _runs(choice: Choice, key: tuned.Key, kernels: Kernels) -> bool:
+def _runs(choice: Choice, key: tuned.Key, kernels: Made) -> bool:
     """Did a launch keep the tiles? One that does not fit gives way to flexmod's own, as in any call."""
     taken = {name: tile for (name, _), tile in kernels.tiles.items()}
-    return all(taken.get(name, tile) == tile for name, tile in choice.tiles.items())
+    own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
+    return all(taken.get(name, tile) == tile for name, tile in own.items())
 
 
 def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     """What there is to choose on the device, flexmod's own choice first."""
     made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
-    target = target_of(setting.device).name if setting.device.type == "cuda" else ""
+    target = target_of(setting.device).name if setting.device.type == "cuda" else INTERPRETER
     ways: tuple[Way, ...] = ("forward", "backward")
     for way in ways:
-        kernels = made.kernels(way)
-        if why_portable(kernels.spec, way, target, {}) is None:
-            shapes = (Choice(shape=shape) for shape in _shapes(kernels, way))
-            choices = [Choice(), *shapes, Choice(portable=True)]
-            yield Search(way, way, (0, 1, 2), choices)
+        family, _ = serving(made.spec_of(way), way, target)
+        kernels: Any = family.kernels(made.kernels(way, fused=family.fused))
+        if family is not PORTABLE:
+            rungs = (Choice({way: rung}) for rung in kernels.choices(way))
+            yield Search(way, way, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])
             continue
         parts: dict[KernelName, tuple[int, ...]] = {"forward": ()}
         if way == "backward":
@@ -231,10 +232,3 @@ def _far(tile: Tile, first: Tile) -> float:
         (tile.block_m, tile.block_n, tile.warps), (first.block_m, first.block_n, first.warps), strict=True
     )
     return sum(abs(a.bit_length() - b.bit_length()) for a, b in pairs) + 0.5 * abs(tile.stages - first.stages)
-
-
-def _shapes(kernels: Kernels, way: Way) -> list[Shape]:
-    """The ladder's, and those of a backward in the other order too."""
-    rungs = hopper_kernels(kernels).ladder(way)
-    late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
-    return list(dict.fromkeys([*rungs, *late]))

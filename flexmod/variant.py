@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from flexmod.codegen.hopper import Way
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.prelude import Family
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import KernelSpec, Way
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod.backends import generated, hopper, triton
+from flexmod.backends import generated, hopper
 from flexmod.backends.arguments import Operands, operands
+from flexmod.backends.families import Family, families
+from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import Forward, Problem
-from flexmod.codegen.hopper import HopperKernels, Shape
-from flexmod.codegen.spec import KernelName, Tile
+from flexmod.codegen.hopper import Shape
 from flexmod.ir.reductions import Along
 from flexmod.plan import Writer
 from flexmod.runtime.bound import Bound
@@ -37,15 +38,14 @@ class Gradients(NamedTuple):
     sums: Mapping[Along, list[Tensor]]
 
 
-class Tiles(dict[KernelName, Tile]):
-    """The first tile of each ladder."""
+def family_of(kernels: Any) -> Family:
+    (family,) = (family for family in families() if family.name == kernels.family)
+    return family
 
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = getattr(kernels, "portable", kernels)
 
-    def __missing__(self, kernel: KernelName) -> Tile:
-        tile: Tile = self._kernels.ladder(kernel)[0]
-        return tile
+def rungs_of(kernels: Any, way: str, shape: Shape | None) -> FirstRungs:
+    """The first rung of each ladder, but for a shape that is given."""
+    return FirstRungs(kernels, {way: shape} if shape else {})
 
 
 def forward(
@@ -55,11 +55,7 @@ def forward(
     """Attention by the kernels; `keep` gets what a backward needs. `mask` is a snapshot."""
     call, tensors = _call(q, k, v, scale, mask, score_captured)
     writer, wants = Writer(), {"want_max": want_max, "keep": keep is not None}
-    if isinstance(kernels, HopperKernels):
-        assert shape is not None
-        results = hopper.forward(writer, kernels, call, shape, **wants)
-    else:
-        results = triton.forward(writer, kernels, call, Tiles(kernels), **wants)
+    results = family_of(kernels).forward(writer, kernels, call, rungs_of(kernels, "forward", shape), **wants)
     plan = writer.plan(call.inputs, results)
     out, lse, largest, *kept = _run(plan, tensors, mask)
     if keep is not None:
@@ -75,13 +71,9 @@ def backward(
     """Gradients by the kernels, and the sums for what the score_mod captures."""
     call, tensors = _call(q, k, v, scale, mask, score_captured)
     incoming = generated.incoming(call, out, lse, grad_out, grad_lse, len(kept))
-    writer = Writer()
-    if isinstance(kernels, HopperKernels):
-        assert shape is not None
-        facts = hopper.facts_of(k, grad_out)
-        found = hopper.backward(writer, kernels, call, incoming, needs, shape, Tiles(kernels), facts)
-    else:
-        found = triton.backward(writer, kernels, call, incoming, needs, Tiles(kernels))
+    writer, family = Writer(), family_of(kernels)
+    rungs = rungs_of(kernels, "backward", shape)
+    found = family.backward(writer, kernels, call, incoming, needs, rungs, family.facts(k, grad_out))
     sums = [place for of in found.sums.values() for place in of]
     given = (*call.inputs, *incoming[:4], *incoming.kept)
     made = _run(

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planned import Tiles
 from torch import Tensor
 
 from flexmod import create_block_mask, explain, flex_attention, masks, mods
-from flexmod.backends import generated, hopper, triton
+from flexmod.backends import generated, triton
 from flexmod.backends.arguments import operands
+from flexmod.backends.families import families
+from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import Problem
-from flexmod.codegen.hopper import HopperKernels
 from flexmod.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
 from flexmod.plan import (
@@ -139,28 +139,20 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
         sizes = (batch, heads, length, keys)
         texts = [lower(x.graph, sizes, split=False) for x in (score, mask.traced)]
         kernels = kernels_for(spec, *texts)
-        own = HopperKernels(kernels)
         call = operands(q, k, v, problem, (), ())
-        for name, of in (("portable", kernels), ("hopper", own)):
-            writer = Writer()
+        for family in families():
+            made: Any = family.kernels(kernels)
+            writer, rungs = Writer(), FirstRungs(made)
             results: Any
             if backward:
                 incoming = generated.incoming(call, q, torch.empty(q.shape[:3]), q, None, kept=2)
                 needs, inputs = (True, True, True), (*call.inputs, *incoming[:4], *incoming.kept)
-                if of is kernels:
-                    results = triton.backward(writer, kernels, call, incoming, needs, Tiles(kernels))[:3]
-                else:
-                    shape, facts = own.ladder("backward")[0], hopper.facts_of(k, q)
-                    results = hopper.backward(
-                        writer, own, call, incoming, needs, shape, Tiles(own), facts
-                    )[:3]
+                facts = family.facts(k, q)
+                results = family.backward(writer, made, call, incoming, needs, rungs, facts)[:3]
             else:
                 inputs = call.inputs
-                if of is kernels:
-                    results = triton.forward(writer, kernels, call, Tiles(kernels), keep=True)
-                else:
-                    results = hopper.forward(writer, own, call, own.ladder("forward")[0], keep=True)
-            found[f"{name} {'backward' if backward else 'forward'}"] = writer.plan(inputs, results)
+                results = family.forward(writer, made, call, rungs, want_max=False, keep=True)
+            found[f"{family.name} {'backward' if backward else 'forward'}"] = writer.plan(inputs, results)
     return found
 
 
@@ -169,7 +161,9 @@ def test_one_plan_serves_all_lengths() -> None:
 
 
 def test_a_plan_as_it_is_read(golden: Any) -> None:
-    texts = [f"{name}\n\n{plan}" for name, plan in plans(2, 300, 300).items()]
+    found = plans(2, 300, 300)
+    order = sorted(found, key=lambda name: (name.endswith("backward"), name.startswith("hopper")))
+    texts = [f"{name}\n\n{found[name]}" for name in order]
     golden("\n\n\n".join(texts) + "\n", "plans.txt")
 
 

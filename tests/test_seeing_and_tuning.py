@@ -88,8 +88,8 @@ def test_explain_of_nothing() -> None:
     assert str(explanation) == (
         "no mod: plain attention\n"
         "\n"
-        "forward template: Hopper's on sm_90, 192x128 (3 consumers) first; portable elsewhere\n"
-        "backward template: Hopper's on sm_90, 128x128 (ahead, own operand) first; portable elsewhere"
+        "forward template: hopper on sm_90, 192x128 (3 consumers) first; portable elsewhere\n"
+        "backward template: hopper on sm_90, 128x128 (ahead, own operand) first; portable elsewhere"
     )
     assert "forward_kernel" in kernels(explanation.source)
 
@@ -107,8 +107,8 @@ def test_explain_says_on_which_template_the_kernels_stand() -> None:
     }  # fmt: skip
     wide = explain(soft_cap, causal, head_dim=256)
     assert str(wide).splitlines()[-2:] == [
-        "forward template: Hopper's on sm_90, 128x64 (2 consumers) first; portable elsewhere",
-        "backward template: Hopper's on sm_90, 64x64 (ahead) first; portable elsewhere",
+        "forward template: hopper on sm_90, 128x64 (2 consumers) first; portable elsewhere",
+        "backward template: hopper on sm_90, 64x64 (ahead) first; portable elsewhere",
     ]
     wider = explain(soft_cap, causal, head_dim=264)
     assert str(wider).splitlines()[-2:] == [
@@ -290,7 +290,7 @@ def test_debug_says_why_the_portable_template_runs(
         config.config.cache_clear()
     said = [line for line in capfd.readouterr().err.splitlines() if "template" in line]
     assert said == [
-        f"flexmod: {way} on the portable template: Triton's interpreter is no Hopper chip (sm_90)"
+        f"flexmod: {way} not on the template 'hopper': Triton's interpreter is no Hopper chip (sm_90)"
         for way in ("forward", "backward")
     ]
 

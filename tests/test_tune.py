@@ -12,7 +12,8 @@ import torch
 
 from flexmod import command_errors, config, flex_attention
 from flexmod import tune as tune_module
-from flexmod.codegen.hopper import ForwardShape
+from flexmod.codegen.hopper import ForwardShape, HopperKernels
+from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
 from flexmod.mod_names import Setting, choose
 from flexmod.runtime import launch, tuned
@@ -167,14 +168,14 @@ def test_on_the_cpu_it_says_why_it_cannot() -> None:
 
 def test_a_shape_for_hopper_comes_back_from_its_file() -> None:
     key = tuned.Key("forward", "a chip", _spec(), None, None)
-    assert tuned.read(key) is None
-    choice = tuned.Choice(shape=ForwardShape(3, 128))
-    tuned.write(key, choice, {})
-    again = tuned.read(key)
-    assert again is not None and (again.shape, again.portable, again.tiles) == (choice.shape, False, {})
-    tuned.write(key, tuned.Choice(portable=True), {})
-    again = tuned.read(key)
-    assert again is not None and again.portable and str(again) == "portable template"
+    assert tuned.read(key, HopperKernels.rungs) is None
+    tuned.write(key, tuned.Choice({"forward": ForwardShape(3, 128)}), {})
+    again = tuned.read(key, HopperKernels.rungs)
+    assert again is not None and (again.tiles, again.family) == ({"forward": ForwardShape(3, 128)}, "")
+    assert tuned.read(key, Kernels.rungs) is None  # of a family that is not there
+    tuned.write(key, tuned.Choice(family="portable"), {})
+    again = tuned.read(key, Kernels.rungs)
+    assert again is not None and again.family == "portable" and str(again) == "portable template"
 
 
 def _spec() -> Any:
@@ -183,12 +184,12 @@ def _spec() -> Any:
     return variant(head_dim=64).spec_of("forward")
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tiles": {"forward": 3}, "shape": null}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tiles": {"forward": 3}, "family": ""}'])
 def test_a_damaged_file_counts_as_none(folder: Path, launched: dict[str, Any], damage: str) -> None:
     attend()
     keys = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuned, "read", lambda key: keys.append(key))
+        patch.setattr(tuned, "read", lambda key, kinds: keys.append(key))
         with pytest.raises(command_errors.NotTunedError):
             attend(tuned=True)
     folder.mkdir()

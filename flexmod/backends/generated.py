@@ -1,6 +1,6 @@
 """The generated kernels as a backend: a problem's mods are compiled, and its calls get plans.
 
-By `hopper.py` where the kernels made for that chip can run, else by `triton.py`, which runs them all. Two
+By the first of the `families` that takes it. Two
 backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter on CPU tensors.
 """
 
@@ -19,11 +19,12 @@ from flexmod import config
 from flexmod.backends import hopper, triton
 from flexmod.backends.arguments import Operands, operands
 from flexmod.backends.captured import gradients
+from flexmod.backends.families import INTERPRETER, Family, families, obstacle
 from flexmod.backends.interface import Problem
-from flexmod.backends.triton import Found, Incoming, Tiles
-from flexmod.codegen.hopper import HopperKernels, Shape, Way, hopper_kernels, template, why_portable
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, option
+from flexmod.backends.triton import Found, Incoming, Rungs
+from flexmod.codegen.hopper import template
+from flexmod.codegen.kernels import Kernels, Made
+from flexmod.codegen.spec import KernelSpec, Way, option
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.errors import HopperTemplateError
@@ -36,7 +37,8 @@ from flexmod.runtime.target import family_of, target_of
 
 Tensors = Sequence[Tensor | None]
 Results = tuple[Place | None, ...]
-NO_TILES: Mapping[KernelName, Tile] = {}
+NO_RUNGS: Rungs = {}
+Write = Callable[[Family, Made, Writer, Operands, Rungs], Results]
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,11 @@ class Generated:
             BlockMaskPartsError: see `mask_arguments`.
         """
         compiled = self._compile(problem, tensors, backward=False)
-        kernels, wants = compiled.kernels, {"want_max": want_max, "keep": keep}
 
-        def write_own(writer: Writer, call: Operands, shape: Shape, tiles: Tiles) -> Results:
-            return hopper.forward(writer, hopper_kernels(kernels), call, shape, **wants)
+        def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
+            return family.forward(writer, made, call, rungs, want_max=want_max, keep=keep)
 
-        def write(writer: Writer, call: Operands, tiles: Tiles) -> Results:
-            return triton.forward(writer, kernels, call, tiles, **wants)
-
-        if self._for_hopper("forward", compiled):
-            try:
-                return compiled.settled_shape(hopper_kernels(kernels), "forward", write_own)
-            except hopper.NoShape as none:
-                _portable("forward", kernels, str(none))
-        return compiled.settled(kernels, write)
+        return self._served("forward", compiled, write)
 
     def backward(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
@@ -81,42 +74,32 @@ class Generated:
         other. Raises as `forward`.
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if self._for_hopper("backward", compiled):
-            own = replace(compiled, fused=True) if compiled.wanted else compiled
-            kernels = hopper_kernels(own.kernels)
-            facts = hopper.facts_of(compiled.qkv[1], tensors[0])
+        (_, key, _), grad_out = compiled.qkv, tensors[0]
+        assert grad_out is not None
 
-            def write_own(writer: Writer, call: Operands, shape: Shape, tiles: Tiles) -> Results:
-                found = hopper.backward(writer, kernels, call, own.incoming, needs, shape, tiles, facts)
-                return own.with_captured(writer, call, found)
+        def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
+            facts = family.facts(key, grad_out)
+            found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
+            return compiled.with_captured(writer, call, found, family.fused)
 
-            try:
-                return own.settled_shape(kernels, "backward", write_own)
-            except hopper.NoShape as none:
-                _portable("backward", compiled.kernels, str(none))
+        return self._served("backward", compiled, write)
 
-        def write(writer: Writer, call: Operands, tiles: Tiles) -> Results:
-            found = triton.backward(
-                writer, compiled.kernels, call, compiled.incoming, needs, tiles, deterministic=deterministic
-            )
-            return compiled.with_captured(writer, call, found)
-
-        return compiled.settled(compiled.kernels, write)
-
-    def _for_hopper(self, way: Way, compiled: _Compiled) -> bool:
-        """Do the kernels made for Hopper take this call?"""
-        kernels, (q, k, v) = compiled.kernels, compiled.qkv
-        target = "Triton's interpreter" if self.interpreted else target_of(q.device).name
-        why = why_portable(
-            kernels.spec, way, target, kernels.options,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        if why is None:
-            why = hopper.call_obstacle(q, k, v, compiled.problem.mask if way == "backward" else None)
-        if why is not None:
-            _portable(way, kernels, why)
-        return why is None
+    def _served(self, way: Way, compiled: _Compiled, write: Write) -> Bound:
+        """The plan of the first family that takes the call and has a rung that does, bound."""
+        (q, k, v), options = compiled.qkv, compiled.problem.options
+        mask = compiled.problem.mask if way == "backward" else None
+        target = INTERPRETER if self.interpreted else target_of(q.device).name
+        for family in families():
+            why = obstacle(family, compiled.spec, way, target, dict(options))
+            why = why or family.call_obstacle(q, k, v, mask)
+            if why is None:
+                made = family.kernels(compiled.make(family.fused))
+                try:
+                    return compiled.settled(made, lambda *given, f=family, m=made: write(f, m, *given))
+                except launch.NoRung as none:
+                    why = str(none)
+            _passed_over(family, way, dict(options), why)
+        raise AssertionError("the portable family takes every call")
 
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, kept: int = 0) -> _Compiled:
         qkv = q, k, v = _query_key_value(tensors, backward)
@@ -134,13 +117,13 @@ class Generated:
             return kernels_for(spec, *lowered, problem.options, self.interpreted, wanted, fused, family)
 
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
-            self._tune(problem, spec, [make(fused) for fused in (False, True)], q.device)
+            self._tune(problem, spec, [family.kernels(make(family.fused)) for family in families()], q.device)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        return _Compiled(make, problem, tuple(tensors), qkv, call, score, wanted, backward, kept)
+        return _Compiled(make, spec, problem, tuple(tensors), qkv, call, score, wanted, backward, kept)
 
     def _tune(
-        self, problem: Problem, spec: KernelSpec, kernels: Sequence[Kernels], device: torch.device
+        self, problem: Problem, spec: KernelSpec, kernels: Sequence[Made], device: torch.device
     ) -> None:
         """Have kernels run with the tiles that were found for them; raises where none were."""
         key = tuned.Key(
@@ -151,18 +134,19 @@ class Generated:
             problem.mask.traced.graph if problem.mask else None,
         )
         for each in kernels:
-            tuned.apply(each, key, device)
+            tuned.apply(each, key, device, tuple(kind for one in kernels for kind in one.rungs))
 
 
 @dataclass(frozen=True)
 class _Compiled:
     """A call, and the kernels that its mods make: what its plans are written with.
 
-    `make(fused)` makes the kernels; `wanted` are the captures that get gradients, and `fused` says that
-    Hopper's backward makes them. `tensors` are what a plan is bound to.
+    `make(fused)` makes the portable kernels, or those beside a backward that makes sums by column itself;
+    `wanted` are the captures that get gradients. `tensors` are what a plan is bound to.
     """
 
     make: Callable[[bool], Kernels]
+    spec: KernelSpec
     problem: Problem
     tensors: tuple[Tensor | None, ...]
     qkv: tuple[Tensor, Tensor, Tensor]
@@ -171,11 +155,6 @@ class _Compiled:
     wanted: tuple[int, ...]
     backward: bool
     kept: int
-    fused: bool = False
-
-    @cached_property
-    def kernels(self) -> Kernels:
-        return self.make(self.fused)
 
     @cached_property
     def incoming(self) -> Incoming:
@@ -207,48 +186,31 @@ class _Compiled:
             watch.look()
         return writer.plan(self.inputs, results)
 
-    def settled(self, kernels: Kernels, write: Callable[[Writer, Operands, Tiles], Results]) -> Bound:
-        """The plan with the tile that each of its kernels takes, bound."""
-        def plan(tiles: Tiles) -> Plan:
-            return self.plan(lambda writer, call: write(writer, call, tiles))
+    def settled(self, made: Made, write: Callable[[Writer, Operands, Rungs], Results]) -> Bound:
+        """The plan with the rung that each of its kernels takes, bound. Raises NoRung."""
 
-        return self._bound(kernels, plan)
+        def plan(rungs: Rungs) -> Plan:
+            return self.plan(lambda writer, call: write(writer, call, rungs))
 
-    def settled_shape(
-        self, kernels: HopperKernels, way: Way, write: Callable[[Writer, Operands, Shape, Tiles], Results]
-    ) -> Bound:
-        """The same by the kernels for Hopper. Raises NoShape."""
+        rungs = FirstRungs(made)
+        sources: dict[str, Any] = {s.kernel: s.source for s in plan(rungs).launches() if s.rung is not None}
+        for name, source in sources.items():
 
-        def plan(shape: Shape, tiles: Tiles) -> Plan:
-            return self.plan(lambda writer, call: write(writer, call, shape, tiles))
+            def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
+                return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
 
-        def arguments(shape: Shape) -> dict[str, Any]:
-            (step,) = plan(shape, FirstRungs(kernels.portable)).launches(way)
-            return self._sample(step)
-
-        shape = hopper.settle(kernels, way, self.qkv[0].device, arguments)
-        return self._bound(kernels.portable, lambda tiles: plan(shape, tiles))
-
-    def _bound(self, kernels: Kernels, plan: Callable[[Tiles], Plan]) -> Bound:
-        tiles = FirstRungs(kernels)
-        with_tiles: list[Any] = [s.kernel for s in plan(tiles).launches() if isinstance(s.rung, Tile)]
-        for name in dict.fromkeys(with_tiles):
-
-            def arguments(tile: Tile, name: KernelName = name) -> list[dict[str, Any]]:
-                return [self._sample(step) for step in plan(tiles.but(name, tile)).launches(name)]
-
-            tiles[name] = launch.settle(kernels, name, self.qkv[0].device, arguments)
-        return Bound(plan(tiles), self.tensors, self.qkv[0].device, self.extents)
+            rungs[name] = launch.settle(source, name, self.qkv[0].device, arguments)
+        return Bound(plan(rungs), self.tensors, self.qkv[0].device, self.extents)
 
     def _sample(self, step: Launch) -> dict[str, Any]:
         given = zip(self.inputs, self.tensors, strict=True)
         tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
         return sample(step, tensors, self.extents)
 
-    def with_captured(self, writer: Writer, call: Operands, found: Found) -> Results:
+    def with_captured(self, writer: Writer, call: Operands, found: Found, fused: bool) -> Results:
         """The gradients that a backward found, and those of captured tensors."""
         graph = self.score.lowered.score if self.score else None
-        return with_captured(writer, call, found, graph, self.wanted, self.fused)
+        return with_captured(writer, call, found, graph, self.wanted, fused)
 
 
 def watched(writer: Writer, call: Operands, checks: bool) -> tuple[Operands, Watch | None]:
@@ -300,18 +262,18 @@ class _Terms(tuple[Term, ...]):
     """Terms as one argument of a step."""
 
 
-class FirstRungs(dict[KernelName, Tile]):
-    """The tiles of kernels; the first rung of its ladder for one that has not settled."""
+class FirstRungs(dict[str, Any]):
+    """The rungs of kernels; the first of its ladder for one that has not settled."""
 
-    def __init__(self, kernels: Kernels, known: Mapping[KernelName, Tile] = NO_TILES) -> None:
+    def __init__(self, made: Made, known: Rungs = NO_RUNGS) -> None:
         super().__init__(known)
-        self._kernels = kernels
+        self._made = made
 
-    def __missing__(self, kernel: KernelName) -> Tile:
-        return self._kernels.ladder(kernel)[0]
+    def __missing__(self, kernel: str) -> Any:
+        return self._made.ladder(kernel)[0]
 
-    def but(self, kernel: KernelName, tile: Tile) -> FirstRungs:
-        return FirstRungs(self._kernels, {**self, kernel: tile})
+    def but(self, kernel: str, rung: Any) -> FirstRungs:
+        return FirstRungs(self._made, {**self, kernel: rung})
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,12 +282,12 @@ def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, 
     return query, key, value
 
 
-def _portable(way: Way, kernels: Kernels, why: str) -> None:
-    """Says that the portable template runs, or raises where the options insist on Hopper's."""
-    if template(kernels.options, way) == "hopper":
-        raise HopperTemplateError(way=way, why=why)
+def _passed_over(family: Family, way: Way, options: Mapping[str, Any], why: str) -> None:
+    """Says that the next family is asked, or raises where the options insist on this one."""
+    if template(options, way) == family.name:
+        raise HopperTemplateError(template=family.name, way=way, why=why)
     if config.debug_level() >= 1:
-        print(f"flexmod: {way} on the portable template: {why}", file=sys.stderr)
+        print(f"flexmod: {way} not on the template {family.name!r}: {why}", file=sys.stderr)
 
 
 ON_GPU = Generated(interpreted=False)

@@ -5,15 +5,11 @@ The backward sums dQ in memory, all programs in any order: two runs may differ i
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod import config
 from flexmod.backends import triton
 from flexmod.backends.arguments import (
     Arguments,
@@ -24,15 +20,12 @@ from flexmod.backends.arguments import (
     sizes,
     strided,
 )
-from flexmod.backends.triton import Found, Incoming, Tiles
+from flexmod.backends.triton import Facts, Found, Incoming, Rungs
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.choose import Verdict, choose
-from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape, Way, sum_block, sum_row, wide
+from flexmod.codegen.hopper import HopperKernels, Shape, sum_block, sum_row, wide
 from flexmod.codegen.schedule import grid
-from flexmod.errors import MisaddressedProductsError
 from flexmod.plan import Descriptor, Extent, Place, Size, Writer, cdiv, contiguous, if_several, least, product
-from flexmod.runtime import jit, launch, machine_code
 from flexmod.runtime.counters import COUNTER
 from flexmod.runtime.target import target_of
 
@@ -45,26 +38,11 @@ SUMMED = 64
 ORDERED = 16
 
 
-class NoShape(Exception):
-    """No shape of a kernel does on this device, and why."""
-
-
-class BackwardFacts(NamedTuple):
-    """`addressable`: the TMA unit can address the gradient of the output, or else a copy is made of it.
-
-    `ordered`: long programs go first. There must not be so many that the L2 counts for more.
-    """
-
-    addressable: bool
-    ordered: bool
-
-
-def facts_of(key: Tensor, grad_out: Tensor | None) -> BackwardFacts:
+def facts_of(key: Tensor, grad_out: Tensor) -> Facts:
     """Of a backward of these tensors."""
-    assert grad_out is not None
     kv_batch, kv_heads, keys, _ = key.shape
     programs: Any = grid(kv_batch, kv_heads, keys, 128)
-    return BackwardFacts(addressable(grad_out), programs <= ORDERED * processors(key.device))
+    return Facts(addressable=addressable(grad_out), ordered=programs <= ORDERED * processors(key.device))
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
@@ -95,7 +73,7 @@ def forward(
     writer: Writer,
     kernels: HopperKernels,
     call: Operands,
-    shape: Shape,
+    rungs: Rungs,
     *,
     want_max: bool = False,
     keep: bool = False,
@@ -105,6 +83,7 @@ def forward(
     `call_obstacle` must have found none.
     """
     batch, heads, length, _ = call.extents
+    shape: Shape = rungs["forward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
     out = call.like(writer, "out", q, spec.value_dim)
     lse = writer.empty("lse", (batch, heads, length))
@@ -137,9 +116,8 @@ def backward(
     call: Operands,
     incoming: Incoming,
     needs: tuple[bool, bool, bool],
-    shape: Shape,
-    portable_tiles: Tiles,
-    facts: BackwardFacts,
+    rungs: Rungs,
+    facts: Facts,
 ) -> Found:
     """Writes gradients of q, k and v where `needs` asks for them, and the sums for captures.
 
@@ -147,6 +125,7 @@ def backward(
     """
     if not facts.addressable:
         incoming = incoming._replace(grad_out=_copied(writer, incoming.grad_out))
+    shape: Shape = rungs["backward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
     batch, heads, length, keys = call.extents
     kv_batch, kv_heads = k.shape[:2]
@@ -212,7 +191,7 @@ def backward(
         by_row = {"DELTA": _rows_of(writer, delta, call, pitch)}
         by_row |= saved or {"LSE2": _rows_of(writer, lse2, call, pitch)}
         grad_out = incoming.grad_out
-        beside = triton.sums_beside(writer, kernels.portable, call, grad_out, by_row, portable_tiles)
+        beside = triton.sums_beside(writer, kernels.portable, call, grad_out, by_row, rungs)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
 
 
@@ -245,72 +224,6 @@ def _sums(
         arguments[name.upper()] = buffer = writer.empty(name.lower(), (batch, heads, places), zeros=grows)
         sums[along].append(buffer)
     return arguments, sums
-
-
-def settle(
-    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Mapping[str, Any]]
-) -> Shape:
-    """The shape for a kernel: the first that compiles, fits and does, or else the best by its verdict.
-
-    Only compiles and loads. What was found is remembered, also that no shape does: raises NoShape then. Other
-    strides and lengths make another variant of the kernel; where the compilers made that wrong, the ladder is
-    tried anew.
-    """
-    known = kernels.settled.get((way, device))
-    if known is None or not isinstance(known, str) and _wrong(kernels, way, device, arguments(known)):
-        known = kernels.settled[way, device] = _first_that_does(kernels, way, device, arguments)
-        if config.debug_level() >= 1:
-            print(f"flexmod: {way} for Hopper: {known}", file=sys.stderr)
-    if isinstance(known, str):
-        raise NoShape(known)
-    return known
-
-
-def _first_that_does(
-    kernels: HopperKernels, way: Way, device: torch.device, arguments: Callable[[Shape], Mapping[str, Any]]
-) -> Shape | str:
-    """As in `settle`; a string says why there is none."""
-    _ = kernels.module  # a fault in its text is no matter of shapes
-
-    def judge(shape: Shape) -> Verdict:
-        try:
-            verdict = _judged(kernels, way, device, arguments(shape))
-        # whatever the compiler or the loader has against a shape: the next one may do
-        except Exception as error:
-            return Verdict(refusal=error)
-        if verdict.refusal is None and not LIMITS.passed(verdict) and config.debug_level() >= 1:
-            print(f"flexmod: {way} for Hopper: {shape} gives way: {verdict}", file=sys.stderr)
-        return verdict
-
-    chosen = choose(kernels.ladder(way), judge, LIMITS)
-    if chosen.rung is not None:
-        return chosen.rung
-    if chosen.runnable:
-        return f"a thread spills {min(v.spills for v in chosen.runnable.values())} registers at least"
-    refused = "; ".join(f"{shape}: {refusal_in_words(why)}" for shape, why in chosen.refusals.items())
-    why = f"no shape of it compiles: {refused}"
-    warnings.warn(f"the {way} does not run on Hopper's template, {why}", stacklevel=2)
-    return why
-
-
-def refusal_in_words(refusal: object) -> str:
-    """The first line of what the compiler, the loader or we have against a shape."""
-    if refusal is MisaddressedProductsError:
-        return machine_code.MISADDRESSED
-    while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
-        refusal = refusal.__cause__  # Triton says where it was, and then what it met
-    said = getattr(refusal, "error_message", None) or str(refusal)
-    return said.strip().partition("\n")[0] or type(refusal).__name__
-
-
-def _wrong(kernels: HopperKernels, way: Way, device: torch.device, arguments: Mapping[str, Any]) -> bool:
-    compiled = jit.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
-    return launch.known_wrong(kernels.portable, compiled) is not None
-
-
-def _judged(kernels: HopperKernels, way: Way, device: torch.device, arguments: Mapping[str, Any]) -> Verdict:
-    compiled = jit.compiled(getattr(kernels.module, f"{way}_kernel"), device, arguments)
-    return launch.judged(kernels.portable, compiled, device, machine_code.losses)
 
 
 def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Arguments:

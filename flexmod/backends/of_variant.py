@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -11,18 +10,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flexmod.backends import hopper, triton
 from flexmod.backends.arguments import operands
-from flexmod.backends.generated import FirstRungs, incoming, watched, with_captured
+from flexmod.backends.families import families, obstacle
+from flexmod.backends.generated import NO_RUNGS, FirstRungs, incoming, watched, with_captured
 from flexmod.backends.interface import Problem
-from flexmod.backends.triton import Incoming
+from flexmod.backends.triton import Facts, Incoming, Rungs
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.tiles import LISTS
-from flexmod.codegen.hopper import TARGET, HopperKernels, Shape, Way, why_portable
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import Tile
+from flexmod.codegen.kernels import Made
+from flexmod.codegen.spec import Way
 from flexmod.ir.trace import Traced
 from flexmod.plan import Launch, Plan, Writer, extents_of
 from flexmod.runtime.bound import sample
@@ -30,9 +28,6 @@ from flexmod.variant import Variant
 
 LENGTH = 512  # of the call that plans are written for: in them it is a name
 OF_A_CALL = {"PROCESSORS": 128}  # names of what a call knows besides the sizes of its tensors
-
-Rungs = Mapping[str, Tile | Shape]
-NO_RUNGS: Rungs = {}
 
 
 class VariantCall:
@@ -48,34 +43,23 @@ class VariantCall:
         problem = Problem(score, None, self._mask, spec.head_dim**-0.5)
         self.call = operands(*self._qkv, problem, (), ())
 
-    def plan(self, way: Way, kernels: Kernels | HopperKernels, rungs: Rungs = NO_RUNGS) -> Plan:
+    def plan(self, way: Way, made: Made, rungs: Rungs = NO_RUNGS) -> Plan:
         """The plan of a forward or a backward on these kernels; the first rungs where none are given."""
-        writer = Writer()
-        portable = kernels.portable if isinstance(kernels, HopperKernels) else kernels
-        tiles = FirstRungs(portable, {n: rung for n, rung in rungs.items() if isinstance(rung, Tile)})  # type: ignore[misc]
+        family = next(one for one in families() if one.name == made.family)
+        writer, taken = Writer(), FirstRungs(made, rungs)
         checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
         call, watch = watched(writer, self.call, checks)
-        given, inputs = None, call.inputs
-        if way == "backward":
-            given = self._incoming
-            first = (given.grad_out, None, *inputs[:3], given.out, given.lse, *given.kept)
-            inputs = (*first, *inputs[3:])
-        if isinstance(kernels, HopperKernels):
-            shape: Any = rungs.get(way) or kernels.ladder(way)[0]
-            if given is None:
-                results = hopper.forward(writer, kernels, call, shape, keep=True)
-            else:
-                facts = hopper.BackwardFacts(addressable=True, ordered=True)
-                found = hopper.backward(writer, kernels, call, given, (True, True, True), shape, tiles, facts)
-        elif given is None:
-            results = triton.forward(writer, kernels, call, tiles, keep=True)
+        if way == "forward":
+            inputs = call.inputs
+            results = family.forward(writer, made, call, taken, want_max=False, keep=True)
         else:
-            found = triton.backward(writer, kernels, call, given, (True, True, True), tiles)
-        if given is not None:
+            given = self._incoming
+            first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
+            inputs = (*first, *call.inputs[3:])
+            found = family.backward(writer, made, call, given, (True, True, True), taken, Facts())
             graph = self._made.score.score if self._made.score else None
             graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
-            fused = isinstance(kernels, HopperKernels)
-            results = with_captured(writer, call, found, graph, self._made.learned, fused)
+            results = with_captured(writer, call, found, graph, self._made.learned, family.fused)
         if watch is not None:
             watch.look()
         return writer.plan(inputs, results)
@@ -108,10 +92,29 @@ def plans_of(made: Variant) -> dict[str, Plan]:
     """What a call of a variant does, on the kernels of each family that takes it; sizes are names."""
     call, found = VariantCall(made), dict[str, Plan]()
     for way in get_args(Way):
-        found[f"portable {way}"] = call.plan(way, made.kernels(way))
-        if why_portable(made.spec_of(way), way, TARGET, {}) is None:
-            found[f"hopper {way}"] = call.plan(way, HopperKernels(made.kernels(way, fused=True)))
+        for family in reversed(families()):
+            if obstacle(family, made.spec_of(way), way, family.target) is None:
+                kernels = family.kernels(made.kernels(way, fused=family.fused))
+                found[f"{family.name} {way}"] = call.plan(way, kernels)
     return found
+
+
+def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The modules of families before the last, as `Explanation.sources`, and which runs where."""
+    sources, lines = {}, []
+    for way in get_args(Way):
+        whys, runs = [], []
+        for family in families()[:-1]:
+            why = obstacle(family, made.spec_of(way), way, family.target)
+            if why is not None:
+                whys.append(why)
+                continue
+            kernels: Any = family.kernels(made.kernels(way, fused=family.fused))
+            sources[f"{family.name} {way}"] = kernels.text
+            runs.append(f"{family.name} on {family.target}, {kernels.ladder(way)[0]} first")
+        said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]
+        lines.append(f"{way} template: {'; '.join(said)}")
+    return sources, tuple(lines)
 
 
 def _empty(dtype: torch.dtype, dim: int) -> Tensor:

@@ -7,7 +7,7 @@ kernels are launched, with a tile for each kernel that has a ladder. Shapes are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
+from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
 from flexmod.ir.reductions import Along
 from flexmod.plan import Extent, Place, Writer
 
@@ -34,7 +34,8 @@ from flexmod.plan import Extent, Place, Writer
 NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
 
 
-Tiles = Mapping[KernelName, Tile]
+Rungs = Mapping[Any, Any]
+"""By the names of kernels: the rung of its ladder that each is launched with."""
 Sums = dict[Along, list[Place]]
 
 
@@ -46,6 +47,18 @@ class Incoming(NamedTuple):
     grad_out: Place
     grad_lse: Place | None
     kept: tuple[Place, ...] = ()
+
+
+class Facts(NamedTuple):
+    """What a backward goes by besides kinds of tensors. `deterministic`: two runs shall agree bit for bit.
+
+    `addressable`: the TMA unit can address the gradient of the output, or else a copy is made of it.
+    `ordered`: long programs go first. There must not be so many that the L2 counts for more.
+    """
+
+    deterministic: bool = False
+    addressable: bool = True
+    ordered: bool = True
 
 
 class Found(NamedTuple):
@@ -88,7 +101,7 @@ def forward(
     writer: Writer,
     kernels: Kernels,
     call: Operands,
-    tiles: Tiles,
+    tiles: Rungs,
     *,
     want_max: bool = False,
     keep: bool = False,
@@ -135,13 +148,12 @@ def backward(
     call: Operands,
     incoming: Incoming,
     needs: tuple[bool, bool, bool],
-    tiles: Tiles,
-    *,
-    deterministic: bool = False,
+    tiles: Rungs,
+    facts: Facts,
 ) -> Found:
     """Writes gradients of q, k and v where `needs` asks for them; the strides of grad_out may be 0.
 
-    The sums are those that `kernels.captures` name; `deterministic`: two runs shall agree bit for bit.
+    The sums are those that `kernels.captures` name.
 
     Raises BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
     """
@@ -183,7 +195,7 @@ def backward(
         }
         tile = tiles["dkdv"]
         writer.launch(kernels, "dkdv", grid(shared_batch, shared_heads, keys, tile.block_n), own, tile)
-    sums |= _apart(writer, kernels, call, arguments, tiles, deterministic)
+    sums |= _apart(writer, kernels, call, arguments, tiles, facts.deterministic)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
 
@@ -193,7 +205,7 @@ def sums_beside(
     call: Operands,
     grad_out: Place,
     statistics: Mapping[str, Place],
-    tiles: Tiles,
+    tiles: Rungs,
     *,
     deterministic: bool = False,
 ) -> Sums:
@@ -237,7 +249,7 @@ def _by_query(
     call: Operands,
     grad_q: Place | None,
     arguments: Callable[[KernelName], Arguments],
-    tiles: Tiles,
+    tiles: Rungs,
 ) -> list[Place]:
     """dq_kernel: fills `grad_q`, where it is given, and makes the sums by row."""
     batch, heads, length, _ = call.extents
@@ -253,7 +265,7 @@ def _apart(
     kernels: Kernels,
     call: Operands,
     arguments: Callable[[KernelName], Arguments],
-    tiles: Tiles,
+    tiles: Rungs,
     deterministic: bool,
 ) -> Sums:
     """The sums that have kernels of their own."""

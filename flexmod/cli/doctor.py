@@ -15,7 +15,8 @@ import torch
 from tabulate import tabulate
 
 from flexmod import config
-from flexmod.codegen.hopper import Way, why_portable
+from flexmod.backends.families import serving
+from flexmod.codegen.spec import Way
 from flexmod.runtime import tuned
 from flexmod.runtime.target import Target, target_of
 from flexmod.variant import variant
@@ -91,14 +92,13 @@ def _runs() -> Iterator[tuple[str, str, str]]:
         yield "cuda", "nothing", why
     for device, target in _targets():
         for way in get_args(Way):
-            dims: dict[str | None, list[str]] = {}
+            dims: dict[tuple[str, str], list[str]] = {}
             for dim in DIMS:
-                obstacle = why_portable(variant(head_dim=dim).spec_of(way), way, target.name, {})
-                dims.setdefault(obstacle, []).append(str(dim))
-            for obstacle, alike in dims.items():
-                kernels = "portable Triton kernels" if obstacle else "kernels made for Hopper"
-                runs = f"{way}, bfloat16, head dimension {', '.join(alike)}: {kernels}"
-                yield str(device), runs, obstacle or f"it is a Hopper chip ({target.name})"
+                family, passed = serving(variant(head_dim=dim).spec_of(way), way, target.name)
+                why = "; ".join(passed.values()) or f"the chip is {target.name}"
+                dims.setdefault((family.title, why), []).append(str(dim))
+            for (title, why), alike in dims.items():
+                yield str(device), f"{way}, bfloat16, head dimension {', '.join(alike)}: {title}", why
 
 
 def _folders() -> Iterator[str]:

@@ -28,12 +28,16 @@ class Verdict(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How many registers a family's kernels may spill."""
+    """What the kernels of a family may be like."""
 
     passing: int
-    """Up to so many no other rung need be tried, if nothing else makes the rung slow."""
+    """Registers that a thread may spill: with up to so many no other rung need be tried."""
     endured: float = math.inf
     """With more than so many a rung is not taken at all."""
+    by_code: bool = False
+    """Does machine code that makes a rung slow count too?"""
+    gives_way: bool = False
+    """Where no rung does, another family's kernels run. A rung that does not compile is refused then."""
 
     def passed(self, verdict: Verdict) -> bool:
         return verdict.refusal is None and verdict.spills <= self.passing and not verdict.losses

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -14,16 +14,15 @@ from flexmod.codegen import cache, render
 from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
-from flexmod.codegen.spec import KernelSpec, option
+from flexmod.codegen.spec import KernelSpec, Way, option
 
-Way = Literal["forward", "backward"]
 Registers = tuple[int, int, int]
 
 TARGET = "sm_90"
 # the widest head dimension: a thread has registers for no more
 WIDEST = 256
 # the fastest shapes spill up to 30 registers; where all spill more than is endured, the portable kernels run
-LIMITS = Limits(passing=32, endured=64)
+LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 # by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
 TWO, THREE = (240, 24, 168), (160, 32, 128)
 # kernel_options that speak of the portable template's kernels
@@ -125,7 +124,7 @@ def why_portable(
         return f"{target} is no Hopper chip ({TARGET})"
     if (why := spec_obstacle(spec, way)) is not None:
         return why
-    if template(options, way) == "portable":
+    if template(options, way) not in ("auto", "hopper"):
         return "kernel option TEMPLATE asks for it"
     given = [name for name in TILE_OPTIONS[way] if _given(options, way, name) is not None]
     if given:
@@ -136,7 +135,7 @@ def why_portable(
 
 
 def template(options: Mapping[str, Any], way: Way) -> str:
-    """The kernel option TEMPLATE: "auto", "hopper" or "portable"."""
+    """The kernel option TEMPLATE: "auto", or the name of a family."""
     return _given(options, way, "TEMPLATE") or "auto"
 
 
@@ -254,14 +253,14 @@ def _backward_ladder(
 
 @dataclass(eq=False)
 class HopperKernels:
-    """The kernels of `portable` as they are made for Hopper.
-
-    `settled`: the shape that a kernel has settled on, on each device, or why there is none; the launcher
-    keeps it.
-    """
+    """The kernels of `portable` as they are made for Hopper. `tiles`: see `Made`."""
 
     portable: Kernels
-    settled: dict[tuple[Way, torch.device], Shape | str] = field(default_factory=dict)
+    tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict)
+
+    family: ClassVar[str] = "hopper"
+    limits: ClassVar[Limits] = LIMITS
+    rungs: ClassVar[tuple[type, ...]] = (ForwardShape, BackwardShape)
 
     @property
     def spec(self) -> KernelSpec:
@@ -276,14 +275,28 @@ class HopperKernels:
         """The score_mod as a backward has it, or its exponent."""
         return self.portable.score if self.spec.backward else self.portable.exponent
 
-    def ladder(self, way: Way) -> tuple[Shape, ...]:
-        return ladder(self.spec, way, self.score, self.portable.mask)
+    def ladder(self, kernel: Any) -> tuple[Any, ...]:
+        """Shapes of the forward and the backward; tiles of what portable kernels do beside them."""
+        if kernel not in get_args(Way):
+            return self.portable.ladder(kernel)
+        return ladder(self.spec, kernel, self.score, self.portable.mask)
+
+    @property
+    def text(self) -> str:
+        p = self.portable
+        return text(p.spec, self.score, p.mask, p.grad, p.captures)
 
     @cached_property
     def module(self) -> ModuleType:
         p = self.portable
         names = ["hopper_attention", *(["score"] if p.score else []), *(["mask"] if p.mask else [])]
-        return cache.load(text(p.spec, self.score, p.mask, p.grad, p.captures), "_".join(names))
+        return cache.load(self.text, "_".join(names))
+
+    def choices(self, way: Way) -> list[Shape]:
+        """The shapes that tuning tries: the ladder's, and those of a backward in the other order too."""
+        rungs = self.ladder(way)
+        late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
+        return list(dict.fromkeys([*rungs, *late]))
 
 
 @lru_cache(cache.KEPT)

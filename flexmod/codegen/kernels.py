@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
+from flexmod.codegen.choose import Limits
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
 from flexmod.codegen.watch import Watch
@@ -39,6 +40,33 @@ class Captured(NamedTuple):
 NOTHING = Captured()
 
 
+class Made(Protocol):
+    """The kernels of a family for one direction of a variant: what launches, and choosing tiles, go by.
+
+    `rungs`: the classes of its tiles, dataclasses of plain numbers. `tiles`: the rung that each kernel has
+    settled on, on each device, or why there is none; the launcher keeps it.
+    """
+
+    family: ClassVar[str]
+    limits: ClassVar[Limits]
+    rungs: ClassVar[tuple[type, ...]]
+
+    @property
+    def spec(self) -> KernelSpec: ...
+
+    @property
+    def interpreted(self) -> bool: ...
+
+    @property
+    def module(self) -> ModuleType: ...
+
+    @property
+    def tiles(self) -> dict[tuple[str, torch.device], Any]: ...
+
+    def ladder(self, kernel: Any) -> tuple[Any, ...]:
+        """The rungs to try for a kernel, best first."""
+
+
 @dataclass(eq=False)
 class Kernels:
     """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
@@ -59,6 +87,10 @@ class Kernels:
     captures: CaptureTexts = NO_CAPTURES
     exponent: ModText | None = None
 
+    family: ClassVar[str] = "portable"
+    limits: ClassVar[Limits] = Limits(passing=64)
+    rungs: ClassVar[tuple[type, ...]] = (Tile,)
+
     @cached_property
     def module(self) -> ModuleType:
         return self.build(self.spec)
@@ -77,8 +109,8 @@ class Kernels:
         return self.score is not None and self.score.small
 
     @cached_property
-    def tiles(self) -> dict[tuple[KernelName, torch.device], Tile]:
-        """The tile that each kernel has settled on, on each device; the launcher keeps it."""
+    def tiles(self) -> dict[tuple[str, torch.device], Any]:
+        """See `Made`."""
         return {}
 
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:

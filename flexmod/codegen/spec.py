@@ -15,6 +15,7 @@ import torch
 from flexmod.errors import BlockSizeError, OptionValueError
 from flexmod.ir.exponents import is_small
 
+Way = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 # tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.

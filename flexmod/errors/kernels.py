@@ -31,7 +31,7 @@ class BackendDeviceError(FlexmodError, ValueError):
 
 
 class HopperTemplateError(FlexmodError, ValueError):
-    what = "kernel option TEMPLATE is 'hopper', but the {way} cannot run on it: {why}."
+    what = "kernel option TEMPLATE is {template!r}, but the {way} cannot run on it: {why}."
     instead = "leave TEMPLATE out: flexmod takes the portable template then."
 
 

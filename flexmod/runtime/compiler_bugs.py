@@ -15,7 +15,7 @@ from flexmod.errors import MisaddressedProductsError, RoundedProductsError
 from flexmod.runtime.machine_code import instructions
 
 if TYPE_CHECKING:
-    from flexmod.codegen.kernels import Kernels
+    from flexmod.codegen.kernels import Made
 
 WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 NO_TRACKER = "NVIDIA has no public list of ptxas's bugs"
@@ -78,7 +78,7 @@ BUGS = (
 )
 
 
-def wrong(kernels: Kernels, asm: Mapping[str, Any]) -> WrongProducts | None:
+def wrong(kernels: Made, asm: Mapping[str, Any]) -> WrongProducts | None:
     """What the compilers did to a kernel that makes its results wrong: the error that says so, or None."""
     if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
         return RoundedProductsError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,52 +11,62 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 
-from flexmod.codegen.choose import Chosen, Limits, Verdict, choose
-from flexmod.codegen.kernels import Kernels
+from flexmod import config
+from flexmod.codegen.choose import Chosen, Verdict, choose
+from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelName, Tile, option
-from flexmod.errors import NoTileFits
+from flexmod.errors import MisaddressedProductsError, NoTileFits
 from flexmod.internals.triton import OutOfResources
 from flexmod.plan import Launch, Source
-from flexmod.runtime import jit
-from flexmod.runtime.compiler_bugs import WrongProducts, wrong
+from flexmod.runtime import compiler_bugs, jit, machine_code
+from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.interpreter import interpreted
 
 # kernel_options that Triton takes as they are, on AMD alone
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 
-# of portable kernels
-LIMITS = Limits(passing=64)
-
 # What is known of compiled kernels: each launch asks.
-_wrong: WeakKeyDictionary[Any, WrongProducts | None] = WeakKeyDictionary()
+_known_faults: WeakKeyDictionary[Any, tuple[tuple[str, ...], WrongProducts | None]] = WeakKeyDictionary()
+
+
+class NoRung(Exception):
+    """No rung of a kernel does on this device, and why: another family's kernels are to run."""
 
 
 def settle(
-    kernels: Kernels,
-    kernel: KernelName,
-    device: torch.device,
-    arguments: Callable[[Tile], Sequence[Mapping[str, Any]]],
-) -> Tile:
-    """The tile for a kernel of the module that has a ladder: the best that fits the device.
+    kernels: Made, kernel: str, device: torch.device, arguments: Callable[[Any], Sequence[Mapping[str, Any]]]
+) -> Any:
+    """The rung for a kernel of the module that has a ladder: the best that fits the device.
 
-    `arguments` makes those of each of its launches with a tile. The first call compiles the rungs of the
+    `arguments` makes those of each of its launches with a rung. The first call compiles the rungs of the
     ladder in order, and runs none: one that the device refuses, whose registers spill much, or that the
-    compilers made wrong gives way to the next. Where all spill much, the one that spills least is taken.
-    Other strides make another variant of the kernel, which may need more: then the ladder is tried again.
+    compilers made wrong gives way to the next. What was found is remembered, also that none does. Other
+    strides make another variant of the kernel, which may need more: then the ladder is tried again.
 
     Raises:
+        NoRung: none does, and kernels of another family can run.
         NoTileFits: the device has too little shared memory for the last rung.
         RoundedProductsError: all rungs round float32 that must not be rounded.
         MisaddressedProductsError: all rungs read wrong addresses.
     """
 
-    def judge(tile: Tile) -> Verdict:
-        return worst([verdict(kernels, kernel, device, given) for given in arguments(tile)])
+    def judge(rung: Any) -> Verdict:
+        try:
+            return worst([verdict(kernels, kernel, device, given) for given in arguments(rung)])
+        # whatever the compiler or the loader has against a rung: the next one may do
+        except Exception as error:
+            if not kernels.limits.gives_way:
+                raise
+            return Verdict(refusal=error)
 
-    tile = kernels.tiles.get((kernel, device))
-    if tile is None or judge(tile).refusal is not None:
-        tile = kernels.tiles[kernel, device] = _best(choose(kernels.ladder(kernel), judge, LIMITS), device)
-    return tile
+    known = kernels.tiles.get((kernel, device))
+    if known is None or not isinstance(known, str) and judge(known).refusal is not None:
+        _ = kernels.module  # a fault in its text is no matter of rungs
+        chosen = choose(kernels.ladder(kernel), judge, kernels.limits)
+        known = kernels.tiles[kernel, device] = _best(kernels, kernel, chosen, device)
+    if isinstance(known, str):
+        raise NoRung(known)
+    return known
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -66,23 +78,16 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     )
 
 
-def verdict(
-    kernels: Kernels, kernel: KernelName, device: torch.device, arguments: Mapping[str, Any]
-) -> Verdict:
-    """What a launch with these arguments is judged by; the interpreter takes any tile."""
+def verdict(kernels: Made, kernel: str, device: torch.device, arguments: Mapping[str, Any]) -> Verdict:
+    """What a launch with these arguments is judged by; the interpreter takes any rung."""
     if kernels.interpreted:
         return Verdict()
     function = getattr(kernels.module, f"{kernel}_kernel")
     return judged(kernels, jit.compiled(function, device, arguments), device)
 
 
-def judged(
-    kernels: Kernels,
-    compiled: Any,
-    device: torch.device,
-    losses: Callable[[str, bytes], tuple[str, ...]] | None = None,
-) -> Verdict:
-    """Loads what was compiled, and judges it. `losses` names what the machine code lacks.
+def judged(kernels: Made, compiled: Any, device: torch.device) -> Verdict:
+    """Loads what was compiled, and judges it.
 
     Kernels of one text have what was compiled in common: one that was refused before is refused again.
     """
@@ -91,31 +96,64 @@ def judged(
             compiled[(1,)]  # loads it; `compiled.run` says once only that it cannot be
     except OutOfResources as error:
         return Verdict(refusal=error)
-    # Triton may be told to store machine code alone: then nothing is known of the text
-    slow = losses(compiled.asm.get("ptx", ""), compiled.asm["cubin"]) if losses else ()
-    return Verdict(int(compiled.n_spills), slow, known_wrong(kernels, compiled))
+    slow, wrong = _faults(kernels, compiled)
+    return Verdict(int(compiled.n_spills), slow, wrong)
 
 
-def known_wrong(kernels: Kernels, compiled: Any) -> WrongProducts | None:
-    """As `compiler_bugs.wrong`, of what was compiled; looked at once."""
-    if compiled not in _wrong:
-        _wrong[compiled] = wrong(kernels, compiled.asm)
-    return _wrong[compiled]
+def _faults(kernels: Made, compiled: Any) -> tuple[tuple[str, ...], WrongProducts | None]:
+    """What makes it slow, where that counts, and what the compilers made wrong; looked at once."""
+    if compiled not in _known_faults:
+        # Triton may be told to store machine code alone: then nothing is known of the text
+        asm = compiled.asm
+        slow = machine_code.losses(asm.get("ptx", ""), asm["cubin"]) if kernels.limits.by_code else ()
+        _known_faults[compiled] = slow, compiler_bugs.wrong(kernels, asm)
+    return _known_faults[compiled]
 
 
-def _best(chosen: Chosen[Tile], device: torch.device) -> Tile:
-    if chosen.rung is not None:
-        return chosen.rung
-    too_large = {tile: why for tile, why in chosen.refusals.items() if isinstance(why, OutOfResources)}
+def _best(kernels: Made, kernel: str, chosen: Chosen[Any], device: torch.device) -> Any:
+    """The rung that was chosen, or why another family's kernels are to run; raises where there is none."""
+    loud = kernels.limits.gives_way and config.debug_level() >= 1
+    passing = kernels.limits.passed
+    for rung, of in chosen.runnable.items() if loud else ():
+        if not passing(of):
+            print(f"flexmod: {kernel} of {kernels.family}: {rung} gives way: {of}", file=sys.stderr)
+    found = chosen.rung
+    if found is None and not kernels.limits.gives_way:
+        raise _refused(chosen, device)
+    if found is None and chosen.runnable:
+        found = f"a thread spills {min(of.spills for of in chosen.runnable.values())} registers at least"
+    elif found is None:
+        refused = "; ".join(f"{rung}: {refusal_in_words(why)}" for rung, why in chosen.refusals.items())
+        found = f"no shape of it compiles: {refused}"
+        warnings.warn(f"the {kernel} does not run on the template {kernels.family!r}, {found}", stacklevel=2)
+    if loud:
+        print(f"flexmod: {kernel} of {kernels.family}: {found}", file=sys.stderr)
+    return found
+
+
+def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
+    """What to raise where each rung is refused."""
+    too_large = {rung: why for rung, why in chosen.refusals.items() if isinstance(why, OutOfResources)}
     for error in chosen.refusals.values():
         if isinstance(error, type):
-            tried = [str(tile) for tile, why in chosen.refusals.items() if why is error]
-            raise error(triton=triton.__version__, device=device, tried=", ".join(tried))
-    raise NoTileFits(
+            tried = [str(rung) for rung, why in chosen.refusals.items() if why is error]
+            made: Exception = error(triton=triton.__version__, device=device, tried=", ".join(tried))
+            return made
+    return NoTileFits(
         limit=list(too_large.values())[-1].limit,
         device=device,
-        tried=", ".join(f"{tile}: {e.required} bytes" for tile, e in too_large.items()),
+        tried=", ".join(f"{rung}: {e.required} bytes" for rung, e in too_large.items()),
     )
+
+
+def refusal_in_words(refusal: object) -> str:
+    """The first line of what the compiler, the loader or we have against a rung."""
+    if refusal is MisaddressedProductsError:
+        return machine_code.MISADDRESSED
+    while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
+        refusal = refusal.__cause__  # Triton says where it was, and then what it met
+    said = getattr(refusal, "error_message", None) or str(refusal)
+    return said.strip().partition("\n")[0] or type(refusal).__name__
 
 
 def start(

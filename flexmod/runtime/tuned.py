@@ -22,33 +22,32 @@ from weakref import WeakKeyDictionary
 import torch
 
 from flexmod import config
-from flexmod.codegen.hopper import BackwardShape, ForwardShape, Shape, Way, hopper_kernels
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile
+from flexmod.codegen.kernels import Made
+from flexmod.codegen.spec import KernelSpec, Way
 from flexmod.command_errors import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
 
 # A change of kernels or of what is kept makes what was found before unknown.
-FORMAT = 1
-PORTABLE = "the portable template was found to be faster"
+FORMAT = 2
+
+Kinds = tuple[type, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
     """What a direction of a variant runs with; what is not named, flexmod chooses as ever.
 
-    `shape` is that of the kernels made for Hopper; `portable`: the portable ones run there too.
+    `tiles` are rungs by the names of kernels. `family`: the kernels of this one run, though others could.
     """
 
-    tiles: Mapping[KernelName, Tile] = field(default_factory=dict)
-    shape: Shape | None = None
-    portable: bool = False
+    tiles: Mapping[str, Any] = field(default_factory=dict)
+    family: str = ""
 
     def __str__(self) -> str:
         names = [f"{name} {tile}" for name, tile in self.tiles.items()]
-        names += [str(self.shape)] if self.shape else []
-        return ", ".join(names + (["portable template"] if self.portable else [])) or "flexmod's own choice"
+        names += [f"{self.family} template"] if self.family else []
+        return ", ".join(names) or "flexmod's own choice"
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ def device_name(device: torch.device, interpreted: bool) -> str:
 
 def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
     """Keep a choice, with facts for people who read the file; returns its path."""
-    shape = {"kind": type(choice.shape).__name__, **asdict(choice.shape)} if choice.shape else None
-    tiles = {name: asdict(tile) for name, tile in choice.tiles.items()}
-    text = json.dumps({**facts, "tiles": tiles, "shape": shape, "portable": choice.portable}, indent=1)
+    tiles = {name: {"kind": type(tile).__name__, **asdict(tile)} for name, tile in choice.tiles.items()}
+    text = json.dumps({**facts, "tiles": tiles, "family": choice.family}, indent=1)
     key.path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=key.path.parent, suffix=".tmp")
     with os.fdopen(handle, "w") as file:
@@ -98,23 +96,20 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
     return key.path
 
 
-def read(key: Key) -> Choice | None:
-    """What was found, None where nothing was, or its file is damaged."""
-    return _read(key.path)
+def read(key: Key, kinds: Kinds) -> Choice | None:
+    """What was found, None where nothing was, or its file is damaged. `kinds` are the classes of rungs."""
+    return _read(key.path, kinds)
 
 
 @lru_cache(256)
-def _read(path: Path) -> Choice | None:
+def _read(path: Path, kinds: Kinds) -> Choice | None:
     if not path.is_file():
         return None
     try:
         kept = json.loads(path.read_text())
-        tiles = {name: Tile(**tile) for name, tile in kept["tiles"].items()}
-        shape: Shape | None = None
-        if kept["shape"]:
-            kinds = {"ForwardShape": ForwardShape, "BackwardShape": BackwardShape}
-            shape = kinds[kept["shape"].pop("kind")](**kept["shape"])
-        return Choice(tiles, shape, kept["portable"])
+        by_name = {kind.__name__: kind for kind in kinds}
+        tiles = {name: by_name[tile.pop("kind")](**tile) for name, tile in kept["tiles"].items()}
+        return Choice(tiles, str(kept["family"]))
     except (ValueError, LookupError, TypeError, AttributeError):  # damaged
         return None
 
@@ -123,7 +118,7 @@ class Applied(NamedTuple):
     """Kernels that took a choice."""
 
     key: Key
-    kernels: Kernels
+    kernels: Made
 
 
 _tried: dict[Way, tuple[Choice, list[Applied]]] = {}
@@ -157,11 +152,11 @@ def trying(way: Way, choice: Choice) -> Iterator[list[Applied]]:
 
 
 # The choice that kernels run with now.
-_applied: WeakKeyDictionary[Kernels, Choice] = WeakKeyDictionary()
+_applied: WeakKeyDictionary[Made, Choice] = WeakKeyDictionary()
 
 
-def apply(kernels: Kernels, key: Key, device: torch.device) -> None:
-    """Have kernels run with what was found for them.
+def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
+    """Have kernels run with what was found for them. `kinds`: as `read`.
 
     Raises:
         NotTunedError: nothing was.
@@ -170,7 +165,7 @@ def apply(kernels: Kernels, key: Key, device: torch.device) -> None:
         choice, seen = _tried[key.way]
         seen.append(Applied(key, kernels))
     else:
-        found = read(key)
+        found = read(key, kinds)
         if found is None:
             raise NotTunedError(way=key.way, device=key.device, folder=folder())
         choice = found
@@ -179,10 +174,9 @@ def apply(kernels: Kernels, key: Key, device: torch.device) -> None:
     _applied[kernels] = choice
     for known in [of for of in kernels.tiles if of[1] == device]:
         del kernels.tiles[known]
-    kernels.tiles.update({(name, device): tile for name, tile in choice.tiles.items()})
+    own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
+    kernels.tiles.update({(name, device): tile for name, tile in own.items()})
     if kernels.spec.exact and "dq" in choice.tiles:  # both add up in one order
         kernels.tiles["delta", device] = choice.tiles["dq"]
-    settled = hopper_kernels(kernels).settled
-    settled.pop((key.way, device), None)
-    if choice.shape or choice.portable:
-        settled[key.way, device] = choice.shape or PORTABLE
+    if kernels.limits.gives_way and choice.family not in ("", kernels.family):
+        kernels.tiles[key.way, device] = f"the {choice.family} template was found to be faster"

@@ -6,7 +6,7 @@ import ast
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import planned
 import pytest
@@ -132,23 +132,22 @@ def test_the_ladder(
 
     def outcome(shape: Shape) -> Verdict:
         tried.append(shape)
-        verdict: Verdict | Exception = found[len(tried) - 1]
+        verdict: Verdict | Exception = found[ladder.index(shape)]
         if isinstance(verdict, Exception):
             raise verdict
         return verdict
 
-    monkeypatch.setattr(hopper, "_judged", lambda kernels, way, device, shape: outcome(shape))
-    monkeypatch.setattr(hopper, "_wrong", lambda *_: False)
+    monkeypatch.setattr(launch, "verdict", lambda kernels, way, device, shape: outcome(shape))
     monkeypatch.setattr(config, "debug_level", lambda: 1)
     for _ in range(2):
-        assert hopper.settle(kernels, "backward", CPU, lambda shape: shape) == ladder[chosen]  # type: ignore
-    assert tried == list(ladder[: len(found)])
+        assert launch.settle(kernels, "backward", CPU, lambda shape: [shape]) == ladder[chosen]  # type: ignore
+    assert tried == [*ladder[: len(found)], ladder[chosen]]  # and what is known is judged again
     gave_way = [
-        f"flexmod: backward for Hopper: {shape} gives way: {verdict}"
-        for shape, verdict in zip(tried, found, strict=True)
+        f"flexmod: backward of hopper: {shape} gives way: {verdict}"
+        for shape, verdict in zip(ladder, found, strict=False)
         if isinstance(verdict, Verdict) and not LIMITS.passed(verdict)
     ]
-    taken = f"flexmod: backward for Hopper: {ladder[chosen]}"
+    taken = f"flexmod: backward of hopper: {ladder[chosen]}"
     assert capsys.readouterr().err.splitlines() == [*gave_way, taken]
 
     def compiled(call: Any, kernels: Any, way: Any, target: str, rungs: Any) -> Report:
@@ -184,12 +183,15 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
         return Compiled(b"wrong" if (variant, shape) == ("odd", first) else b"right")
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
-    monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: ())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(launch.machine_code, "losses", lambda *asm: ())
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"wrong")
 
     def settled(variant: str) -> Shape:
-        return hopper.settle(kernels, "forward", CPU, lambda shape: {"variant": variant, "shape": shape})  # type: ignore
+        shape = launch.settle(
+            kernels, "forward", CPU, lambda shape: [{"variant": variant, "shape": shape}]
+        )
+        return cast(Shape, shape)
 
     assert [settled(x) for x in ("even", "even", "odd", "even")] == [first, first, second, second]
 
@@ -207,13 +209,13 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
         return Compiled(b"code", **kept)
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
-    monkeypatch.setattr(hopper.torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(hopper.machine_code, "losses", lambda *asm: asm)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(launch.machine_code, "losses", lambda *asm: asm)
     said = (kept.get("ptx", ""), b"code")
-    assert hopper._judged(kernels, "forward", CPU, {}) == Verdict(7, said)  # type: ignore
+    assert launch.verdict(kernels, "forward", CPU, {}) == Verdict(7, said)  # type: ignore
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"code")
-    refused = hopper._judged(kernels, "forward", CPU, {}).refusal
-    assert hopper.refusal_in_words(refused) == hopper.machine_code.MISADDRESSED
+    refused = launch.verdict(kernels, "forward", CPU, {}).refusal
+    assert launch.refusal_in_words(refused) == launch.machine_code.MISADDRESSED
 
 
 def test_a_refusal_says_what_the_compiler_met() -> None:
@@ -221,8 +223,8 @@ def test_a_refusal_says_what_the_compiler_met() -> None:
     node = ast.parse("a = b").body[0]
     outer = CompilationError("consume()", node, None)
     outer.__cause__ = CompilationError("a = b", node, "NameError('b is not defined')")
-    assert hopper.refusal_in_words(outer) == "NameError('b is not defined')"
-    assert hopper.refusal_in_words(ValueError()) == "ValueError"
+    assert launch.refusal_in_words(outer) == "NameError('b is not defined')"
+    assert launch.refusal_in_words(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(
@@ -248,16 +250,16 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
             raise fault
         return Verdict(*fault)
 
-    monkeypatch.setattr(hopper, "_judged", compiled)
+    monkeypatch.setattr(launch, "verdict", compiled)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            with pytest.raises(hopper.NoShape) as raised:
-                hopper.settle(kernels, "forward", CPU, lambda shape: {})
+            with pytest.raises(launch.NoRung) as raised:
+                launch.settle(kernels, "forward", CPU, lambda shape: [{}])
             assert str(raised.value) == why
     assert len(calls) == len(kernels.ladder("forward"))
-    wanted = [f"the forward does not run on Hopper's template, {why}"] if isinstance(fault, Exception) else []
-    assert [str(warning.message) for warning in said] == wanted
+    wanted = f"the forward does not run on the template 'hopper', {why}"
+    assert [str(warning.message) for warning in said] == [wanted] * isinstance(fault, Exception)
 
 
 # Launches

@@ -21,11 +21,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexmod.backends import generated, hopper
+from flexmod.backends import hopper
+from flexmod.backends.families import families
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
-from flexmod.codegen.hopper import TARGET, HopperKernels, Shape, Way, text, why_portable
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.hopper import TARGET, HopperKernels, text, why_portable
+from flexmod.codegen.spec import KernelSpec, Way
 from flexmod.runtime import bound, launch
 from flexmod.runtime.counters import COUNTER
 from plain_gluon.language import names, run_program
@@ -70,18 +71,23 @@ def on_python(
             arguments = {**arguments, **{n: by_length(x) for n, x in rows.items()}}
         run_kernel(changed(source), name, programs[0], arguments, seed)
 
-    def settle(kernels: HopperKernels, way: Way, *_: Any) -> Shape:
-        shapes = kernels.ladder(way)
+    own_settle = launch.settle
+
+    def settle(kernels: Any, name: str, *given: Any) -> Any:
+        if not isinstance(kernels, HopperKernels):
+            return own_settle(kernels, name, *given)
+        shapes = kernels.ladder(name)
         return shapes[seed % len(shapes)]
 
     def why(spec: KernelSpec, way: Way, target: str, options: Any, **facts: bool) -> str | None:
         return why_portable(spec, way, TARGET, options, **facts)
 
+    first, _ = families()
     with (
         mock.patch.object(launch, "start", start),
         mock.patch.object(hopper, "_order", order),
-        mock.patch.object(hopper, "settle", settle),
-        mock.patch.object(generated, "why_portable", why),
+        mock.patch.object(launch, "settle", settle),
+        mock.patch.object(first, "obstacle", why),
         # a call of another seed has another shape
         mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
         mock.patch.object(hopper, "processors", lambda device: PROCESSORS),

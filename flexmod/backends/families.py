@@ -1,0 +1,156 @@
+"""Families of kernels: the ways in which a call can be computed on a GPU, asked one after the other.
+
+The first family that has no obstacle makes the kernels of a forward, and of a backward. The last one,
+"portable", has none. A family is an object with the parts of `Family`; `insert` adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexmod import kernel_options
+from flexmod.backends import hopper, triton
+from flexmod.backends.arguments import Operands
+from flexmod.backends.triton import Facts, Found, Incoming, Rungs
+from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.codegen.hopper import TARGET, hopper_kernels, template, why_portable
+from flexmod.codegen.kernels import Kernels, Made
+from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.compiler import CONSTANTS
+from flexmod.errors import HopperTemplateError
+from flexmod.plan import Place, Writer
+
+Places = tuple[Place | None, ...]
+
+
+class Family(Protocol):
+    """`name` is what kernel option TEMPLATE calls it, `title` what a sentence does.
+
+    `target`: a chip for which `explain` shows it. `fused`: its backward sums by column what b and h alone
+    index.
+    """
+
+    name: str
+    title: str
+    target: str
+    fused: bool
+
+    def obstacle(
+        self, spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any], *, deterministic: bool
+    ) -> str | None:
+        """Why it does not make these kernels for a chip; None where it does."""
+
+    def call_obstacle(
+        self, q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None
+    ) -> str | None:
+        """Why its kernels do not take these tensors, and the columns of this mask."""
+
+    def kernels(self, portable: Kernels) -> Made:
+        """Its kernels for what the portable ones were made for; the same object for the same ones.
+
+        Those of a family before the last have `text`, that of their module, and `choices(way)`, what tuning
+        tries; their `limits` give way.
+        """
+
+    def forward(
+        self, writer: Writer, made: Any, call: Operands, rungs: Rungs, *, want_max: bool, keep: bool
+    ) -> Places:
+        """See `triton.forward`."""
+
+    def facts(self, key: Tensor, grad_out: Tensor) -> Facts:
+        """What a backward of these tensors goes by."""
+
+    def backward(
+        self, writer: Writer, made: Any, call: Operands, incoming: Incoming, needs: tuple[bool, bool, bool],
+        rungs: Rungs, facts: Facts,
+    ) -> Found:  # fmt: skip
+        """See `triton.backward`."""
+
+
+class _Hopper:
+    name, title, target, fused = "hopper", "kernels made for Hopper", TARGET, True
+    obstacle = staticmethod(why_portable)
+    call_obstacle = staticmethod(hopper.call_obstacle)
+    kernels = staticmethod(hopper_kernels)
+    forward = staticmethod(hopper.forward)
+    facts = staticmethod(hopper.facts_of)
+    backward = staticmethod(hopper.backward)
+
+
+class _Portable:
+    name, title, target, fused = "portable", "portable Triton kernels", "", False
+    forward = staticmethod(triton.forward)
+    backward = staticmethod(triton.backward)
+
+    def obstacle(self, *_: Any, **__: Any) -> None:
+        return None
+
+    call_obstacle = obstacle
+
+    def kernels(self, portable: Kernels) -> Kernels:
+        return portable
+
+    def facts(self, key: Tensor, grad_out: Tensor) -> Facts:
+        return Facts(deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+PORTABLE: Family = _Portable()
+INTERPRETER = "Triton's interpreter"  # in place of a chip
+_known: tuple[Family, ...] = (_Hopper(), PORTABLE)
+
+
+def families() -> tuple[Family, ...]:
+    """All, in the order in which they are asked."""
+    return _known
+
+
+def insert(family: Family) -> Callable[[], None]:
+    """Ask this family first; returns what takes it out again. Calls from then on are made anew."""
+    _set((family, *_known))
+    return lambda: _set(tuple(other for other in _known if other is not family))
+
+
+def _set(known: Sequence[Family]) -> None:
+    global _known
+    _known = tuple(known)
+    kernel_options.name_templates([family.name for family in _known])
+    CONSTANTS.version = object()  # what is known of calls depends on it
+
+
+def obstacle(
+    family: Family, spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Why a family does not make these kernels for a chip, as torch's switch for determinism stands.
+
+    Raises HopperTemplateError where the options insist on it.
+    """
+    given = options or {}
+    asked = template(given, way)
+    why = family.obstacle(
+        spec, way, target, given, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
+    if why is None and asked not in ("auto", family.name):
+        why = "kernel option TEMPLATE asks for another"
+    if why is not None and asked == family.name:
+        raise HopperTemplateError(template=family.name, way=way, why=why)
+    return why
+
+
+def serving(
+    spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any] | None = None
+) -> tuple[Family, dict[str, str]]:
+    """The first family without an obstacle on a chip, and why the ones before it do not serve, by name.
+
+    Raises as `obstacle`.
+    """
+    passed: dict[str, str] = {}
+    for family in _known:
+        why = obstacle(family, spec, way, target, options)
+        if why is None:
+            return family, passed
+        passed[family.name] = why
+    raise AssertionError("the portable family has no obstacle")

@@ -1,0 +1,116 @@
+"""A third family of kernels, a toy: inserted, it is found by all that asks for families."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flexmod import ahead, errors, explain, flex_attention, masks, mods
+from flexmod.backends import families, generated, triton
+from flexmod.backends.triton import Facts
+from flexmod.codegen.choose import Limits
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import Tile
+from flexmod.mod_names import Mods, Setting
+from flexmod.runtime.target import named
+from flexmod.tune import tune
+from flexmod.variant import variant
+
+CPU = torch.device("cpu")
+
+
+class ToyKernels:
+    """The portable forward with tiles of 16 queries."""
+
+    family, limits, rungs = "toy", Limits(passing=64, gives_way=True), (Tile,)
+
+    def __init__(self, portable: Kernels) -> None:
+        self.portable, self.tiles = portable, dict[Any, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.portable, name)
+
+    def ladder(self, kernel: Any) -> tuple[Tile, ...]:
+        return (Tile(16, 16, 1, 1), Tile(16, 32, 1, 1))
+
+    choices = ladder
+
+    @property
+    def text(self) -> str:
+        return inspect.getsource(self.portable.module)
+
+
+class Toy:
+    name, title, target, fused = "toy", "kernels of a toy", "sm_80", False
+    made: dict[Kernels, ToyKernels] = {}
+
+    def obstacle(self, spec: Any, way: str, *_: Any, **__: Any) -> str | None:
+        return "a toy has no backward" if way == "backward" else None
+
+    def call_obstacle(self, q: Any, k: Any, v: Any, by_column: Any) -> str | None:
+        return "a toy takes 8 heads at most" if q.shape[1] > 8 else None
+
+    def kernels(self, portable: Kernels) -> Any:
+        return self.made.setdefault(portable, ToyKernels(portable))
+
+    def facts(self, key: Any, grad_out: Any) -> Facts:
+        return Facts()
+
+    forward, backward = staticmethod(triton.forward), staticmethod(triton.backward)
+
+
+@pytest.fixture(autouse=True)
+def toy() -> Iterator[None]:
+    remove = families.insert(Toy())
+    yield
+    remove()
+
+
+@pytest.mark.parametrize(("heads", "served"), [(2, ["toy", "portable"]), (9, ["portable", "portable"])])
+def test_a_call(heads: int, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    made = generated.Bound
+
+    def bind(plan: Any, *rest: Any) -> Any:
+        found.append([step.source.family for step in plan.launches() if step.rung][0])
+        return made(plan, *rest)
+
+    monkeypatch.setattr(generated, "Bound", bind)
+    given = [torch.randn(1, heads, 40, 16, requires_grad=True) for _ in range(3)]
+    softcap, options = mods.softcap(5.0), {"BACKEND": "INTERPRET"}
+    expected = flex_attention(*given, softcap, kernel_options={"BACKEND": "REFERENCE"})
+    out = flex_attention(*given, softcap, kernel_options=options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.autograd.grad(out.sum(), given)  # type: ignore[union-attr]
+    assert found == served
+    way = "backward" if heads == 2 else "forward"
+    with pytest.raises(errors.HopperTemplateError, match=f"TEMPLATE is 'toy', but the {way} cannot run on"):
+        out = flex_attention(*given, softcap, kernel_options={**options, "TEMPLATE": "toy"})
+        torch.autograd.grad(out.sum(), given)  # type: ignore[union-attr]
+
+
+def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = explain(mods.softcap(5.0), masks.causal())
+    assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
+    assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
+    doctor = importlib.import_module("flexmod.cli.doctor")
+    monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
+    said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]
+    assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]
+
+
+def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
+    setting = Setting(1, 1, 32, 16, torch.float32, CPU)
+    found = tune(Mods(), setting, options={"BACKEND": "INTERPRET"}, seconds=9)
+    assert [str(trial.choice) for trial in found.trials["forward"]][1:3] == [
+        "forward 16x16 (1 warps, 1 stages)", "forward 16x32 (1 warps, 1 stages)",
+    ]  # fmt: skip
+    first, *others = ahead.jobs(variant(None, masks.causal(), head_dim=16), "sm_80")
+    assert (first.template, {job.template for job in others}) == ("toy", {"portable"})
+    assert first.compile().fits
