@@ -52,8 +52,8 @@ class Family(Protocol):
     def kernels(self, portable: Kernels) -> Made:
         """Its kernels for what the portable ones were made for; the same object for the same ones.
 
-        Those of a family before the last have `text`, that of their module, and `choices(way)`, what tuning
-        tries; their `limits` give way.
+        All but portable kernels have `text`, the source of their module, and `choices(way)`, the rungs that
+        tuning tries. Their `limits` give way.
         """
 
     def forward(
@@ -109,7 +109,7 @@ def families() -> tuple[Family, ...]:
 
 
 def insert(family: Family) -> Callable[[], None]:
-    """Ask this family first; returns what takes it out again. Calls from then on are made anew."""
+    """Ask this family first; returns what takes it out again. Plans of calls are made again."""
     _set((family, *_known))
     return lambda: _set(tuple(other for other in _known if other is not family))
 
