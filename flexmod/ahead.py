@@ -155,7 +155,10 @@ def compiled(
     for step in plan.launches(name):
         facts = offline.specialized(getattr(step.source.module, step.name), call.arguments(plan, step))
         if repr(facts) not in reports:
-            reports[repr(facts)] = offline.compile_launch(facts, target)
+            kernel, signature, constants, divisible, options = facts
+            reports[repr(facts)] = offline.compile(
+                kernel, signature, constants, target, divisible=divisible, **options
+            )
     return max(reports.values(), key=lambda report: (not report.fits, report.local))
 
 

@@ -139,8 +139,8 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> Facts:
         signature[name] = kind_of(value)
         if name not in fixed and signature[name].startswith(("*", "i")):
             divisible[name] = isinstance(value, Tensor) or value is COUNTER or value % 16 == 0
-    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    return Facts(kernel, signature, constants, divisible, options)
+    given = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
+    return Facts(kernel, signature, constants, divisible, {"num_warps": 4, "num_stages": STAGES, **given})
 
 
 def kind_of(value: Any) -> str:
@@ -154,13 +154,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def compile_launch(facts: Facts, target: str | Target) -> Report:
-    """As a launch compiles it, with Triton's own numbers where it names none."""
-    kernel, signature, constants, divisible, options = facts
-    given = {"num_warps": 4, "num_stages": STAGES, **options}
-    return compile(kernel, signature, constants, target, divisible=divisible, **given)
 
 
 def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
