@@ -70,11 +70,10 @@ class Size:
         return _made(f"{other} * {_factor(self)}", operator.mul, other, self)
 
     def __floordiv__(self, other: Extent) -> Size:
-        divisor = other if isinstance(other, int) else f"({other})"
-        return _made(f"{_factor(self)} // {divisor}", operator.floordiv, self, other)
+        return _made(f"{_factor(self)} // {_divisor(other)}", operator.floordiv, self, other)
 
     def __rfloordiv__(self, other: int) -> Size:
-        return _made(f"{other} // ({self})", operator.floordiv, other, self)
+        return _made(f"{other} // {_divisor(self)}", operator.floordiv, other, self)
 
 
 Extent = int | Size
@@ -87,6 +86,11 @@ def _made(text: str, rule: Callable[..., int], *parts: Extent) -> Size:
 def _factor(extent: Extent) -> str:
     text = str(extent)
     return text if PRODUCT.fullmatch(text) else f"({text})"
+
+
+def _divisor(extent: Extent) -> str:
+    text = str(extent)
+    return text if text.isalnum() or text.isidentifier() else f"({text})"
 
 
 def cdiv(extent: Extent, by: int) -> Extent:

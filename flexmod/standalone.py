@@ -12,19 +12,21 @@ import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import triton
 
 from flexmod.ahead import first_tile, portable_kernels
+from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.functions import fresh
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.render import head_lines, parameters, render
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, statistics_rows
+from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
+from flexmod.codegen.render import head_lines, render
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, Way
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.torch_text import TorchText, write_torch
 from flexmod.compiler import build, capture_grad, capture_terms
@@ -32,6 +34,8 @@ from flexmod.errors import NoTileFits
 from flexmod.ir.graph import Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.ir.reductions import Term
+from flexmod.plan import Size
+from flexmod.plan_text import PlanText
 from flexmod.quotes import example, quotes
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.variant import Variant, variant
@@ -44,18 +48,26 @@ INTERPRETED = (2, 2, 1, 100, 130)
 # How far a result in the dtype may be from dense attention in float64, as a ratio of norms.
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 NO_TILES: Mapping[KernelName, Tile] = {}
+# A tile that is chosen in the file.
+IN_THE_FILE: Any = Tile(Size("BLOCK_M"), Size("BLOCK_N"), 0, 0)  # type: ignore[arg-type]
+# What the file calls a mask's lists.
+PARTS = {
+    "{}_num_blocks": "counts", "{}_indices": "indices",
+    "full_{}_num_blocks": "full_counts", "full_{}_indices": "full_indices",
+}  # fmt: skip
 # Names that the template has at the places where captured tensors have theirs.
 TAKEN = {
     "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "rest", "peak", "total", "row", "column",
     "length", "dtype", "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h",
     "q_idx", "kv_idx", "score", "keep", "kept", "start", "positions", "pairs", "full", "partial",
-    "arguments", "exact", "dense",
+    "exact", "dense",
     "operands", "results", "truths", "names", "agrees", "error", "name", "result", "truth", "shapes", "sizes",
     "interpreted", "largest", "weight", "torch", "triton", "tl", "os", "sys", "warnings", "attention",
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
-    "of_sums", "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E",
-    "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "blocks_of", "build_mask", "dense_attention",
-    "launch", "listed", "main", "shared_arguments", "strided", "times",
+    "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E", "B", "HQ", "M", "N",
+    "KV_B", "HKV", "_", "MASK_B", "MASK_H", "Q_BLOCKS", "KV_BLOCKS", "delta", "lse2", "meta",
+    "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "build_mask", "dense_attention", "listed", "main",
+    "times",
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
     "dq_kernel", "dkdv_kernel", "scatter_kernel", *dir(builtins),
 }  # fmt: skip
@@ -150,9 +162,6 @@ class _File:
         v = self.variant
         self.score = v.score.score if v.score else None
         self.mask = v.mask.score if v.mask else None
-        names = Names()
-        self.score_names = names.of(self.score, v.score_tensors)
-        self.mask_names = names.of(self.mask, v.mask_tensors)
         self.terms: list[Term] = []
         if v.learned and self.score:
             # along diagonals there is a kernel of its own, with lists of its own: by element serves as well
@@ -163,6 +172,10 @@ class _File:
         self.captures = NO_CAPTURES
         if self.terms and self.score:
             self.captures = write_terms(capture_grad(self.score, v.learned), self.terms)
+        texts = [(along, text) for along, text in _by_along(self.captures) if text]
+        names = Names([f"{term.into.lower()}_by_{along}" for along, text in texts for term in text.terms])
+        self.score_names = names.of(self.score, v.score_tensors)
+        self.mask_names = names.of(self.mask, v.mask_tensors)
         score, mask = v.score, v.mask
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
@@ -193,9 +206,9 @@ class _File:
             mask_names=mask_names,
             mask_only=mask_only,
             mask_reads=self.mask.reads if self.mask else (),
-            parameters_of_mods=self.parameters(),
             learned=learned,
-            by_element=self.by_element(),
+            forward=self.statements("forward"),
+            backward=self.statements("backward"),
             adds=any(term.place for tensor in learned for term in tensor.terms),
             captured_shapes=shapes(self.score, self.variant.score_tensors, self.score_names),
             tiles=self.chosen_tiles(),
@@ -245,18 +258,26 @@ class _File:
             chosen[name] = tile
         if self.variant.spec.exact:
             chosen["delta"] = chosen["dq"]
-        else:
-            chosen["statistics"] = Tile(statistics_rows(self.variant.spec), 0, 4, 3)
         return list(chosen.items())
 
-    def parameters(self) -> list[tuple[str, str]]:
-        """The parameters that mods bring to any kernel, and what a launch gives for them."""
-        grads = self.captures.by_kernel(self.kernels.grad).values()
-        given: dict[str, str] = {}
-        for text in (self.kernels.score, *grads):
-            given |= {p.name: _argument(p, self.score_names) for p in parameters(text)}
-        given |= {p.name: _argument(p, self.mask_names) for p in parameters(self.kernels.mask)}
-        return list(given.items())
+    def statements(self, way: Way) -> str:
+        """What a forward or a backward allocates and launches, with the tiles that TILES names."""
+        names = {"query": "q", "key": "k", "value": "v", "scale": "scale"}
+        names |= {f"grad_{name}": f"grad_{names[name]}" for name in ("query", "key", "value")}
+        names |= {f"kept{number}": name.lower() for number, name in enumerate(self.kernels.kept)}
+        names |= {f"score_capture{number}": name for number, name in enumerate(self.score_names)}
+        names |= {f"mask_capture{number}": name for number, name in enumerate(self.mask_names)}
+        for axis, blocks in (("kv", "by_row"), ("q", "by_column")):
+            for part, name in PARTS.items():
+                names[part.format(axis)] = f"mask.{blocks}.{name}"
+        small = self.kernels.small_scores and not self.kernels.spec.exact
+        rungs = dict.fromkeys(get_args(KernelName), IN_THE_FILE)
+        plan = self.call.plan(way, self.kernels, rungs, keep=not small, captured=False)
+        return PlanText(names).statements(plan, indent=12)
+
+    @cached_property
+    def call(self) -> VariantCall:
+        return VariantCall(self.variant)
 
     def learned(self) -> list[Learned]:
         """What is to be done with the sums of each tensor's gradient."""
@@ -280,10 +301,6 @@ class _File:
                 given = tuple(self.score_names[n] for n in place.captures)
                 sums.append(SumText(buffer, term.along, place, given))
         return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
-
-    def by_element(self) -> list[tuple[str, str]]:
-        terms = self.captures.element.terms if self.captures.element else ()
-        return list({term.into.upper(): self.score_names[term.capture] for term in terms}.items())
 
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """B, HQ, HKV, M and N of main(): no more than what is captured has elements for."""
@@ -311,10 +328,10 @@ class _File:
 
 
 class Names:
-    """Names in the file for captured tensors: the user's own; one tensor has one name."""
+    """Names in the file for captured tensors: the user's own; one tensor has one name. `sums` are taken."""
 
-    def __init__(self) -> None:
-        self._taken = set(TAKEN)
+    def __init__(self, sums: Sequence[str]) -> None:
+        self._taken = {*TAKEN, *sums}
         self._known: dict[int, str] = {}
 
     def of(self, graph: Graph | None, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
@@ -337,11 +354,6 @@ def shapes(
         (names[n], f"{dtype_name(tensors[n].dtype)} {list(tensors[n].shape)} where it was captured")
         for n in (used_captures(graph.nodes) if graph else ())
     ]
-
-
-def _argument(p: Parameter, names: Sequence[str]) -> str:
-    name = names[p.index]
-    return {"pointer": name, "size": f"{name}.shape[{p.dim}]", "stride": f"{name}.stride({p.dim})"}[p.kind]
 
 
 def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:

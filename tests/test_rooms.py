@@ -63,7 +63,7 @@ runtime
 backends
 explain
 ahead warm
-quotes standalone
+plan_text quotes standalone
 block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
 layouts
 checks

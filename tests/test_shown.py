@@ -226,7 +226,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
     path = attend.save(str(tmp_path / "mine.py"), target="sm_90")
     text = path.read_text()
     assert "def mod(" in text and "where cap" not in text and "chosen for\nsm_90." in text
-    assert '"forward": (32, 32,' in text and text.count("scale=0.25):") == 2
+    assert "BLOCK_M=32, BLOCK_N=32" in text and text.count("scale=0.25):") == 2
     switches = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(path)], env=switches, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,9 +75,13 @@ class Operands:
 
 
 def operands(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, score_numbers: Numbers, mask_numbers: Numbers
-) -> Operands:
-    """Of a call; `inputs` are its query, key and value, what the mods capture, and the tiles of its mask."""
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, score_numbers: Numbers, mask_numbers: Numbers,
+    lists: Callable[[str, Tensor], Place] = fixed,
+) -> Operands:  # fmt: skip
+    """Of a call; `inputs` are its query, key and value, what the mods capture, and the tiles of its mask.
+
+    `lists` makes the places of a mask's lists: a user's have the layout that they have.
+    """
     batch, heads, length, shared_batch, shared, keys = map(Size, ("B", "HQ", "M", "KV_B", "HKV", "N"))
     query = named("query", q, (batch, heads, length, q.shape[3]))
     key = named("key", k, (shared_batch, shared, keys, k.shape[3]))
@@ -85,7 +89,7 @@ def operands(
     captured = _captured_places("score", problem.score)
     mask, of_mask = None, tuple[Place, ...]()
     if problem.mask is not None:
-        of_mask = places_of_mask(problem.mask)
+        of_mask = places_of_mask(problem.mask, lists)
         mask = problem.mask.with_tensors(of_mask)  # type: ignore[arg-type]
     return Operands(
         query, key, value,
@@ -102,10 +106,12 @@ def _captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
     return tuple(named(f"{mod}_capture{number}", tensor) for number, tensor in enumerate(tensors))
 
 
-def places_of_mask(mask: MaskSnapshot) -> tuple[Place, ...]:
-    """Places for all tensors of a mask, in their order. A user's lists have the layout that they have."""
+def places_of_mask(
+    mask: MaskSnapshot, lists: Callable[[str, Tensor], Place] = fixed
+) -> tuple[Place, ...]:
+    """Places for all tensors of a mask, in their order."""
     names = mask.held.parts()
-    make = fixed if mask.held.form == "lists" else named
+    make = lists if mask.held.form == "lists" else named
     tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.held.tensors(), strict=True))
     return (*tiles, *_captured_places("mask", mask.mod))
 

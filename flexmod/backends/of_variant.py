@@ -22,7 +22,7 @@ from flexmod.block_mask.tiles import LISTS
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Way
 from flexmod.ir.trace import Traced
-from flexmod.plan import Launch, Plan, Writer, extents_of
+from flexmod.plan import Launch, Place, Plan, Size, Writer, contiguous, extents_of
 from flexmod.runtime.bound import sample
 from flexmod.variant import Variant
 
@@ -41,17 +41,23 @@ class VariantCall:
         score: Any = SimpleNamespace(tensors=made.score_tensors)
         self._mask = _mask_of(made)
         problem = Problem(score, None, self._mask, spec.head_dim**-0.5)
-        self.call = operands(*self._qkv, problem, (), ())
+        self.call = operands(*self._qkv, problem, (), (), _list)
 
-    def plan(self, way: Way, made: Made, rungs: Rungs = NO_RUNGS) -> Plan:
-        """The plan of a forward or a backward on these kernels; the first rungs where none are given."""
+    def plan(
+        self, way: Way, made: Made, rungs: Rungs = NO_RUNGS, *, keep: bool = True, captured: bool = True
+    ) -> Plan:
+        """The plan of a forward or a backward on these kernels; the first rungs where none are given.
+
+        `keep`: the forward keeps what a backward needs besides the lse. `captured`: with the gradients of
+        captured tensors, or else with the sums that they are made of.
+        """
         family = next(one for one in families() if one.name == made.family)
         writer, taken = Writer(), FirstRungs(made, rungs)
         checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
         call, watch = watched(writer, self.call, checks)
         if way == "forward":
             inputs = call.inputs
-            results = family.forward(writer, made, call, taken, want_max=False, keep=True)
+            results = family.forward(writer, made, call, taken, want_max=False, keep=keep)
         else:
             given = self._incoming
             first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
@@ -59,7 +65,10 @@ class VariantCall:
             found = family.backward(writer, made, call, given, (True, True, True), taken, Facts())
             graph = self._made.score.score if self._made.score else None
             graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
-            results = with_captured(writer, call, found, graph, self._made.learned, family.fused)
+            if captured:
+                results = with_captured(writer, call, found, graph, self._made.learned, family.fused)
+            else:
+                results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
         if watch is not None:
             watch.look()
         return writer.plan(inputs, results)
@@ -124,6 +133,13 @@ def _empty(dtype: torch.dtype, dim: int) -> Tensor:
 def _unfilled(tensor: Tensor) -> Tensor:
     """A tensor that lies as this one does, and holds nothing."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _list(name: str, tensor: Tensor) -> Place:
+    """A list of a mask's blocks, dense: all of a mask go by the same names."""
+    sides = ("Q_BLOCKS", "KV_BLOCKS") if "kv_" in name else ("KV_BLOCKS", "Q_BLOCKS")
+    shape = tuple(map(Size, ("MASK_B", "MASK_H", *sides)))[: tensor.dim()]
+    return Place(name, shape, contiguous(shape), tensor.dtype)
 
 
 def _mask_of(made: Variant) -> MaskSnapshot | None:
