@@ -103,9 +103,10 @@ def measure(part: Part) -> dict[str, Any]:
     kernels = made.kernels("forward" if part.kernel == "forward" else "backward")
     if part.kernel not in portable_kernels(kernels, made):
         raise ValueError(f"{part.row} has no {part.kernel} kernel")
+    call = VariantCall(made)
     own = () if part.tile == "ladder" else (Tile(*map(int, part.tile.split("x"))),)
     for tile in own or kernels.ladder(part.kernel):
-        report = compiled(VariantCall(made), kernels, part.kernel, part.target, {part.kernel: tile})
+        report = compiled(call, kernels, part.kernel, part.target, {part.kernel: tile})
         if report.fits:
             break
     return {

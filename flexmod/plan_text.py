@@ -32,8 +32,8 @@ _OF_TENSOR = re.compile(r"(\w+)_(size|stride)(\d+)")
 class PlanText:
     """`names` has the file's expressions for places and for parameters, where these differ."""
 
-    def __init__(self, names: Mapping[str, str], like: str = "q") -> None:
-        self._names, self._like = names, like
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names, self._like = names, names["query"]
 
     def statements(self, plan: Plan, indent: int = 0) -> str:
         """All steps; a plan for a file allocates and launches, and does nothing else."""

@@ -135,9 +135,15 @@ def obstacle(
     )
     if why is None and asked not in ("auto", family.name):
         why = "kernel option TEMPLATE asks for another"
-    if why is not None and asked == family.name:
-        raise HopperTemplateError(template=family.name, way=way, why=why)
+    if why is not None:
+        check_not_asked_for(family, way, given, why)
     return why
+
+
+def check_not_asked_for(family: Family, way: Way, options: Mapping[str, Any], why: str) -> None:
+    """Raises HopperTemplateError where the options insist on a family that cannot serve."""
+    if template(options, way) == family.name:
+        raise HopperTemplateError(template=family.name, way=way, why=why)
 
 
 def serving(

@@ -19,15 +19,13 @@ from flexmod import config
 from flexmod.backends import hopper, triton
 from flexmod.backends.arguments import Operands, operands
 from flexmod.backends.captured import gradients
-from flexmod.backends.families import INTERPRETER, Family, families, obstacle
+from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
 from flexmod.backends.interface import Problem
 from flexmod.backends.triton import Found, Incoming, Rungs
-from flexmod.codegen.hopper import template
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelSpec, Way, option
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
-from flexmod.errors import HopperTemplateError
 from flexmod.ir.graph import Graph
 from flexmod.ir.reductions import Term
 from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of, named
@@ -86,11 +84,11 @@ class Generated:
 
     def _served(self, way: Way, compiled: _Compiled, write: Write) -> Bound:
         """The plan of the first family that takes the call and has a rung that does, bound."""
-        (q, k, v), options = compiled.qkv, compiled.problem.options
+        (q, k, v), options = compiled.qkv, dict(compiled.problem.options)
         mask = compiled.problem.mask if way == "backward" else None
         target = INTERPRETER if self.interpreted else target_of(q.device).name
         for family in families():
-            why = obstacle(family, compiled.spec, way, target, dict(options))
+            why = obstacle(family, compiled.spec, way, target, options)
             why = why or family.call_obstacle(q, k, v, mask)
             if why is None:
                 made = family.kernels(compiled.make(family.fused))
@@ -98,7 +96,9 @@ class Generated:
                     return compiled.settled(made, lambda *given, f=family, m=made: write(f, m, *given))
                 except launch.NoRung as none:
                     why = str(none)
-            _passed_over(family, way, dict(options), why)
+            check_not_asked_for(family, way, options, why)
+            if config.debug_level() >= 1:
+                print(f"flexmod: {way} not on the template {family.name!r}: {why}", file=sys.stderr)
         raise AssertionError("the portable family takes every call")
 
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, kept: int = 0) -> _Compiled:
@@ -280,14 +280,6 @@ def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, 
     query, key, value = tensors[2:5] if backward else tensors[:3]
     assert query is not None and key is not None and value is not None
     return query, key, value
-
-
-def _passed_over(family: Family, way: Way, options: Mapping[str, Any], why: str) -> None:
-    """Says that the next family is asked, or raises where the options insist on this one."""
-    if template(options, way) == family.name:
-        raise HopperTemplateError(template=family.name, way=way, why=why)
-    if config.debug_level() >= 1:
-        print(f"flexmod: {way} not on the template {family.name!r}: {why}", file=sys.stderr)
 
 
 ON_GPU = Generated(interpreted=False)
