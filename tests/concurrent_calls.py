@@ -65,7 +65,10 @@ def of_threads(work: Callable[[int], list[list[Tensor]]]) -> dict[int, list[list
     return found
 
 
+# It ends without Python's shutdown: the thread of torch's autograd may still be dropping the last objects
+# of the backward, and then torch ends the process (pytorch/pytorch issue 190489).
 SCRIPT = """
+import os
 import sys
 from concurrent_calls import results, squares
 
@@ -73,5 +76,6 @@ number, device, backend, length, head_dim = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 found = results(int(number), device, backend, int(length), int(head_dim))
-print(squares(found))
+print(squares(found), flush=True)
+os._exit(0)
 """

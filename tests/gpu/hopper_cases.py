@@ -15,9 +15,9 @@ import torch
 from reference_case import Limit, eager_error_bound, error_size, expected, make_case
 from torch import Tensor
 
-from flexmod import create_block_mask, flex_attention
-from flexmod.backends import hopper
+from flexmod import autograd, create_block_mask, flex_attention
 from flexmod.codegen.hopper import BackwardShape, ForwardShape
+from flexmod.runtime import launch
 from gpu.poison import poison
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,9 +245,9 @@ def measure(case: HopperCase) -> list[str]:
     leaves = [x.detach().requires_grad_() for x in call.inputs]
     statistics = torch.empty(call.q.shape[:3], device=DEVICE)
     with (
-        mock.patch.object(hopper, "settle", at_rung(case.rung)),
+        mock.patch.object(launch, "settle", at_rung(case.rung)),
         # a call of another rung is the same call
-        mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
+        mock.patch.object(autograd, "_has_kinds", lambda mask: False),
     ):
         poison(call.grad_out, statistics)
         out, lse = flex_attention(
