@@ -71,20 +71,40 @@ class Asked(NamedTuple):
 class Ready(NamedTuple):
     """A call that is known.
 
-    `mask`: of the score mod's -inf branches. `places`: of captured tensors, among those of the fingerprint.
-    `autocast`: it is enabled.
+    `own`: the mask of the score mod's -inf branches. `places`: of the tensors that the score mod captures,
+    among those of the fingerprint, or among those that an operation is given. `autocast`: it is enabled.
     """
 
     call: autograd.Call
-    mask: MaskSnapshot | None
+    own: MaskSnapshot | None
     places: tuple[int, ...]
-    autocast: bool
+    autocast: bool = False
+
+    def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
+        """The mask of a call like this one, to which `given` was given.
+
+        A CUDA graph that is captured reads its tiles at each replay, whatever is forgotten meanwhile.
+        """
+        own = self.own
+        if own is None:
+            return given
+        if is_captured(own.device):
+            _in_graphs[id(own)] = own
+        return own
+
+    def lasts(self, device: torch.device) -> bool:
+        """Does it serve later calls?
+
+        Not with a mask that depends on what captured tensors hold: that is built at each call. While a CUDA
+        graph is captured, the tiles of a mask are there after a replay alone.
+        """
+        return self.own is None or not (self.own.traced.tensors or is_captured(device))
 
 
 # runs a checked call: query, key, value, the traced score_mod, the mask
 Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, Asked], Forward]
 
-_without_mask: dict[object, Ready] = {}
+_without_mask: dict[object, Ready] = {}  # and calls of operations, whose facts have the mask
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
 _in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
 NO_CALLS: dict[object, Ready] = {}
@@ -113,9 +133,7 @@ def attend(
     seen = asked.score.seen
     assert seen is not None
     captured = [seen.tensors[place] for place in ready.places]
-    if ready.mask is not None:
-        mask = ready.mask
-        _keep_for_graphs(mask)
+    mask = ready.mask(mask)
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
@@ -128,6 +146,16 @@ def known(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Ask
     mask = _snapshot(block_mask)
     memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
     return memory.get(_facts(query, key, value, mask, asked))
+
+
+def of_operation(facts: object, device: torch.device, make: Callable[[], Ready]) -> Ready:
+    """A call of an operation of torch.library; `facts` say all that it depends on, None if nothing can."""
+    ready = None if facts is None else _without_mask.get(facts)
+    if ready is None:
+        ready = make()
+        if facts is not None and ready.lasts(device):
+            remember(_without_mask, facts, ready, KNOWN)
+    return ready
 
 
 def _facts(
@@ -215,11 +243,9 @@ def _attend_anew(
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
-        # a mask that depends on what captured tensors hold is built each time
-        lasting = own is None or not (own.traced.tensors or is_captured(query.device))
-        if facts is not None and lasting and (source is None or known is not None):
-            places = known.places if known is not None and captured else ()
-            remember(memory, facts, Ready(call, own, places, autocast), KNOWN)
+        ready = Ready(call, own, known.places if known is not None and captured else (), autocast)
+        if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
+            remember(memory, facts, ready, KNOWN)
         if not dispatched:
             return autograd.run(call, mask, query, key, value, captured, plain=False)
         with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
@@ -383,9 +409,3 @@ def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.de
 @lru_cache(64)
 def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     return create_block_mask(replay(Traced(graph)), *sizes, device=device).snapshot()
-
-
-def _keep_for_graphs(mask: MaskSnapshot) -> None:
-    """A CUDA graph that is captured reads the tiles at each replay, whatever is forgotten meanwhile."""
-    if is_captured(mask.device):
-        _in_graphs[id(mask)] = mask

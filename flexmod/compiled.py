@@ -422,9 +422,7 @@ def _bound(
 ) -> _Bound:
     traces = variant.traces
     of_score = traces.score.tensors if traces.score else ()
-    mask = ready.mask
-    if mask is None and block_mask is not None:
-        mask = block_mask.snapshot()
+    mask = ready.mask(None if block_mask is None else block_mask.snapshot())
     captured = tuple(of_score[place] for place in ready.places)
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()

@@ -30,7 +30,6 @@ from flexmod.ir.host_numbers import captures_on_device, on_device
 from flexmod.ir.kept import numbered
 from flexmod.ir.record import GRAPH, Recorded, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
-from flexmod.ir.traces import remember
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
@@ -195,20 +194,6 @@ _BACKWARD = (
 )
 
 
-class _Ready(NamedTuple):
-    """A call that is known: all that differ from it in what tensors hold are like it.
-
-    `mask`: of the score mod's -inf branches. `places`: of its captured tensors, among those given.
-    """
-
-    call: autograd.Call
-    mask: MaskSnapshot | None
-    places: tuple[int, ...]
-
-
-_known: dict[object, _Ready] = {}
-
-
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
 ) -> tuple[autograd.Call, MaskSnapshot | None, tuple[int, ...]]:
@@ -223,19 +208,18 @@ def _put_together(
     reals = [None if x is None else x.hex() for x in (given.scale, *given.reals, None, *given.mask_reals)]
     state = torch.get_default_dtype(), config.check_bounds(), tuned.state() if variant.tiles else None
     facts = given.variant, track, numbers, *reals, calls.float32_precision(), *state, *keys
-    ready = None if None in keys else _known.get(facts)
-    if ready is None:
-        ready = _made_ready(query, key, value, given, variant, mask, track)
-        # a mask that depends on what captured tensors hold is built each time
-        if None not in keys and (ready.mask is None or not ready.mask.traced.tensors):
-            remember(_known, facts, ready, calls.KNOWN)
-    return ready.call, mask if ready.mask is None else ready.mask, ready.places
+    ready = calls.of_operation(
+        None if None in keys else facts,
+        query.device,
+        lambda: _made_ready(query, key, value, given, variant, mask, track),
+    )
+    return ready.call, ready.mask(mask), ready.places
 
 
 def _made_ready(
     query: Tensor, key: Tensor, value: Tensor, given: Given, variant: Variant, mask: MaskSnapshot | None,
     track: bool,
-) -> _Ready:  # fmt: skip
+) -> calls.Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()
     checks.check_tensors(query, key, value, variant.enable_gqa)
     lists = {"captured": given.captured, "tiles": given.tiles, "mask_captured": given.mask_captured}
@@ -247,7 +231,7 @@ def _made_ready(
     options = KernelOptions(variant.backend, variant.tiles)
     asked = calls.Asked(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
     call, own = calls.checked(query, key, value, source, mask, asked, track)
-    return _Ready(call, own, places if call.problem.score is not None else ())
+    return calls.Ready(call, own, places if call.problem.score is not None else ())
 
 
 def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask | None:

@@ -506,26 +506,38 @@ def test_a_mask_that_a_graph_makes_is_for_the_graph_alone(capturing: list[bool])
     assert made and not made & {id(tensor) for tensor in bound.mask.held.tensors()}
 
 
-@pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
+WAYS = ["eager", "handle", "operation"]
+
+
+def attending(way: str, mod: Any) -> Any:
+    """A callable that attends with a score_mod, in one of `WAYS`."""
+    if way == "handle":
+        return flexmod.compile(mod)
+    if way == "operation":
+        return torch.compile(lambda *x: flex_attention(*x, mod), backend="eager", fullgraph=True)
+    return lambda *x: flex_attention(*x, mod)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], handle: bool) -> None:
+def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], way: str) -> None:
     tensors = inputs()
-    far = 13 if handle else 17
+    far = 13 + WAYS.index(way)
 
     def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.where(q - k <= far, s, -math.inf)
 
-    attend: Any = flexmod.compile(near_ones) if handle else lambda *x: flex_attention(*x, near_ones)
+    attend = attending(way, near_ones)
     calls._remembered_mask.cache_clear()
     attend(*tensors)
     attend(*tensors)
-    (mask,) = (ready.mask for ready in calls._without_mask.values())
+    (mask,) = (ready.own for ready in calls._without_mask.values())
     tiles = tiles_of(mask)
     del mask
     capturing[0] = True
     attend(*tensors)
     capturing[0] = False
-    if handle:
+    if way == "handle":
         attend._bound = {}  # as after other calls
     calls.forget()
     calls._remembered_mask.cache_clear()
@@ -533,13 +545,16 @@ def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], hand
     assert all(tile() is not None for tile in tiles)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: list[bool]) -> None:
+def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(
+    capturing: list[bool], way: str
+) -> None:
     def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.where(q - k <= 19, s, -math.inf)
 
     capturing[0] = True
-    flex_attention(*inputs(), near_ones)
+    attending(way, near_ones)(*inputs())
     assert not calls._without_mask
 
 
