@@ -26,7 +26,7 @@ import flexmod
 from flexmod import calls, masks, mods
 from flexmod.backends import generated, hopper
 from flexmod.codegen.choose import Verdict
-from flexmod.runtime import bound, counters, jit, launch
+from flexmod.runtime import counters, jit, launch, launches
 from flexmod.runtime.direct import Direct
 from flexmod.runtime.target import Target
 
@@ -74,7 +74,7 @@ def on_an_h200() -> Iterator[None]:
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
         jit, start=_compiled, compiled=_compiled
     ), mock.patch.object(
-        bound, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
+        launches, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
     ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(hopper, "processors", lambda device: H200.processors), mock.patch.object(

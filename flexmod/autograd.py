@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod import saved, tensor_kinds, transforms
-from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.table import backend
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import capture_grad
@@ -114,25 +114,16 @@ class Call:
         beside = () if mask is None else mask.tensors
         for known in self._forward:
             if known.serves(mask):
-                return known.bound.run((*tensors, *beside), None if mask is None else mask.derived)
+                return known.bound.run((*tensors, *beside), mask)
         if nothing(*tensors[:2]):
             return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
-        query, key, value, *captured = tensors
-        problem = self.whole(mask, captured)
-        if self.backend in GENERATED:
-            given = (*tensors, *map(torch.resolve_neg, beside))
-            bound = backend(self.backend).forward(problem, given, want_max=self.want_max, keep=self.track)
-            found: Tensors = bound.run(given, None if mask is None else mask.derived)
-            if _has_kinds(mask):
-                self._forward[:] = [_ForMask(None if mask is None else mask.kinds, bound)]
-        else:
-            keep: list[Tensor] = []
-            kept = {"keep": keep} if self.track and self.backend != "reference" else {}
-            result: Forward = backend(self.backend).forward(
-                problem, query, key, value, want_max=self.want_max, **kept
-            )
-            found = (*result, *keep)
+        given = (*tensors, *map(torch.resolve_neg, beside))
+        problem = self.whole(mask, tensors[3:])
+        bound = backend(self.backend).forward(problem, given, want_max=self.want_max, keep=self.track)
+        found: Tensors = bound.run(given, mask)
+        if _has_kinds(mask):
+            self._forward[:] = [_ForMask(None if mask is None else mask.kinds, bound)]
         if self.track and not self._places:
             results = (t for place, t in enumerate(found) if place != 2)
             saved_ones = (*tensors[:3], *results, *tensors[3:])
@@ -158,10 +149,6 @@ class Call:
             given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
         tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
-        if self.backend not in GENERATED:
-            _check_readable(tensors)
-            self._check_places(tensors, kept)
-            return self._differentiated(mask, needs, kept, tensors)
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         known = self._backward.get(case)
@@ -177,19 +164,8 @@ class Call:
                 remember(self._backward, case, _ForMask(kinds, bound), BACKWARDS)
         else:
             tensors, bound = (*tensors, *beside), known.bound
-        found = bound.run(tensors, None if mask is None else mask.derived)
+        found = bound.run(tensors, mask)
         asked = zip(found[3:] or (None,) * len(needs[3:]), needs[3:], strict=True)
-        return (*found[:3], *(gradient if need else None for gradient, need in asked))
-
-    def _differentiated(
-        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
-    ) -> Tensors:
-        grad_out, grad_lse, query, key, value, out, lse, *rest = tensors
-        found: Gradients = backend(self.backend).backward(
-            self.whole(mask, rest[kept:], needs[3:]), query, key, value, out, lse, grad_out, grad_lse,  # type: ignore[arg-type]
-            needs[:3], tuple(rest[:kept]),
-        )  # fmt: skip
-        asked = zip(found.captures or (None,) * len(needs[3:]), needs[3:], strict=True)
         return (*found[:3], *(gradient if need else None for gradient, need in asked))
 
     def _check_places(self, tensors: Tensors, kept: int) -> None:

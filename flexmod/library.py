@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmod import autograd, calls, checks, config, errors, saved, tensor_kinds
-from flexmod.backends.arguments import allocate
+from flexmod.backends.arguments import order_of, results, strides_in_order
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Held
@@ -31,6 +32,7 @@ from flexmod.ir.kept import numbered
 from flexmod.ir.record import GRAPH, Recorded, of_graph, record, record_of, traced_of
 from flexmod.ir.trace import Traced
 from flexmod.kernel_options import KernelOptions
+from flexmod.plan import contiguous, extents_of, named, values_of
 from flexmod.runtime import tuned
 
 
@@ -265,32 +267,55 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
         call, mask, places = _put_together(query, key, value, given, track)
         captured = [given.captured[place] for place in places]
         found = call.forward(mask, (query, key, value, *captured))
-    results = list(_empty(query, value, _variant(given.variant), track))
-    for number, result in enumerate(found):
-        if result is not None:
-            results[number] = _laid_out(result, results[number])
-    return tuple(results)
+    layouts = _results(query, value, _variant(given.variant), track)
+    return tuple(layout.of(result) for layout, result in zip_longest(layouts, found))
 
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _laid_out(found: Tensor, place: Tensor) -> Tensor:
-    """What was found, in memory as the graph expects it."""
-    return found if found.stride() == place.stride() else place.copy_(found)
+class _ResultLayout(NamedTuple):
+    """How a result of an operation lies in memory, as the graph expects it; `like` has its device."""
+
+    like: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        return self.like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+    def of(self, found: Tensor | None) -> Tensor:
+        """What was found, in this layout; whatever is there, where nothing was."""
+        if found is None:
+            return self.empty()
+        return found if found.stride() == tuple(self.strides) else self.empty().copy_(found)
 
 
-def _empty(query: Tensor, value: Tensor, variant: Variant, track: bool) -> tuple[Tensor, ...]:
-    """Tensors for the results, as they lie in memory."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+def _results(query: Tensor, value: Tensor, variant: Variant, track: bool) -> list[_ResultLayout]:
+    """Those of `_attention`: what a plan makes, by the sizes of these tensors."""
     generated = query.device.type == "cuda" or variant.backend == "INTERPRET"
-    kept = track and generated and query.dtype != torch.float64
+    kept = ("first", "second") if track and generated and query.dtype != torch.float64 else ()
+    of_query, of_value = named("query", query), named("value", value)
+    sizes = extents_of((of_query, of_value), (query, value))
+    places = results(of_query, of_value.shape[3], order_of(query), want_max=variant.want_max, kept=kept)
+    real = torch.promote_types(query.dtype, torch.float32)
+    nothing = _ResultLayout(query, (0,), (1,), real)
+    made = [
+        nothing
+        if place is None
+        else _ResultLayout(query, values_of(place.shape, sizes), values_of(place.strides, sizes), place.dtype)
+        for place in places
+    ]
+    return made + [nothing] * (5 - len(made))
 
-    def rows(there: bool) -> Tensor:
-        return query.new_empty(query.shape[:3] if there else 0, dtype=dtype)
 
-    return allocate(query, value.shape[3]), rows(True), rows(variant.want_max), rows(kept), rows(kept)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *given, track = rest
+    variant = _variant(Given(*given).variant)
+    checks.check_tensors(query, key, value, variant.enable_gqa)
+    return tuple(layout.empty() for layout in _results(query, value, variant, track))
 
 
 attention = torch.library.custom_op(
@@ -306,7 +331,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ..
     *given, track = rest
     variant = _variant(Given(*given).variant)
     checks.check_tensors(query, key, value, variant.enable_gqa)
-    return _empty(query, value, variant, track)
+    return tuple(layout.empty() for layout in _results(query, value, variant, track))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -374,10 +399,10 @@ def _gradient(
     for place, grad in zip(places, found[3:], strict=True):
         grads[3 + place] = grad
     asked = [grad for grad, need in zip(grads, needs, strict=True) if need]
-    results = _empty_grads(query, key, value, given, needs)
+    layouts = _gradients(query, key, value, given, needs)
     return [
-        result.zero_() if grad is None else _laid_out(grad, result)
-        for result, grad in zip(results, asked, strict=True)
+        layout.empty().zero_() if grad is None else layout.of(grad)
+        for layout, grad in zip(layouts, asked, strict=True)
     ]
 
 
@@ -399,12 +424,18 @@ def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | N
             )  # fmt: skip
 
 
-def _empty_grads(
+def _gradients(
     query: Tensor, key: Tensor, value: Tensor, given: Given, needs: Sequence[bool]
-) -> list[Tensor]:
-    of_call = [allocate(tensor, tensor.shape[3]) for tensor in (query, key, value)]
-    of_mod = [tensor.new_empty(tensor.shape) for tensor in given.captured]
-    return [tensor for tensor, need in zip((*of_call, *of_mod), needs, strict=True) if need]
+) -> list[_ResultLayout]:
+    """Those of `_gradient`."""
+    def laid_out(x: Tensor, strides: Sequence[Any]) -> _ResultLayout:
+        return _ResultLayout(x, x.shape, strides, x.dtype)
+
+    of_call = [
+        laid_out(x, strides_in_order(x.shape, x.shape[3], order_of(x))) for x in (query, key, value)
+    ]
+    of_mod = [laid_out(x, contiguous(x.shape)) for x in given.captured]
+    return [layout for layout, need in zip((*of_call, *of_mod), needs, strict=True) if need]
 
 
 gradient = torch.library.custom_op(
@@ -418,4 +449,4 @@ def _(
     lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     *of_call, needs = rest
-    return _empty_grads(query, key, value, Given(*of_call), needs)
+    return [layout.empty() for layout in _gradients(query, key, value, Given(*of_call), needs)]

@@ -129,6 +129,10 @@ def value_of(extent: Any, extents: Extents) -> Any:
     return extent.of(extents) if isinstance(extent, Size) else extent
 
 
+def values_of(expressions: Sequence[Extent], extents: Extents) -> tuple[int, ...]:
+    return tuple(value_of(extent, extents) for extent in expressions)
+
+
 @dataclass(frozen=True)
 class Place:
     """Stands for a tensor: strides count elements."""
@@ -235,9 +239,19 @@ class Launch:
         return "\n".join(lines)
 
 
+class MaskArgument:
+    """Stands for the block mask of a call, in the arguments of a `Call`."""
+
+    def __repr__(self) -> str:
+        return "MASK"
+
+
+MASK = MaskArgument()
+
+
 @dataclass(frozen=True)
 class Call:
-    """`function(*arguments)`, in which places and extents stand at any depth of lists, tuples and dicts.
+    """`function(*arguments)`, in which places, extents and MASK stand, in lists, tuples and dicts too.
 
     It returns a tensor for each of `makes`, or None for one that is None.
     """
@@ -306,6 +320,10 @@ class Writer:
         place = Place(name, tuple(shape), tuple(strides or contiguous(shape)), dtype)
         self.steps.append(Allocate(place, zeros))
         return place
+
+    def allocate(self, places: Sequence[Place | None]) -> None:
+        """New tensors, of whatever is there."""
+        self.steps += [Allocate(place) for place in places if place is not None]
 
     def like(self, name: str, place: Place) -> Place:
         """A new tensor of a contiguous one's shape and dtype."""

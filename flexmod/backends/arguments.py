@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,17 @@ Arguments = dict[str, object]
 Numbers = Sequence[bool | int | float]
 
 
-def allocate(like: Tensor, dim: int) -> Tensor:
-    """An uninitialized tensor of like's dtype and shape, but for a last dimension of `dim`.
+def results(
+    q: Place, dim: Extent, order: Sequence[int], *, want_max: bool, kept: Sequence[str] = ()
+) -> tuple[Place | None, ...]:
+    """The places of a forward's results: out, lse, the row maximum, and what is `kept` for a backward.
 
-    Batch, heads and rows lie in memory in like's order, so that [B, M, H, D] storage stays that.
+    out [B, HQ, M, dim] lies in memory in q's order. The others are [B, HQ, M], float64 where q is.
     """
-    strides = strides_in_order(like.shape, dim, order_of(like))
-    return like.new_empty_strided((*like.shape[:3], dim), strides)  # type: ignore[arg-type]
+    rows = q.shape[:3], contiguous(q.shape[:3]), torch.promote_types(q.dtype, torch.float32)
+    out = Place("out", (*q.shape[:3], dim), tuple(strides_in_order(q.shape, dim, order)), q.dtype)
+    largest = Place("max_scores", *rows) if want_max else None
+    return out, Place("lse", *rows), largest, *(Place(name, *rows) for name in kept)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
@@ -35,7 +39,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted((2, 1, 0), key=tensor.stride))
 
 
-def strides_in_order(shape: Sequence[Extent], dim: int, order: Sequence[int]) -> list[Extent]:
+def strides_in_order(shape: Sequence[Extent], dim: Extent, order: Sequence[int]) -> list[Extent]:
     """The strides of [*shape[:3], dim] without gaps."""
     strides: list[Extent] = [0, 0, 0, 1]
     step: Extent = dim
@@ -73,6 +77,41 @@ class Operands:
         strides = strides_in_order(place.shape, dim, self.orders[place.name])
         return writer.empty(name, (*place.shape[:3], dim), place.dtype, strides)
 
+    def results(
+        self, writer: Writer, kept: Sequence[str], want_max: bool, keep: bool
+    ) -> tuple[Place | None, ...]:
+        """Room for the results of a forward, see `results`; with `keep` for what is `kept` too."""
+        names = [name.lower() for name in kept] if keep else ()
+        order = self.orders["query"]
+        made = results(self.q, self.v.shape[3], order, want_max=want_max, kept=names)
+        writer.allocate(made)
+        return made
+
+
+class Incoming(NamedTuple):
+    """What a backward is run on besides q, k and v: see `interface.py`."""
+
+    out: Place
+    lse: Place
+    grad_out: Place
+    grad_lse: Place | None
+    kept: tuple[Place, ...] = ()
+
+
+def incoming(
+    call: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, kept: int
+) -> Incoming:
+    """The places of what a backward of the call is run on besides its operands."""
+    sizes = call.q.shape[:3]
+    rows = (sizes, contiguous(sizes), lse.dtype)
+    return Incoming(
+        named("out", out, (*sizes, out.shape[3])),
+        Place("lse", *rows),
+        named("grad_out", grad_out, (*sizes, out.shape[3])),
+        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
+        tuple(Place(f"kept{number}", *rows) for number in range(kept)),
+    )
+
 
 def operands(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, score_numbers: Numbers, mask_numbers: Numbers,
@@ -86,7 +125,7 @@ def operands(
     query = named("query", q, (batch, heads, length, q.shape[3]))
     key = named("key", k, (shared_batch, shared, keys, k.shape[3]))
     value = named("value", v, (shared_batch, shared, keys, v.shape[3]))
-    captured = _captured_places("score", problem.score)
+    captured = captured_places("score", problem.score)
     mask, of_mask = None, tuple[Place, ...]()
     if problem.mask is not None:
         of_mask = places_of_mask(problem.mask, lists)
@@ -101,7 +140,7 @@ def operands(
     )  # fmt: skip
 
 
-def _captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
+def captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
     tensors = traced.tensors if traced else ()
     return tuple(named(f"{mod}_capture{number}", tensor) for number, tensor in enumerate(tensors))
 
@@ -113,7 +152,7 @@ def places_of_mask(
     names = mask.held.parts()
     make = lists if mask.held.form == "lists" else named
     tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.held.tensors(), strict=True))
-    return (*tiles, *_captured_places("mask", mask.mod))
+    return (*tiles, *captured_places("mask", mask.mod))
 
 
 def block_of(mask: MaskSnapshot) -> tuple[int, int]:

@@ -28,9 +28,7 @@ from flexmod.ir.graph import Graph
 BUDGET = 1 << 22
 
 
-def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool, keep: list[Tensor] | None = None
-) -> Forward:
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
     """See `interface`. Half-precision inputs are computed in float32 and rounded at the end."""
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
@@ -67,7 +65,6 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs: tuple[bool, bool, bool],
-    kept: tuple[Tensor, ...] = (),
 ) -> Gradients:
     """See `interface`. Two runs agree bit for bit. `out` is not read: gradients would get its rounding."""
     heads = Heads.of(q, k)

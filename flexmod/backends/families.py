@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexmod import kernel_options
 from flexmod.backends import hopper, triton
-from flexmod.backends.arguments import Operands
-from flexmod.backends.triton import Facts, Found, Incoming, Rungs
+from flexmod.backends.arguments import Incoming, Operands
+from flexmod.backends.triton import Facts, Found, Rungs
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.hopper import TARGET, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Kernels, Made

@@ -17,20 +17,21 @@ from torch import Tensor
 
 from flexmod import config
 from flexmod.backends import hopper, triton
-from flexmod.backends.arguments import Operands, operands
+from flexmod.backends.arguments import Incoming, Operands, incoming, operands
 from flexmod.backends.captured import gradients
 from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
 from flexmod.backends.interface import Problem
-from flexmod.backends.triton import Found, Incoming, Rungs
+from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelSpec, Way, option
 from flexmod.codegen.watch import Watch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.ir.graph import Graph
 from flexmod.ir.reductions import Term
-from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of, named
+from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of
 from flexmod.runtime import launch, tuned
-from flexmod.runtime.bound import Bound, sample
+from flexmod.runtime.bound import Bound
+from flexmod.runtime.launches import sample
 from flexmod.runtime.target import family_of, target_of
 
 Tensors = Sequence[Tensor | None]
@@ -241,21 +242,6 @@ def with_captured(
     ]
     given = (score, terms, found.sums, tuple(captured.tensors), tuple(captured.numbers), call.extents)
     return (*found[:3], *writer.call(gradients, given, grads))
-
-
-def incoming(
-    call: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, kept: int
-) -> Incoming:
-    """The places of what a backward of the call is run on besides its operands."""
-    sizes = call.q.shape[:3]
-    rows = (sizes, contiguous(sizes), lse.dtype)
-    return Incoming(
-        named("out", out, (*sizes, out.shape[3])),
-        Place("lse", *rows),
-        named("grad_out", grad_out, (*sizes, out.shape[3])),
-        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
-        tuple(Place(f"kept{number}", *rows) for number in range(kept)),
-    )
 
 
 class _Terms(tuple[Term, ...]):

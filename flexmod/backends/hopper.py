@@ -5,6 +5,7 @@ The backward sums dQ in memory, all programs in any order: two runs may differ i
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from flexmod.backends import triton
 from flexmod.backends.arguments import (
     Arguments,
+    Incoming,
     Operands,
     block_of,
     copied,
@@ -20,7 +22,7 @@ from flexmod.backends.arguments import (
     sizes,
     strided,
 )
-from flexmod.backends.triton import Facts, Found, Incoming, Rungs
+from flexmod.backends.triton import Facts, Found, Rungs
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.hopper import HopperKernels, Shape, sum_block, sum_row, wide
@@ -85,17 +87,15 @@ def forward(
     batch, heads, length, _ = call.extents
     shape: Shape = rungs["forward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
-    out = call.like(writer, "out", q, spec.value_dim)
-    lse = writer.empty("lse", (batch, heads, length))
-    max_scores = writer.like("max_scores", lse) if want_max else None
-    kept = triton.statistics_kept(writer, kernels.portable, lse, keep)
+    out, lse, max_scores, *kept = made = call.results(writer, kernels.portable.kept, want_max, keep)
+    assert out is not None
     arguments = {
         "K": tiles(k, shape.block_n, spec.head_tile),
         "V": tiles(v, shape.block_n, spec.value_tile),
         "Q": tiles(q, 64, spec.head_tile),
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
-        **kept,
+        **dict(zip_longest(kernels.portable.kept, kept)),
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
         **mask_arguments(writer, call.mask, "kv"),
@@ -107,7 +107,7 @@ def forward(
     }
     programs = least(Size("PROCESSORS"), grid(batch, heads, length, shape.block_m))
     writer.launch(kernels, "forward", programs, arguments, shape)
-    return (out, lse, max_scores, *(place for place in kept.values() if place is not None))
+    return made
 
 
 def backward(

@@ -1,14 +1,14 @@
 """What every backend is given and what it hands back.
 
-`cpu` and `reference` attend at once (`reference` has the first alone):
-
-    forward(problem, q, k, v, *, want_max, keep) -> Forward
-    backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs, kept) -> Gradients
-
-The generated kernels get a plan, bound to the kinds of a call's tensors, whose runs give the same:
+A backend makes the plan of a call, bound to the kinds of its tensors:
 
     forward(problem, tensors, *, want_max, keep) -> Bound
     backward(problem, tensors, needs, kept) -> Bound
+
+Those in plain torch (`in_torch`) have plans of one step, which calls one of these; `reference` has the first:
+
+    forward(problem, q, k, v, *, want_max) -> Forward
+    backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs) -> Gradients
 
     q          [B, Hq, M, D]
     k          [B or 1, Hkv, N, D]        Hq is a multiple of Hkv
@@ -17,7 +17,7 @@ The generated kernels get a plan, bound to the kinds of a call's tensors, whose 
     lse        [B, Hq, M]                 natural log; float32, or float64 when q is float64
     grad_lse   like lse, or None when lse was not used
     needs      whether q, k and v want a gradient; captured tensors do where `problem.capture_grad` is there
-    keep       a list, where a backward will come: what the backend puts in it comes back as `kept`
+    keep       whether a backward will come: what the forward keeps for it comes back, `kept` tensors
 
 The caller has checked all shapes, dtypes and devices, so a backend does not check again. Scores are
 `scale * q.k`, changed by the score mod, -inf where the mask says no. A row with nothing to attend to gives

@@ -10,11 +10,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import operands
+from flexmod.backends.arguments import Incoming, incoming, operands
 from flexmod.backends.families import families, obstacle
-from flexmod.backends.generated import NO_RUNGS, FirstRungs, incoming, watched, with_captured
+from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
 from flexmod.backends.interface import Problem
-from flexmod.backends.triton import Facts, Incoming, Rungs
+from flexmod.backends.triton import Facts, Rungs
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
@@ -23,7 +23,7 @@ from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Way
 from flexmod.ir.trace import Traced
 from flexmod.plan import Launch, Place, Plan, Size, Writer, contiguous, extents_of
-from flexmod.runtime.bound import sample
+from flexmod.runtime.launches import sample
 from flexmod.variant import Variant
 
 LENGTH = 512  # of the call that plans are written for: in them it is a name

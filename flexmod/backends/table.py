@@ -12,14 +12,10 @@ from flexmod.lazy_imports import lazy_imports
 def backend(name: str) -> Any:
     """A backend in the sense of `interface.py`. Raises MissingPackage."""
     with lazy_imports():
-        if name == "cpu":
-            from flexmod.backends import cpu
+        if name in ("cpu", "reference"):
+            from flexmod.backends import in_torch
 
-            return cpu
-        if name == "reference":
-            from flexmod.backends import reference
-
-            return reference
+            return in_torch.ON_CPU if name == "cpu" else in_torch.REFERENCE
         from flexmod.backends import generated
 
         return generated.ON_GPU if name == "triton" else generated.INTERPRETED

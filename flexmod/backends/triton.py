@@ -7,6 +7,7 @@ kernels are launched, with a tile for each kernel that has a ladder. Shapes are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from flexmod.backends.arguments import (
     Arguments,
+    Incoming,
     Operands,
     block_of,
     grad_lse_arguments,
@@ -37,16 +39,6 @@ NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
 Rungs = Mapping[Any, Any]
 """By the names of kernels: the rung of its ladder that each is launched with."""
 Sums = dict[Along, list[Place]]
-
-
-class Incoming(NamedTuple):
-    """What a backward is run on besides q, k and v: see `interface.py`."""
-
-    out: Place
-    lse: Place
-    grad_out: Place
-    grad_lse: Place | None
-    kept: tuple[Place, ...] = ()
 
 
 class Facts(NamedTuple):
@@ -114,10 +106,7 @@ def forward(
     Raises BlockMaskPartsError, as `mask_arguments`.
     """
     batch, heads, length, _ = call.extents
-    out = call.like(writer, "out", call.q, call.v.shape[3])  # type: ignore[arg-type]
-    lse = writer.empty("lse", (batch, heads, length))
-    max_scores = writer.like("max_scores", lse) if want_max else None
-    kept = statistics_kept(writer, kernels, lse, keep)
+    out, lse, max_scores, *kept = made = call.results(writer, kernels.kept, want_max, keep)
     arguments = {
         **strided("Q", "q", "m", call.q),
         **strided("K", "k", "n", call.k),
@@ -125,21 +114,14 @@ def forward(
         **strided("OUT", "o", "m", out),
         "LSE": lse,
         "MAX_SCORES": max_scores,
-        **kept,
+        **dict(zip_longest(kernels.kept, kept)),
         **mask_arguments(writer, call.mask, "kv"),
         **kernels.mod_arguments("forward", call.score_captured, call.mask_captured),
         **sizes(call),
     }
     tile = tiles["forward"]
     writer.launch(kernels, "forward", grid(batch, heads, length, tile.block_m), arguments, tile)
-    return (out, lse, max_scores, *(place for place in kept.values() if place is not None))
-
-
-def statistics_kept(
-    writer: Writer, kernels: Kernels, lse: Place, keep: bool
-) -> dict[str, Place | None]:
-    """The arguments for what a backward needs besides the lse, if there will be one."""
-    return {name: writer.like(name.lower(), lse) if keep else None for name in kernels.kept}
+    return made
 
 
 def backward(

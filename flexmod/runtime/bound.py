@@ -1,27 +1,24 @@
 """A plan bound to the kinds of its tensors: every size a number, every launch ready to go.
 
-The first run launches by Triton's own launcher, later ones by `direct.py` where that knows how. A run that a
-profiler or a TorchDispatchMode watches goes by the launchers and the functions that they see.
+A run that a profiler or a TorchDispatchMode watches goes by the launchers and the functions that they see. A
+plan without launches needs no Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
 from flexmod.ir.traces import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.plan import (
+    MASK,
     Allocate,
     Call,
-    Descriptor,
-    Extent,
     Keep,
     Launch,
     Place,
@@ -29,10 +26,8 @@ from flexmod.plan import (
     View,
     extents_of,
     value_of,
+    values_of,
 )
-from flexmod.runtime import launch
-from flexmod.runtime.direct import Direct, hooked
-from flexmod.runtime.gluon import layout_of
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]
@@ -40,8 +35,6 @@ Room = list[Any]
 
 NO_EXTENTS: Mapping[str, int] = {}
 KEPT = 16  # results of one step that a mask keeps
-
-layout = lru_cache(layout_of)
 
 
 class Bound:
@@ -58,38 +51,27 @@ class Bound:
         self.plan = plan
         slots = _slots(plan)
         self._blank = [None] * (1 + max(slots.values(), default=-1) - len(plan.inputs))
-        steps = [_STEPS[type(step)](step, slots, known, device) for step in plan.steps]
+        kinds, self._hooked = _STEPS, _never
+        if plan.launches():
+            from flexmod.runtime import launches
+
+            kinds, self._hooked = {**_STEPS, Launch: launches.BoundLaunch}, launches.hooked
+        steps = [kinds[type(step)](step, slots, known, device) for step in plan.steps]
         self._steps = [step.run for step in steps]
         self._watched = [step.watched for step in steps]
         self._results = [None if place is None else slots[place.name] for place in plan.results]
 
-    def run(self, tensors: Sequence[Tensor | None], kept: dict[object, Any] | None = None) -> Tensors:
-        """The results for tensors of the plan's kinds. `kept` is the memory of the mask, for `Keep`."""
-        watched = dispatch_mode_count() or hooked()
+    def run(self, tensors: Sequence[Tensor | None], mask: Any = None) -> Tensors:
+        """The results for tensors of the plan's kinds, and for the snapshot of the mask that they are of."""
+        watched = dispatch_mode_count() or self._hooked()
         room: Room = [*tensors, *self._blank]
         for step in self._watched if watched else self._steps:
-            step(room, kept)
+            step(room, mask)
         return tuple([None if slot is None else room[slot] for slot in self._results])
 
 
-def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of a launch as a compiler sees them: a tensor that is not given yet is one of its dtype.
-
-    `tensors` are those given, by name.
-    """
-    device = next(iter(tensors.values())).device
-
-    def tensor_of(place: Place) -> Tensor:
-        given = tensors.get(place.name)
-        return torch.empty(1, dtype=place.dtype, device=device) if given is None else given
-
-    made: dict[str, Any] = {}
-    for name, value in {**step.arguments, **launch.rung_arguments(step)}.items():
-        if isinstance(value, Descriptor):
-            made[name] = _described(value, tensor_of(value.base), extents)
-        else:
-            made[name] = tensor_of(value) if isinstance(value, Place) else value_of(value, extents)
-    return made
+def _never() -> bool:
+    return False
 
 
 def _slots(plan: Plan) -> dict[str, int]:
@@ -104,30 +86,26 @@ def _slots(plan: Plan) -> dict[str, int]:
     return {name: slot for slot, name in enumerate(names)}
 
 
-def _numbers(extents: Sequence[Extent], known: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(value_of(extent, known) for extent in extents)
-
-
 class _Allocated:
     def __init__(
         self, step: Allocate, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
     ) -> None:
         place = step.place
         self._slot, self._zeros = slots[place.name], step.zeros
-        self._like = _numbers(place.shape, known), _numbers(place.strides, known)
+        self._like = values_of(place.shape, known), values_of(place.strides, known)
         self._dtype, self._device = place.dtype, device
         self._quick = quick_empty_strided(device.type)
 
-    def run(self, room: Room, kept: Any) -> None:
+    def run(self, room: Room, mask: Any) -> None:
         index = self._device.index
         if self._quick is None or not (index is None or current_device() == index):
-            self.watched(room, kept)
+            self.watched(room, mask)
             return
         made = room[self._slot] = self._quick(*self._like, self._dtype)
         if self._zeros:
             made.zero_()
 
-    def watched(self, room: Room, kept: Any) -> None:
+    def watched(self, room: Room, mask: Any) -> None:
         made = torch.empty_strided(*self._like, dtype=self._dtype, device=self._device)
         room[self._slot] = made.zero_() if self._zeros else made
 
@@ -137,62 +115,14 @@ class _Viewed:
         self, step: View, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
     ) -> None:
         self._slot, self._of = slots[step.place.name], slots[step.of.name]
-        self._like = _numbers(step.place.shape, known), _numbers(step.place.strides, known)
+        self._like = values_of(step.place.shape, known), values_of(step.place.strides, known)
         self._offset = value_of(step.offset, known)
 
-    def run(self, room: Room, kept: Any) -> None:
+    def run(self, room: Room, mask: Any) -> None:
         of = room[self._of]
         room[self._slot] = of.as_strided(*self._like, of.storage_offset() + self._offset)
 
     watched = run
-
-
-class _Launched:
-    def __init__(
-        self, step: Launch, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
-        self._step, self._device = step, device
-        self._grid = (value_of(step.grid, known),)
-        self._fixed: dict[str, Any] = {}
-        self._slots: dict[str, int] = {}
-        self._descriptors: dict[str, Callable[[Tensor], TensorDescriptor]] = {}
-        for name, value in {**step.arguments, **launch.rung_arguments(step)}.items():
-            if isinstance(value, Descriptor):
-                self._slots[name] = slots[value.base.name]
-                self._descriptors[name] = _describer(value, known)
-            elif isinstance(value, Place):
-                self._slots[name] = slots[value.name]
-            else:
-                self._fixed[name] = value_of(value, known)
-        self._direct: Direct | None = None
-
-    def run(self, room: Room, kept: Any) -> None:
-        if self._direct is not None:
-            self._direct(room)
-            return
-        arguments = self._arguments(room)
-        compiled = launch.start(self._step.source, self._step.name, self._device, self._grid, arguments)
-        self._direct = self._made_direct(compiled, arguments)
-
-    def watched(self, room: Room, kept: Any) -> None:
-        arguments = self._arguments(room)
-        launch.start(self._step.source, self._step.name, self._device, self._grid, arguments)
-
-    def _arguments(self, room: Room) -> dict[str, Any]:
-        given = {name: room[slot] for name, slot in self._slots.items()}
-        described = {name: describe(given[name]) for name, describe in self._descriptors.items()}
-        return {**self._fixed, **given, **described}
-
-    def _made_direct(self, compiled: Any, arguments: Mapping[str, Any]) -> Direct | None:
-        if compiled is None:
-            return None
-        names = getattr(self._step.source.module, self._step.name).arg_names
-        try:
-            values = [arguments[name] for name in names]
-            places = {place: self._slots[name] for place, name in enumerate(names) if name in self._slots}
-            return Direct(compiled, self._device, self._grid, values, places)
-        except (LookupError, AttributeError):  # a launcher that is not known
-            return None
 
 
 class _Called:
@@ -203,8 +133,8 @@ class _Called:
         self._arguments = _filler(step.arguments, slots, known)
         self._slots = [None if place is None else slots[place.name] for place in step.makes]
 
-    def run(self, room: Room, kept: Any) -> None:
-        self._fill(room, self._function(*self._arguments(room)))
+    def run(self, room: Room, mask: Any) -> None:
+        self._fill(room, self._function(*self._arguments(room, mask)))
 
     watched = run
 
@@ -225,7 +155,8 @@ class _Kept(_Called):
         self._reads = [slots[place.name] for place in _places(step.arguments)]
         self._key = (step.function.__name__, _plain(step.arguments, known))
 
-    def run(self, room: Room, kept: dict[object, Any] | None) -> None:
+    def run(self, room: Room, mask: Any) -> None:
+        kept = None if mask is None else mask.derived
         versions = [version_of(room[slot]) for slot in self._reads]
         stream = 0
         if self._device.type == "cuda":
@@ -234,12 +165,12 @@ class _Kept(_Called):
             else:
                 stream = torch.cuda.current_stream(self._device).cuda_stream
         if kept is None or UNCOUNTED in versions:  # a write would not be seen
-            super().run(room, kept)
+            super().run(room, mask)
             return
         key = (*self._key, stream, *versions)
         made = kept.get(key)
         if made is None:
-            made = tuple(self._function(*self._arguments(room)))
+            made = tuple(self._function(*self._arguments(room, mask)))
             remember(kept, key, made, KEPT)
         self._fill(room, made)
 
@@ -247,23 +178,25 @@ class _Kept(_Called):
 
 
 _STEPS: dict[type, Any] = {
-    Allocate: _Allocated, View: _Viewed, Launch: _Launched, Call: _Called, Keep: _Kept
+    Allocate: _Allocated, View: _Viewed, Call: _Called, Keep: _Kept
 }  # fmt: skip
 
 
-def _filler(value: Any, slots: Mapping[str, int], known: Mapping[str, int]) -> Callable[[Room], Any]:
-    """Fills the tensors of a room into nested arguments."""
+def _filler(value: Any, slots: Mapping[str, int], known: Mapping[str, int]) -> Callable[[Room, Any], Any]:
+    """Fills the tensors of a room, and the mask, into nested arguments."""
     if isinstance(value, Place):
         slot = slots[value.name]
-        return lambda room: room[slot]
+        return lambda room, mask: room[slot]
+    if value is MASK:
+        return lambda room, mask: mask
     if type(value) in (list, tuple):
         kind, parts = type(value), [_filler(part, slots, known) for part in value]
-        return lambda room: kind([part(room) for part in parts])
+        return lambda room, mask: kind([part(room, mask) for part in parts])
     if type(value) is dict:
         named = {key: _filler(part, slots, known) for key, part in value.items()}
-        return lambda room: {key: part(room) for key, part in named.items()}
+        return lambda room, mask: {key: part(room, mask) for key, part in named.items()}
     number = value_of(value, known)
-    return lambda room: number
+    return lambda room, mask: number
 
 
 def _places(value: Any) -> list[Place]:
@@ -280,13 +213,3 @@ def _plain(value: Any, known: Mapping[str, int]) -> object:
     if type(value) in (list, tuple):
         return tuple(_plain(part, known) for part in value)
     return value_of(value, known)
-
-
-def _describer(value: Descriptor, known: Mapping[str, int]) -> Callable[[Tensor], TensorDescriptor]:
-    shape, strides = list(_numbers(value.shape, known)), list(_numbers(value.strides, known))
-    block, of = list(value.block), layout(value.block, value.base.dtype)
-    return lambda base: TensorDescriptor(base, shape, strides, block, of)
-
-
-def _described(value: Descriptor, base: Tensor, known: Mapping[str, int]) -> TensorDescriptor:
-    return _describer(value, known)(base)

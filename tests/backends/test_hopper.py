@@ -23,7 +23,7 @@ from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
 from flexmod.codegen.spec import statistics_rows
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.trace import trace
-from flexmod.runtime import bound, compiler_bugs, launch
+from flexmod.runtime import compiler_bugs, launch, launches
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
@@ -268,7 +268,7 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def _a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "processors", lambda device: 20)
-    monkeypatch.setattr(bound, "TensorDescriptor", lambda base, *_: base)
+    monkeypatch.setattr(launches, "TensorDescriptor", lambda base, *_: base)
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])

@@ -27,7 +27,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
 from flexmod.codegen.hopper import TARGET, HopperKernels, text, why_portable
 from flexmod.codegen.spec import KernelSpec, Way
-from flexmod.runtime import bound, launch
+from flexmod.runtime import launch, launches
 from flexmod.runtime.counters import COUNTER
 from plain_gluon.language import names, run_program
 from plain_gluon.memory import Descriptor, Pointer
@@ -91,8 +91,8 @@ def on_python(
         # a call of another seed has another shape
         mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
         mock.patch.object(hopper, "processors", lambda device: PROCESSORS),
-        mock.patch.object(bound, "TensorDescriptor", described),
-        mock.patch.object(bound, "layout", lambda block, dtype: None),
+        mock.patch.object(launches, "TensorDescriptor", described),
+        mock.patch.object(launches, "layout", lambda block, dtype: None),
     ):
         yield
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmod.plan import Place, Size, Writer, named
-from flexmod.runtime import bound, launch
+from flexmod.runtime import bound, launch, launches
 from flexmod.runtime.bound import Bound
 
 CPU = torch.device("cpu")
@@ -112,13 +112,13 @@ def kept_by(number: int) -> Bound:
 
 def test_what_stays_is_made_again_after_a_write() -> None:
     calls.clear()
-    one, two, x, memory = kept_by(1), kept_by(2), torch.ones(2), dict[object, Any]()
+    one, two, x, mask = kept_by(1), kept_by(2), torch.ones(2), SimpleNamespace(derived={})
     for _ in range(3):
-        assert one.run((x,), memory)[0].tolist() == [2.0, 2.0]  # type: ignore[union-attr]
-        assert two.run((x,), memory)[0].tolist() == [3.0, 3.0]  # type: ignore[union-attr]
+        assert one.run((x,), mask)[0].tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+        assert two.run((x,), mask)[0].tolist() == [3.0, 3.0]  # type: ignore[union-attr]
     assert calls == [1, 2]
     x.add_(1)
-    assert one.run((x,), memory)[0].tolist() == [3.0, 3.0]  # type: ignore[union-attr]
+    assert one.run((x,), mask)[0].tolist() == [3.0, 3.0]  # type: ignore[union-attr]
     assert calls == [1, 2, 1]
 
 
@@ -129,20 +129,20 @@ def test_nothing_stays_where_nobody_remembers_or_writes_are_not_seen() -> None:
         made.run((torch.ones(2),))
     with torch.inference_mode():
         x = torch.ones(2)
-    memory = dict[object, Any]()
+    mask = SimpleNamespace(derived={})
     for number in (1.0, 5.0):
         with torch.inference_mode():
             x.fill_(number)
-        assert made.run((x,), memory)[0].tolist() == [number + 1] * 2  # type: ignore[union-attr]
-    assert len(calls) == 4 and not memory
+        assert made.run((x,), mask)[0].tolist() == [number + 1] * 2  # type: ignore[union-attr]
+    assert len(calls) == 4 and not mask.derived
 
 
 def test_what_stays_is_bounded() -> None:
-    made, x, memory = kept_by(1), torch.ones(2), dict[object, Any]()
+    made, x, mask = kept_by(1), torch.ones(2), SimpleNamespace(derived={})
     for _ in range(3 * bound.KEPT):
         x.add_(1)
-        made.run((x,), memory)
-    assert len(memory) <= bound.KEPT
+        made.run((x,), mask)
+    assert len(mask.derived) <= bound.KEPT
 
 
 # Who watches
@@ -170,7 +170,7 @@ def test_a_dispatch_mode_sees_what_is_allocated() -> None:
 def test_hooked_launches_go_by_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A direct launch is made of the first one, and does all that follow but where somebody watches."""
     direct: list[Any] = []
-    monkeypatch.setattr(bound, "Direct", lambda *_: direct.append)
+    monkeypatch.setattr(launches, "Direct", lambda *_: direct.append)
     monkeypatch.setattr(launch, "start", lambda *given: started.append(given[1]) or SimpleNamespace())
     KERNEL.arg_names = ["X", "OUT", "scale", "BIAS"]  # type: ignore[attr-defined]
     started: list[str] = []

@@ -1,0 +1,112 @@
+"""The backends in plain torch: plans of one step, a function of a call's tensors and its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from torch import Tensor
+
+from flexmod.backends import cpu, reference
+from flexmod.backends.arguments import captured_places, order_of, places_of_mask, results
+from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.ir.trace import Traced
+from flexmod.plan import MASK, Place, Writer, named
+from flexmod.runtime.bound import Bound
+
+Tensors = Sequence[Tensor | None]
+CALL = ("query", "key", "value")
+BACKWARD = ("grad_out", "grad_lse", *CALL, "out", "lse")
+
+
+@dataclass(frozen=True)
+class InTorch:
+    """Makes the plans of calls, bound to their tensors as those of `Generated` are.
+
+    `module` has the functions of `interface`.
+    """
+
+    module: ModuleType
+
+    def forward(self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool) -> Bound:
+        """See `Generated.forward`. Nothing is kept for a backward."""
+        first = tensors[0]
+        assert first is not None
+        inputs, captured = _inputs(CALL, problem, tensors)
+        query, key, value, *_ = inputs
+        assert query is not None and value is not None
+        writer, made = Writer(), results(query, value.shape[3], order_of(first), want_max=want_max)
+        given = self.module.forward, _without_tensors(problem), (query, key, value), captured, MASK, want_max
+        writer.call(attention, given, made)
+        return Bound(writer.plan(inputs, made), tensors, first.device)
+
+    def backward(
+        self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
+    ) -> Bound:
+        """See `Generated.backward`."""
+        first = tensors[0]
+        assert first is not None
+        names = (*BACKWARD, *(f"kept{number}" for number in range(kept)))
+        inputs, captured = _inputs(names, problem, tensors)
+        grad_out, grad_lse, query, key, value, out, lse, *_ = inputs
+        wanted = (*needs, *[problem.capture_grad is not None] * len(captured))
+        of_call = zip((query, key, value, *captured), wanted, strict=True)
+        made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]
+        given = query, key, value, out, lse, grad_out, grad_lse
+        writer = Writer()
+        writer.call(
+            gradients, (self.module.backward, _without_tensors(problem), given, captured, MASK, needs), made
+        )
+        return Bound(writer.plan(inputs, made), tensors, first.device)
+
+
+def attention(
+    attend: Callable[..., Forward],
+    problem: Problem,
+    tensors: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    mask: MaskSnapshot | None,
+    want_max: bool,
+) -> Forward:
+    """`problem` is without tensors."""
+    return attend(_with_tensors(problem, captured, mask), *tensors, want_max=want_max)
+
+
+def gradients(
+    differentiate: Callable[..., Gradients],
+    problem: Problem,
+    tensors: Tensors,
+    captured: Sequence[Tensor],
+    mask: MaskSnapshot | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """`problem` is without tensors."""
+    found = differentiate(_with_tensors(problem, captured, mask), *tensors, needs)
+    return (*found[:3], *(found.captures or [None] * len(captured)))
+
+
+def _inputs(
+    names: Sequence[str], problem: Problem, tensors: Tensors
+) -> tuple[tuple[Place | None, ...], tuple[Place, ...]]:
+    """The places of a plan's tensors: first those of `names`; and those that the score_mod captures."""
+    given = zip(names, tensors, strict=False)
+    first = [None if tensor is None else named(name, tensor) for name, tensor in given]
+    captured = captured_places("score", problem.score)
+    of_mask = () if problem.mask is None else places_of_mask(problem.mask)
+    return (*first, *captured, *of_mask), captured
+
+
+def _without_tensors(problem: Problem) -> Problem:
+    score = None if problem.score is None else Traced(problem.score.graph)
+    return replace(problem, score=score, mask=None)
+
+
+def _with_tensors(problem: Problem, captured: Sequence[Tensor], mask: MaskSnapshot | None) -> Problem:
+    score = None if problem.score is None else Traced(problem.score.graph, tuple(captured))
+    return replace(problem, score=score, mask=mask)
+
+
+ON_CPU = InTorch(cpu)
+REFERENCE = InTorch(reference)
