@@ -138,8 +138,8 @@ OF_FLOATS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "tanh": (torch.tanh, 0.0, 3e-7),
     "tanh_relative": (torch.tanh, 5e-7, 2e-38),
     "tanh_approximate": (torch.tanh, 0.0, 3e-7),
-    "log1p": (torch.log1p, 2e-6, 1e-38),
-    "expm1": (torch.expm1, 5e-6, 1e-38),
+    "log1p": (torch.log1p, 2e-6, 2e-38),
+    "expm1": (torch.expm1, 5e-6, 2e-38),
     "sinh": (torch.sinh, 1e-5, 2e-38),
     "cosh": (torch.cosh, 1e-5, 0.0),
     "erfc": (torch.erfc, 1e-5, 2e-38),
@@ -162,6 +162,14 @@ def test_functions_of_doubles(name: str, device: torch.device) -> None:
     near(found, function(x), 1e-12)
 
 
+def normal(*values: Tensor, device: torch.device) -> Tensor:
+    """Where none is a denormal number of float32: a chip may take such a one for 0."""
+    fine = [
+        (x == 0) | ~(x.abs() < TINY) for x in values if device.type == "cuda" and x.dtype == torch.float32
+    ]
+    return torch.stack([torch.ones_like(values[0], dtype=torch.bool), *fine]).all(0)
+
+
 def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(x.flatten() for x in torch.meshgrid(values, values, indexing="ij"))  # type: ignore[return-value]
 
@@ -175,7 +183,9 @@ def test_rests_are_exact(values: Tensor, device: torch.device) -> None:
     near(applied("arithmetic", "fmod(a, b)", a.to(device), b.to(device)), rest, 0.0)
     near(applied("arithmetic", "remainder_float(a, b)", a.to(device), b.to(device)), signed, 0.0)
     whole = torch.floor_divide(a, b)
-    near(applied("arithmetic", "floor_divide_float(a, b)", a.to(device), b.to(device)), whole, 0.0)
+    found = applied("arithmetic", "floor_divide_float(a, b)", a.to(device), b.to(device))
+    usual = normal(a, b, whole, device=device)
+    near(found[usual], whole[usual], 0.0)
 
 
 def test_fewer_steps_serve_small_quotients() -> None:
@@ -202,7 +212,8 @@ def test_powers(device: torch.device) -> None:
     expected = (a.double() ** b.double()).float()
     edge = expected.isfinite() & (expected.abs() > 0.999 * torch.finfo(torch.float32).max)
     found = applied("arithmetic", "power(a, b)", a.to(device), b.to(device))
-    near(found[~edge], expected[~edge], 2e-5, 2e-38)
+    usual = ~edge & normal(a, b, expected, device=device)
+    near(found[usual], expected[usual], 2e-5, 2e-38)
 
 
 def test_powers_of_two() -> None:
