@@ -12,9 +12,10 @@ from types import ModuleType
 
 from flexmod import compiler, config
 from flexmod.codegen import cache as modules
+from flexmod.codegen import prelude
 from flexmod.codegen.builder_kernels import Builder, BuilderKernels
 from flexmod.codegen.builder_text import write_bounds, write_term
-from flexmod.codegen.render import render_builder, render_runs
+from flexmod.codegen.render import render_builder
 from flexmod.ir import intervals
 from flexmod.ir.graph import UNIFORM, Graph
 from flexmod.ir.ops import COMPARISONS, strong
@@ -92,4 +93,4 @@ def _builder_kernels(
 @cache
 def runs_module() -> ModuleType:
     """The module of `runs_kernel`."""
-    return modules.load(render_runs(), "runs")
+    return modules.load(prelude.module_text("runs"), "runs")

@@ -148,7 +148,8 @@ def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
     rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
     rows = [row for row in rows if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
-    return [r for r in rows if r.name in prelude.OF_TARGETS["sm_90"]] if source == "score on sm_90" else rows
+    own = prelude.functions("hopper_arithmetic")
+    return [r for r in rows if r.name in own] if source == "score on sm_90" else rows
 
 
 def _arguments(row: Op, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -200,7 +201,7 @@ def source_of(dtype: torch.dtype, source: Source) -> str:
     rows = rows_of(dtype, source)
     mods = {row.name: Writer(graph_of(row, dtype, source), f"op_{row.name}").write() for row in rows}
     texts = "\n\n".join(mod.text for mod in mods.values())
-    target = "sm_90" if source == "score on sm_90" else ""
+    target = "hopper" if source == "score on sm_90" else ""
     known = prelude.used_by(texts, single=source == "score of a float32 kernel", target=target)
     lines = [
         line

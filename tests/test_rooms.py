@@ -60,6 +60,7 @@ compiler
 mask_compiler
 variant
 runtime
+device_functions
 backends
 explain
 ahead warm

@@ -176,7 +176,7 @@ def sums_of_elements(
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
-    """Fixed-point sums as float32, and `rest`. The unit: see `add_elements` in templates/elements.jinja."""
+    """Fixed-point sums as float32, and `rest`. The unit: `add_elements` of device_functions/attention.py."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
     return (rest + (fixed.double() * unit).float(),)

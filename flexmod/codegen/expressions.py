@@ -94,7 +94,7 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
 def asks_for_dtype(template: str, at: torch.dtype) -> bool:
     """Is it a function of the prelude that needs its arguments' dtypes, so that a bare number will not do?"""
     called = re.match(r"(\w+)\(\{0\}", template)
-    if called is None or called[1] not in prelude.FUNCTIONS:
+    if called is None or called[1] not in prelude.names():
         return False
     return at.is_floating_point or called[1].startswith(("shift", "safe"))
 

@@ -320,6 +320,6 @@ def text(
     """
     own = CaptureTexts(column=captures.column)
     return render.render(
-        spec, score, mask, grad, own, template="hopper_module.jinja", target=TARGET,
+        spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),
     )  # fmt: skip

@@ -1,426 +1,89 @@
-"""Triton device functions that the op table's texts call by name. A module carries only those that it uses.
+"""The text of device functions: what generated modules take from the files of `flexmod/device_functions`.
 
-They are written with operators and plain `tl` functions: no libdevice, no inline assembly, no new tensors, so
-that one text serves every target and the interpreter.
+These files are read, not imported, since a module carries the functions that it uses, and no Triton is needed
+before a kernel is.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 # Of chips: NVIDIA's from sm_75 on, or any, the interpreter too.
 Family = Literal["nvidia", ""]
 
-# (1 + 2x) * e^(x^2) * erfc(x) as a polynomial of 1 - 5 / (x + 2.5), interpolated at Chebyshev points; its
-# relative error is 1e-14
-SCALED_ERFC = (
-    1.2648381843668615, -0.12235676308236185, -0.09902453957383224, 0.15762991902000814,
-    -0.10296705602164427, 0.032760893343064576, 0.000931892450088061, -0.004382079162490372,
-    0.0004918694773093713, 0.000632129536669872, -8.849941317280273e-05, -0.00011354295172675801,
-    6.3331461963030945e-06, 2.2753319319188147e-05, 2.4678747384640446e-06, -4.311962092221314e-06,
-    -1.3958300637772539e-06, 6.378431400500165e-07, 3.7411117351187194e-07, -5.235577553086046e-08,
-    -4.703990740937661e-08,
-)  # fmt: skip
+FOLDER = Path(__file__).resolve().parents[1] / "device_functions"
+PACKAGE = "flexmod.device_functions."
 
 
-def _polynomial(name: str, x: str, coefficients: tuple[float, ...]) -> str:
-    """Statements of a function that evaluate a polynomial of x, by Horner's rule."""
-    first, *rest = reversed(coefficients)
-    return "\n    ".join([f"{name} = {first!r}", *(f"{name} = {name} * {x} + {c!r}" for c in rest)])
+@cache
+def module_text(file: str) -> str:
+    """A whole file, by its name without the suffix."""
+    return (FOLDER / f"{file}.py").read_text(encoding="utf-8")
 
 
-FUNCTIONS: dict[str, str] = {
-    "floor_divide": '''
-@triton.jit
-def floor_divide(a, b):
-    """Python's a // b on integers; `//` of Triton truncates."""
-    quotient = a // b
-    rest = a - quotient * b
-    return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(quotient.dtype)
-''',
-    "remainder": '''
-@triton.jit
-def remainder(a, b):
-    """Python's a % b, with the sign of b; `%` of Triton takes the sign of a."""
-    rest = a % b
-    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
-''',
-    "rounded_product": '''
-@triton.jit
-def rounded_product(a, b):
-    """a * b, rounded by itself: a compiler would fuse it with a sum, and round once for both."""
-    product = a * b
-    return tl.where(product == 0, product, tl.fma(a, b, 0.0))  # -0.0 + 0.0 is 0.0
-''',
-    "safe_divisor": '''
-@triton.jit
-def safe_divisor(b):
-    """1 in place of 0 and -1: compilers assume that nobody divides by 0, nor the smallest number by -1."""
-    if b.dtype.is_int_signed():
-        return tl.where((b == 0) | (b == -1), 1, b).to(b.dtype)
-    return tl.where(b == 0, 1, b).to(b.dtype)
-''',
-    "negated_by_minus_one": '''
-@triton.jit
-def negated_by_minus_one(quotient, b):
-    """The quotient by b of that by `safe_divisor(b)`, which is 1 in place of -1."""
-    if b.dtype.is_int_signed():
-        quotient = tl.where(b == -1, -quotient, quotient)
-    return quotient
-''',
-    "safe_floor_divide": '''
-@triton.jit
-def safe_floor_divide(a, b):
-    """Python's a // b on integers; 0 counts as 1."""
-    return negated_by_minus_one(floor_divide(a, safe_divisor(b)), b)
-''',
-    "safe_trunc_divide": '''
-@triton.jit
-def safe_trunc_divide(a, b):
-    """a / b on integers, towards 0; 0 counts as 1."""
-    return negated_by_minus_one(a // safe_divisor(b), b)
-''',
-    "safe_remainder": '''
-@triton.jit
-def safe_remainder(a, b):
-    """Python's a % b on integers, with the sign of b; 0 counts as 1."""
-    return remainder(a, safe_divisor(b))
-''',
-    "safe_fmod": '''
-@triton.jit
-def safe_fmod(a, b):
-    """The rest of a / b on integers, with the sign of a; 0 counts as 1."""
-    return a % safe_divisor(b)
-''',
-    "fmod": '''
-@triton.jit
-def fmod(a, b, STEPS: tl.constexpr = 10):
-    """The rest of a / b, with the sign of a, exactly: a step takes 28 bits of the quotient, ten steps all."""
-    if a.dtype == tl.float64:
-        rest = fmod_of_doubles(tl.abs(a), tl.abs(b))
-    else:  # a product of 28 bits and float32's 24 is a float64
-        rest = tl.abs(a).to(tl.float64)
-        size = tl.abs(b).to(tl.float64)
-        inverse = 1.0 / size
-        for step in tl.static_range(STEPS):
-            turns = tl.floor(rest * (inverse * 2.0 ** (28 * (step + 1 - STEPS))))
-            rest -= turns * (size * 2.0 ** (28 * (STEPS - 1 - step)))
-        rest = tl.where(rest < 0, rest + size, rest)
-        rest = tl.where(rest >= size, rest - size, rest)
-    rest = tl.where(a < 0, -rest, rest).to(a.dtype)
-    return tl.where((tl.abs(b) == float("inf")) & (tl.abs(a) != float("inf")), a, rest)
-''',
-    "power_of_two": '''
-@triton.jit
-def power_of_two(n):
-    """2^(23 * (n // 3)), a float64."""
-    return ((tl.cast(n, tl.int64) // 3 * 23 + 1023) << 52).to(tl.float64, bitcast=True)
-''',
-    "fmod_of_doubles": '''
-@triton.jit
-def fmod_of_doubles(a, b):
-    """a % b of numbers that are not negative: 23 bits of the quotient a step, rounded to the nearest.
-
-    A product with 53 bits would be rounded: those with the upper and the lower half are not.
-    """
-    rest = tl.where(b == b, a, a)  # of the shape of both
-    for step in range(92):  # a float64 does not hold 2^(23 * 91)
-        scaled = b * power_of_two(93 - step) * power_of_two(92 - step) * power_of_two(91 - step)
-        divisor = tl.where(scaled == float("inf"), 1.0, scaled)
-        turns = tl.floor(rest / divisor + 0.5)
-        turns = tl.where(turns * divisor == float("inf"), turns - 1, turns)
-        turns = tl.where((tl.abs(rest) < scaled) & (tl.abs(rest) != float("inf")), 0.0, turns)
-        upper = (divisor.to(tl.int64, bitcast=True) & -134217728).to(tl.float64, bitcast=True)
-        rest = (rest - turns * upper) - turns * (divisor - upper)
-    return tl.where(b == 0, float("nan"), tl.where(rest < 0, rest + b, rest))
-''',
-    "remainder_float": '''
-@triton.jit
-def remainder_float(a, b, STEPS: tl.constexpr = 10):
-    """Python's a % b, with the sign of b."""
-    rest = fmod(a, b, STEPS)
-    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
-''',
-    "floor_divide_float": '''
-@triton.jit
-def floor_divide_float(a, b, STEPS: tl.constexpr = 10):
-    """floor(a / b) from the exact remainder, so that 1.0 // 0.1 is 9."""
-    rest = fmod(a, b, STEPS)
-    if a.dtype == tl.float32:
-        quotient = tl.div_rn(a - rest, b)
-    else:
-        quotient = (a - rest) / b
-    quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
-    nearest = tl.floor(quotient)
-    nearest = tl.where(quotient - nearest > 0.5, nearest + 1, nearest)
-    return tl.where(b == 0, a / b, nearest)
-''',
-    "trunc": """
-@triton.jit
-def trunc(x):
-    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
-""",
-    "round_half_even": """
-@triton.jit
-def round_half_even(x):
-    below = tl.floor(x)
-    rest = x - below
-    even = tl.floor(below * 0.5) * 2 == below
-    return tl.where((rest > 0.5) | ((rest == 0.5) & (even == 0)), below + 1, below)
-""",
-    "sign": '''
-@triton.jit
-def sign(x):
-    """-1, 0 or 1; nan gives 0, as in torch."""
-    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
-''',
-    "logistic": '''
-@triton.jit
-def logistic(x):
-    """1 / (1 + 2^x)."""
-    return 1.0 / (1.0 + tl.exp2(x))
-''',
-    "tanh": '''
-@triton.jit
-def tanh(x):
-    """1 - 2 / (1 + e^2x): an absolute error near 1e-7, and right at both infinities."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-''',
-    "tanh_relative": '''
-@triton.jit
-def tanh_relative(x):
-    """Cephes' tanhf: a polynomial where 1 - 2 / (1 + e^2x) would cancel. A relative error near 2e-7."""
-    if x.dtype == tl.float64:
-        grown = expm1(2.0 * tl.minimum(x, 30.0, propagate_nan=tl.PropagateNan.ALL))
-        result = grown / (grown + 2.0)
-    else:
-        large = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-        square = x * x
-        series = -5.70498872745e-3 * square + 2.06390887954e-2
-        series = series * square - 5.37397155531e-2
-        series = series * square + 1.33314422036e-1
-        series = series * square - 3.33332819422e-1
-        result = tl.where(tl.abs(x) < 0.625, series * square * x + x, large)
-    return result
-''',
-    "tanh_approximate": '''
-@triton.jit
-def tanh_approximate(x):
-    """tanh as it is elsewhere: not every chip has an instruction for it."""
-    return tanh(x)
-''',
-    "log1p": '''
-@triton.jit
-def log1p(x):
-    """log(1 + x), with the rounding of 1 + x made good."""
-    shifted = 1.0 + x
-    return tl.where((shifted == 1.0) | (shifted == x), tl.where(shifted == 1.0, x, tl.log(shifted)),
-                    tl.log(shifted) * (x / (shifted - 1.0)))
-''',
-    "expm1": '''
-@triton.jit
-def expm1(x):
-    """e^x - 1, with the rounding of e^x made good."""
-    grown = tl.exp(x)
-    exact = (grown - 1.0) * (x / tl.log(grown))
-    return tl.where(grown == 1.0, x, tl.where((grown < 1e-7) | (grown > 1e7), grown - 1.0, exact))
-''',
-    "sinh": '''
-@triton.jit
-def sinh(x):
-    """From e^x - 1, which keeps the digits of small x, or e^(x/2), which is finite where the result is."""
-    size = tl.abs(x)
-    grown = expm1(size)
-    root = tl.exp(size * 0.5)
-    large = tl.where(size < 20, 0.5 * (grown + grown / (grown + 1.0)), 0.5 * root * root)
-    return tl.where(size < 1e-9, x, tl.where(x < 0, -large, large))
-''',
-    "cosh": '''
-@triton.jit
-def cosh(x):
-    """From e^(x/2), which is finite where the result is."""
-    root = tl.exp(tl.abs(x) * 0.5)
-    return 0.5 * root * root + 0.5 / (root * root)
-''',
-    "erfc": f'''
-@triton.jit
-def erfc(x):
-    """1 - erf(x), with a relative error: the subtraction would cancel where x is large."""
-    near = 1.0 - 5.0 / (tl.abs(x) + 2.5)
-    {_polynomial("scaled", "near", SCALED_ERFC)}
-    small = tl.exp(-x * x) * (scaled / (1.0 + 2.0 * x))
-    return tl.where(x < 0.5, 1.0 - tl.erf(x), small)
-''',
-    "power": '''
-@triton.jit
-def power(a, b):
-    """a ** b of floats, through exp2(b * log2 |a|)."""
-    size = tl.where(tl.abs(a) == 1, 1.0, tl.exp2(b * tl.log2(tl.abs(a))))
-    whole = tl.floor(b) == b
-    odd = whole & (tl.floor(b * 0.5) * 2 != b)
-    signed = tl.where(odd & ((a < 0) | (1.0 / a == float("-inf"))), -size, size)
-    real = tl.where((a < 0) & (whole == 0) & (tl.abs(a) != float("inf")), float("nan"), signed)
-    return tl.where((b == 0) | (a == 1), 1.0, real)
-''',
-    "power_int": '''
-@triton.jit
-def power_int(a, b):
-    """a ** b of integers, by squaring; b < 0 leaves 0 but of 1 and -1."""
-    result = a * 0 + b * 0 + 1
-    base = result * a
-    exponent = tl.abs(result * b)
-    for _ in range(result.dtype.primitive_bitwidth - 1):
-        result = tl.where((exponent & 1) != 0, result * base, result)
-        base = base * base
-        exponent = exponent >> 1
-    return tl.where((b < 0) & (a != 1) & (a + 1 != 0), 0, result)
-''',
-    "shift_left": '''
-@triton.jit
-def shift_left(a, b):
-    """a << b; 0 where b is negative, or as much as the number is wide."""
-    count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
-    return tl.where(count == b, a << count, 0)
-''',
-    "shift_right": '''
-@triton.jit
-def shift_right(a, b):
-    """a >> b; the sign alone where b is negative, or as much as the number is wide."""
-    count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
-    return tl.where(count == b, a >> count, -(a < 0).to(a.dtype))
-''',
-    "unsigned_lt": '''
-@triton.jit
-def unsigned_lt(a, b):
-    """a < b, where negative numbers of 32 bits are larger than all others."""
-    return tl.cast(a, tl.uint32) < tl.cast(b, tl.uint32)
-''',
-    "unsigned_max": '''
-@triton.jit
-def unsigned_max(a, b):
-    """The larger of two, where negative numbers of 32 bits are larger than all others."""
-    return tl.maximum(tl.cast(a, tl.uint32), tl.cast(b, tl.uint32)).to(tl.int32)
-''',
-    "in_range": '''
-@triton.jit
-def in_range(index, size):
-    """0 <= index < size, of 32 bits: as numbers without a sign, negative ones are larger than all others."""
-    return tl.cast(index, tl.uint32) < size
-''',
-    "wrap": '''
-@triton.jit
-def wrap(index, size):
-    """A negative index of 32 bits counts from the end; one that lies before the start stays negative."""
-    return tl.minimum(tl.cast(index, tl.uint32), tl.cast(index + size, tl.uint32)).to(tl.int32)
-''',
-    "wrap_any": '''
-@triton.jit
-def wrap_any(index, size):
-    """A negative index counts from the end."""
-    return tl.where(index < 0, index + size, index)
-''',
-    "check_bounds": '''
-@triton.jit
-def check_bounds(found, index, size, live):
-    """Keeps an index outside that a live position met: 2 * index + 1, or -2 * index where it is below 0."""
-    place = tl.cast(index, tl.int64)
-    met = tl.where(place < 0, -2 * place, 2 * place + 1)
-    tl.atomic_max(found + place * 0, met, mask=((place < 0) | (place >= size)) & live, sem="relaxed")
-''',
-}
+@cache
+def functions(file: str) -> Mapping[str, str]:
+    """The texts of a file's functions by name, from the decorator on, and of those that it imports."""
+    text = module_text(file)
+    lines = text.splitlines()
+    found: dict[str, str] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = node.decorator_list[0].lineno
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            others = functions(str(node.module).removeprefix(PACKAGE))
+            found |= {alias.name: others[alias.name] for alias in node.names if alias.name in others}
+    return found
 
 
-# Where inputs are float32, what is near enough for half types is not.
-EXACT: dict[str, str] = {
-    "tanh": """
-@triton.jit
-def tanh(x):
-    return tanh_relative(x)
-""",
-}
+def texts(file: str, *names: str) -> str:
+    """The texts of some functions of a file, as they stand in a module."""
+    return "\n\n\n".join(functions(file)[name] for name in names)
 
 
-# What all chips of NVIDIA's have instructions for that others do not, from sm_75 on.
-NVIDIA: dict[str, str] = {
-    "tanh_approximate": '''
-@triton.jit
-def tanh_approximate(x):
-    """The chip's own tanh, with a relative error of up to 2^-11."""
-    return tl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [x.to(tl.float32)], tl.float32, is_pure=True, pack=1
-    ).to(x.dtype)
-''',
-}
-# What a kind of chip has better instructions for, in kernels made for it.
-OF_TARGETS: dict[str, dict[str, str]] = {
-    "nvidia": NVIDIA,
-    "sm_90": {
-        **NVIDIA,
-        "tanh": '''
-@triton.jit
-def tanh(x):
-    """1 - 2 / (1 + e^2x), in float32 with the chip's reciprocal: an absolute error near 2e-7."""
-    grown = 1.0 + tl.exp2(x * 2.8853900817779268)
-    if grown.dtype == tl.float64:
-        inverse = 1.0 / grown
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], tl.float32, is_pure=True, pack=1
-        )
-    return 1.0 - 2.0 * inverse
-''',
-        "logistic": '''
-@triton.jit
-def logistic(x):
-    """1 / (1 + 2^x), with one reciprocal for two neighbours in a row: 1 / a = b / (a * b).
-
-    Where one of them is no number both are none. 2^60 is large enough, and the product of two is finite.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .f32 a, b, inverse;
-        min.NaN.f32 a, $2, 0f42700000;
-        min.NaN.f32 b, $3, 0f42700000;
-        ex2.approx.ftz.f32 a, a;
-        ex2.approx.ftz.f32 b, b;
-        add.f32 a, a, 0f3F800000;
-        add.f32 b, b, 0f3F800000;
-        mul.f32 inverse, a, b;
-        rcp.approx.ftz.f32 inverse, inverse;
-        mul.f32 $0, inverse, b;
-        mul.f32 $1, inverse, a;
-        }""",
-        "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
-    )
-''',
-    },
-}
-# Of these, the functions that treat elements in pairs.
-IN_PAIRS: dict[str, frozenset[str]] = {"sm_90": frozenset({"logistic"})}
+def names() -> frozenset[str]:
+    """The functions that the table of operations may call."""
+    return frozenset(functions("arithmetic"))
 
 
 def used_by(*texts: str, single: bool = False, target: str = "") -> str:
-    """The functions that the texts call, and those that these call, complete, in the table's order.
+    """The functions that the texts call, and those that these call, complete, in the order of `arithmetic`.
 
-    `single`: for kernels on float32. `target`: for kernels made for this kind of chip.
+    `single`: for kernels on float32. `target`: for kernels made for these chips, "nvidia" or "hopper".
     """
-    functions = FUNCTIONS | (EXACT if single else {}) | OF_TARGETS.get(target, {})
+    known = {
+        **functions("arithmetic"),
+        **(functions("float32_arithmetic") if single else {}),
+        **_made_for(target),
+    }
     wanted: set[str] = set()
     found = _called("\n".join(texts))
     while found - wanted:
         wanted |= found
-        found = _called("\n".join(functions[name] for name in wanted))
-    return "\n\n".join(functions[name].strip("\n") + "\n" for name in functions if name in wanted)
+        found = _called("\n".join(known[name] for name in wanted))
+    return "\n\n".join(known[name] + "\n" for name in known if name in wanted)
 
 
 def in_pairs(text: str, target: str) -> bool:
-    """Does the text call, on this chip, what may spoil an element with its neighbour in a row?"""
-    return bool(_called(text) & IN_PAIRS.get(target, frozenset()))
+    """Does the text call, on these chips, what may spoil an element with its neighbor in a row?"""
+    return any("pack=2" in _made_for(target).get(name, "") for name in _called(text))
 
 
-_CALLS = re.compile(rf"(?<![\w.])({'|'.join(FUNCTIONS)})\(")
+def _made_for(target: str) -> Mapping[str, str]:
+    """The functions of `arithmetic` as these chips have them."""
+    return functions(f"{target}_arithmetic") if target else {}
 
 
 def _called(text: str) -> set[str]:
-    return set(_CALLS.findall(text))
+    return set(_calls().findall(text))
+
+
+@cache
+def _calls() -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.])({'|'.join(functions('arithmetic'))})\(")

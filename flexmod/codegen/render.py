@@ -37,7 +37,7 @@ def render(
 
     `grad` is the derivative of the score_mod; a backward with a score_mod needs it. `captures` are those that
     make gradients of captured tensors as well, and may ask for a `diagonal_kernel` and a `scatter_kernel`.
-    What the mods' texts call of `prelude.py` is in the module too, `target`'s own form of it if there is one.
+    The functions of the table of operations that the mods call are in the module too, see `prelude.used_by`.
     `facts` are what another template asks for.
     """
     if not spec.backward:
@@ -92,12 +92,6 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
     )
 
 
-@cache
-def render_runs() -> str:
-    """The module that makes runs of what tiles are: `runs_kernel`. The same for every mask."""
-    return _tidy(_environment().get_template("runs.jinja").render())
-
-
 def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
     """The kernel parameters of several mods, in order, each name once."""
     merged: dict[str, Parameter] = {}
@@ -130,6 +124,7 @@ def _environment() -> jinja2.Environment:
         shared_out=_shared_out,
         in_parts=_in_parts,
         parameters=parameters,
+        device_functions=prelude.texts,
         unspecialized=_unspecialized,
         query_order=schedule.query_order,
         key_order=schedule.key_order,

@@ -45,10 +45,6 @@ HOMES = {
     "row": (ROW, ("b", "h", "q_idx"), "q"),
     "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
 }
-RESERVED = {
-    "b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float",
-    *prelude.FUNCTIONS, *keyword.kwlist,
-}  # fmt: skip
 JIT = "@triton.jit\n"
 # what an exponent may read besides, and its name in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
@@ -102,7 +98,7 @@ class Writer:
         self.numbers, self.found = "number", "found"
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
-        self.taken = RESERVED | {*self.captures, *self.arguments, *self.given, *taken}
+        self.taken = reserved() | {*self.captures, *self.arguments, *self.given, *taken}
         self.users = count_users(graph)
         self.rounded_products = products_that_decide(graph)
         extents = dict.fromkeys(places, 2**31)
@@ -391,7 +387,13 @@ def together(guards: list[str]) -> str:
     return guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
 
 
+def reserved() -> set[str]:
+    """Names that have a meaning in every kernel."""
+    own = {"b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float"}
+    return own | prelude.names() | set(keyword.kwlist)
+
+
 def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:
     """The user's names, made safe: none is one of the writer's own."""
-    taken = RESERVED | set(arguments)
+    taken = reserved() | set(arguments)
     return [fresh(c.name, taken) for c in graph.captures]

@@ -45,7 +45,7 @@ def found_nothing(on: Tensor, length: int, keys: int, checks: int) -> tuple[Tens
     """Both lengths, then a number for each check, int64.
 
     It is 0, or tells of an index outside, after negative ones were counted from the end: see `check_bounds`
-    in `prelude.py`.
+    in `device_functions/arithmetic.py`.
     """
     return (torch.tensor([length, keys, *[0] * checks], device=on.device),)
 

@@ -12,7 +12,8 @@ from block_mask.zoo import ZOO
 from flexmod import compiler, mask_compiler, masks
 from flexmod.block_mask import generated, refine
 from flexmod.codegen import cache
-from flexmod.codegen.render import render_builder, render_runs
+from flexmod.codegen.prelude import module_text
+from flexmod.codegen.render import render_builder
 from flexmod.mask_compiler import builder
 from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
@@ -249,7 +250,7 @@ def test_golden(golden):
     mask = traced(masks.document(torch.arange(200) // 50, causal=True), (1, 1, 200, 200))
     kernels = builder(mask.graph, (1, 1, 200, 200)).kernels
     golden(render_builder(kernels.terms, kernels.bounds, kernels.mask), "document_builder.txt")
-    golden(render_runs(), "runs.txt")
+    golden(module_text("runs"), "runs.txt")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])

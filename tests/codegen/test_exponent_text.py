@@ -121,16 +121,16 @@ def test_a_fixed_peak_leaves_weights_in_range(dtype: Any, bounds: Any, peak: flo
 
 def test_a_target_has_functions_of_its_own() -> None:
     calls = "logistic(x) + tanh(x)"
-    assert "inline_asm" not in prelude.used_by(calls) + prelude.used_by(calls, target="sm_80")
-    assert prelude.used_by(calls, target="sm_90").count("inline_asm") == 2
-    assert prelude.in_pairs("1 + logistic(x)", "sm_90")
-    assert not prelude.in_pairs("tanh(x)", "sm_90")
-    assert not prelude.in_pairs("logistic(x)", "sm_80")
+    assert "inline_asm" not in prelude.used_by(calls) + prelude.used_by(calls, target="nvidia")
+    assert prelude.used_by(calls, target="hopper").count("inline_asm") == 2
+    assert prelude.in_pairs("1 + logistic(x)", "hopper")
+    assert not prelude.in_pairs("tanh(x)", "hopper")
+    assert not prelude.in_pairs("logistic(x)", "nvidia")
 
 
 def test_a_family_of_chips_has_functions_of_its_own() -> None:
     call = "tanh_approximate(x)"
-    for target, own in (("", False), ("nvidia", True), ("sm_90", True)):
+    for target, own in (("", False), ("nvidia", True), ("hopper", True)):
         text = prelude.used_by(call, target=target)
         assert ("tanh.approx.f32" in text, "def tanh(x)" in text) == (own, not own)
     assert "series" in prelude.used_by(call, single=True)  # for float32 the plain one is exact

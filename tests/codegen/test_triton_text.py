@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmod.codegen import cache, prelude
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import RESERVED, write
+from flexmod.codegen.triton_text import reserved, write
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS, Graph
@@ -315,7 +315,7 @@ def test_names_of_the_writers_own_are_not_taken(device: torch.device) -> None:
         scope: dict[str, Any] = {}
         exec(f"def make({name}):\n    return lambda a, bb, c, d, e: a + {name}[d - 3] + {name}[e] * 2", scope)
         found = traced(scope["make"](tensor), "score")
-        assert names_in(write(found.graph))[0] == (f"{name}_1" if name in RESERVED else name) + "_of_score"
+        assert names_in(write(found.graph))[0] == (f"{name}_1" if name in reserved() else name) + "_of_score"
         holds(found, device, (1, 1, 16, 16))
 
 

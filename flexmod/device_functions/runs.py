@@ -1,5 +1,6 @@
-{#
-What tiles are, as runs: a program does LINES rows of tiles, or as many columns.
+"""Tiles as runs, from a table of what each tile is. Written by flexmod.
+
+A program does LINES rows of tiles, or as many columns.
 
     KINDS                uint8 [groups, Qb, KVb]: 0 empty, 1 partial, 2 full
     KV_ROWS, Q_ROWS      int32 [groups, Qb, 2, 3] and [groups, KVb, 2, 3]: see block_mask/runs.py
@@ -7,10 +8,10 @@ What tiles are, as runs: a program does LINES rows of tiles, or as many columns.
     KV_ORDER, Q_ORDER    int32 [groups, Qb], [groups, KVb]: rows and columns, those with most tiles first
     kv_slots, q_slots    how many runs of one kind there is room for in each row, in each column
 
-Where PLACED, ROWS says already where the runs of a row begin in SPANS. Elsewhere each row gets its slots; without
-SPANS tiles and runs are only counted. A row's place in the order is the number of rows that go before it.
-#}
-"""Tiles as runs, from a table of what each tile is. Written by flexmod."""
+Where PLACED, ROWS says already where the runs of a row begin in SPANS. Elsewhere each row gets its slots;
+without SPANS tiles and runs are only counted. A row's place in the order is the number of rows that go before
+it.
+"""
 
 import triton
 import triton.language as tl
@@ -75,11 +76,12 @@ def write_runs(
         partial_tiles += (here == PARTIAL).to(tl.int32)
         full_tiles += (here == FULL).to(tl.int32)
     if PLACED == 0:
-{% for kind, offset in (("partial", 0), ("full", 3)) %}
-        tl.store(entry + {{ offset }}, tl.sum({{ kind }}_tiles, 1), mask=there)
-        tl.store(entry + {{ offset + 1 }}, {{ kind }}_runs, mask=there)
-        tl.store(entry + {{ offset + 2 }}, {{ kind }}_first, mask=there)
-{% endfor %}
+        tl.store(entry + 0, tl.sum(partial_tiles, 1), mask=there)
+        tl.store(entry + 1, partial_runs, mask=there)
+        tl.store(entry + 2, partial_first, mask=there)
+        tl.store(entry + 3, tl.sum(full_tiles, 1), mask=there)
+        tl.store(entry + 4, full_runs, mask=there)
+        tl.store(entry + 5, full_first, mask=there)
 
 
 @triton.jit(do_not_specialize=["groups", "Qb", "KVb", "kv_slots", "q_slots"])
@@ -114,7 +116,8 @@ def write_order(ROWS, ORDER, length, group, first, LINES: tl.constexpr, TILES: t
     entries = ROWS + tl.cast(group, tl.int64) * length * 6
     line = first + tl.arange(0, LINES)
     there = line < length
-    own = tl.load(entries + line * 6, mask=there, other=0) + tl.load(entries + line * 6 + 3, mask=there, other=0)
+    own = tl.load(entries + line * 6, mask=there, other=0)
+    own += tl.load(entries + line * 6 + 3, mask=there, other=0)
     place = tl.zeros([LINES], tl.int32)
     for start in range(0, length, TILES):
         other = start + tl.arange(0, TILES)

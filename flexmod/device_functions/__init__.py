@@ -1,0 +1,1 @@
+"""Functions that run on a device: tests import them, generated modules carry their text."""

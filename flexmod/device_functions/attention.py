@@ -1,0 +1,82 @@
+"""What the portable kernels of attention call."""
+
+import triton
+import triton.language as tl
+
+# e^x = 2^(x * LOG2E), and what float32 cannot hold of that number.
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.92596298909109e-08)
+
+
+@triton.jit
+def tile_at(
+    tensor, stride_b, stride_h, stride_m, stride_d, batch, head, start, ROWS: tl.constexpr, DIMS: tl.constexpr
+):
+    """Addresses of ROWS rows of one head from row `start` on: [ROWS, DIMS], in 64-bit arithmetic."""
+    base = tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    base += tl.cast(start, tl.int64) * stride_m
+    rows = tl.cast(tl.arange(0, ROWS), tl.int64)[:, None] * stride_m
+    dims = tl.cast(tl.arange(0, DIMS), tl.int64)[None, :] * stride_d
+    return tensor + base + rows + dims
+
+
+@triton.jit
+def compensated(total, lost, term):
+    """total + term, and what rounding took from it, to be given back with the next term (Kahan's sum)."""
+    restored = term - lost
+    grown = total + restored
+    return grown, (grown - total) - restored
+
+
+@triton.jit
+def exponential(x):
+    """e^x up to 1, nearer than the chip's own: 2^n exactly, times a series for the rest of x * log2(e)."""
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0, and no infinity is left
+    # no weight is above 1, were a large score rounded otherwise in another kernel
+    x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    product = x * LOG2E
+    lost = tl.fma(x, LOG2E, -product) + x * LOG2E_REST
+    whole = tl.floor(product + 0.5)
+    rest = product - whole + lost
+    series = 1.5252733804059841e-05 * rest + 1.5403530393381608e-04
+    series = series * rest + 1.3333558146428443e-03
+    series = series * rest + 9.618129107628477e-03
+    series = series * rest + 5.550410866482158e-02
+    series = series * rest + 2.402265069591007e-01
+    series = series * rest + 6.931471805599453e-01
+    return tl.exp2(whole) * (series * rest + 1.0)
+
+
+@triton.jit
+def settled(score, unbounded):
+    """The score itself: `unbounded` is +inf, which the compiler does not know. So it cannot fuse the score's
+    last product with what is subtracted next, and a row's largest score is its peak in every kernel."""
+    return tl.minimum(score, unbounded, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def add_elements(terms, places, keep, SUMS, FIXED, LARGEST, room):
+    """Adds the terms that `keep` names to the elements at these places.
+
+    SUMS alone        float32 sums, which grow in any order
+    LARGEST [1]       first of two passes that agree bit for bit: the bits of the largest finite |term|, int32
+    FIXED as well     second pass: sums of whole numbers, in int64, which come out the same in any order. A
+                      term has `room` bits there. What is not finite goes to SUMS, where its order does not
+                      matter.
+    """
+    if LARGEST is None:
+        tl.atomic_add(SUMS + places, terms, mask=keep, sem="relaxed")
+    else:
+        size = tl.abs(terms)
+        finite = size < float("inf")
+        if FIXED is None:
+            bits = tl.where(keep & finite, size, 0.0).to(tl.int32, bitcast=True)
+            tl.atomic_max(LARGEST, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        else:
+            # All terms are below 2^(exponent - 126). The unit is the least normal number, or larger.
+            exponent = tl.load(LARGEST) >> 23
+            shift = tl.minimum(room + 126 - exponent, 126)
+            scaled = terms * ((shift + 127) << 23).to(tl.float32, bitcast=True)
+            whole = tl.where(finite, scaled + tl.where(scaled < 0, -0.5, 0.5), 0.0).to(tl.int64)
+            tl.atomic_add(FIXED + places, whole, mask=keep & finite, sem="relaxed")
+            tl.atomic_add(SUMS + places, terms, mask=keep & (finite == 0), sem="relaxed")

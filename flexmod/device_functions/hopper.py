@@ -1,0 +1,126 @@
+"""What the kernels for Hopper call."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def advance(slot, phase, STAGES: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers, which turns when the ring begins anew."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def count_tiles(mask, length, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """The tiles that a head has. Where rows of blocks are put in order, the last one counts whole."""
+    ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
+    tiles = (length + TILE - 1) // TILE
+    if ORDER is not None:
+        tiles = (length + BLOCK - 1) // BLOCK * (BLOCK // TILE)
+    return tiles
+
+
+@gluon.jit
+def nth_tile(place, otherwise, mask, batch, head, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """Where the tile of this place in the order of a head begins, or `otherwise` where there is none."""
+    ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
+    start = otherwise
+    if ORDER is not None:
+        mask_row = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h
+        row = gl.load(ORDER + mask_row + place // (BLOCK // TILE))
+        start = row * BLOCK + place % (BLOCK // TILE) * TILE
+    return start
+
+
+@gluon.jit
+def first_tile(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """The tiles of a row of blocks: how many are partial, how many there are, the first full run. Then the
+    first tile: its run, where it begins, where the run ends."""
+    ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
+    mask_row = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h
+    entry = ROWS + (mask_row + row) * 6
+    partial_steps = gl.load(entry) * (BLOCK // TILE)
+    steps = partial_steps + gl.load(entry + 3) * (BLOCK // TILE)
+    full_run = RUNS + gl.cast(gl.load(entry + 5), gl.int64) * 2
+    run = gl.where(partial_steps > 0, RUNS + gl.cast(gl.load(entry + 2), gl.int64) * 2, full_run)
+    start = gl.load(run, mask=steps > 0, other=0) * BLOCK
+    stop = gl.load(run + 1, mask=steps > 0, other=0) * BLOCK
+    return (partial_steps, steps, full_run), run, start, stop
+
+
+@gluon.jit
+def next_tile(step, of_row, run, start, stop, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """The tile of a step, from that of the step before: its run, where it begins, where the run ends."""
+    partial_steps, steps, full_run = of_row
+    start += TILE
+    ended = (start == stop) & (step < steps)
+    run = gl.where(ended, gl.where(step == partial_steps, full_run, run + 2), run)
+    start = gl.where(ended, gl.load(run, mask=ended, other=0) * BLOCK, start)
+    stop = gl.where(ended, gl.load(run + 1, mask=ended, other=0) * BLOCK, stop)
+    return run, start, stop
+
+
+@gluon.jit
+def listed(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """The tiles of a row of blocks: how many are partial, how many there are, where the two lists begin."""
+    NUM_BLOCKS, INDICES, slots, FULL_NUM_BLOCKS, FULL_INDICES, full_slots, stride_mask_b, stride_mask_h = mask
+    mask_row = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h + row
+    partial_steps = gl.load(NUM_BLOCKS + mask_row) * (BLOCK // TILE)
+    steps = partial_steps
+    partial_blocks = INDICES + mask_row * slots
+    full_blocks = partial_blocks
+    if FULL_NUM_BLOCKS is not None:
+        steps += gl.load(FULL_NUM_BLOCKS + mask_row) * (BLOCK // TILE)
+        full_blocks = FULL_INDICES + mask_row * full_slots
+    return partial_steps, steps, partial_blocks, full_blocks
+
+
+@gluon.jit
+def listed_tile(step, of_row, TILE: gl.constexpr, BLOCK: gl.constexpr):
+    """Where the tile of a step begins."""
+    partial_steps, steps, partial_blocks, full_blocks = of_row
+    partial = step < partial_steps
+    blocks = gl.where(partial, partial_blocks, full_blocks)
+    place = gl.where(partial, step, step - partial_steps)
+    block = gl.load(blocks + place // (BLOCK // TILE), mask=step < steps, other=0)
+    return block * BLOCK + place % (BLOCK // TILE) * TILE
+
+
+@gluon.jit
+def tell(note, number):
+    """The producer writes a number."""
+    note.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def heard(note):
+    """A consumer reads one."""
+    return gl.max(note.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def add_diagonals(term, distance, SUMS, line, M, N):
+    """Adds the sums of a tile's diagonals to SUMS [B, HQ, M + N - 1], at `line` and distance q_idx - kv_idx.
+
+    `term` [64, queries] float32, whose first element lies at `distance`.
+    """
+    # By warp, key of the warp, 32 queries, query. A key's row is turned in its lanes, until a diagonal is a
+    # column.
+    PARTS: gl.constexpr = term.shape[1] // 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 16, PARTS, 1], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
+    of_sums: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.convert_layout(term.reshape([4, 16, PARTS, 32]), layout)
+    key = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    query = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    source = key[None, :, None, None] + query[None, None, None, :]
+    turned = gl.gather(row, source % 32 + gl.full([4, 16, PARTS, 32], 0, gl.int32, layout), 3)
+    ahead = gl.sum(gl.where(source < 32, turned, 0.0), 1)  # [4, PARTS, 32]
+    behind = gl.sum(gl.where(source < 32, 0.0, turned), 1)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_sums)))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_sums)))
+    query = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_sums)))
+    place = distance + query[None, None, :] + 32 * part[None, :, None] - 16 * warp[:, None, None]
+    gl.atomic_add(SUMS + line + place, ahead, mask=(place > -N) & (place < M), sem="relaxed")
+    place -= 32
+    gl.atomic_add(SUMS + line + place, behind, mask=(place > -N) & (place < M), sem="relaxed")

@@ -1,0 +1,211 @@
+"""Each function of `device_functions/attention.py` and `device_functions/block_mask.py` by itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from device_functions.applied import applied, kernel, loaded
+
+INF, NAN = math.inf, math.nan
+ODD = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, INF, -INF, NAN])
+
+TILE = """
+
+@triton.jit
+def run(OUT, X, stride_b, stride_h, stride_m, stride_d, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    tile = tile_at(X, stride_b, stride_h, stride_m, stride_d, 1, 2, 5, ROWS, DIMS)
+    place = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
+    tl.store(OUT + place, tl.load(tile))
+"""
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0)], ids=str)
+def test_a_tile_lies_where_its_strides_say(order: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(2, 3, 16, 8).permute(order).contiguous().permute(*map(order.index, range(4))).to(device)
+    out = torch.empty(4, 8, device=device)
+    kernel(loaded("attention", TILE), "run", out)[(1,)](out, x, *x.stride(), ROWS=4, DIMS=8)
+    assert torch.equal(out, x[1, 2, 5:9])
+
+
+def test_a_compensated_sum_keeps_what_rounding_takes(device: torch.device) -> None:
+    """1 and 4096 terms that float32 would all lose beside it."""
+    total, lost = torch.ones(64, device=device), torch.zeros(64, device=device)
+    term = torch.full((64,), 2.0**-25, device=device)
+    for _ in range(4096):
+        total, lost = of_two("compensated(a, b, c)", total, lost, term)
+    assert torch.equal(total, torch.full((64,), 1 + 2.0**-13))
+
+
+def of_two(call: str, *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results, on the device of the arguments."""
+    found = applied("attention", call, *given, dtypes=(torch.float32, torch.float32))
+    return tuple(x.to(given[0].device) for x in found)  # type: ignore[return-value]
+
+
+def test_the_exponential_is_near(device: torch.device) -> None:
+    x = -torch.cat([torch.linspace(0, 87, 9999), 10.0 ** torch.linspace(-40, 1.9, 999)])
+    found = applied("attention", "exponential(a)", x.to(device)).double()
+    assert ((found / x.double().exp() - 1).abs() <= 1.5e-7).all()
+
+
+def test_the_exponential_of_odd_values(device: torch.device) -> None:
+    """Weights are e^x up to 1, nothing far below, and no number where a score is none."""
+    found = applied("attention", "exponential(a)", ODD.to(device))
+    expected = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, NAN])
+    assert torch.equal(found.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+def test_a_settled_score_is_itself(device: torch.device) -> None:
+    found = applied("attention", "settled(a, b)", ODD.to(device), torch.tensor(INF, device=device))
+    assert torch.equal(found.view(torch.int32)[:-1], ODD.view(torch.int32)[:-1])
+    assert found[-1].isnan()
+
+
+ADD = """
+
+@triton.jit
+def run(
+    TERMS, PLACES, KEEP, SUMS, FIXED, LARGEST, room, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    terms, keep = tl.load(TERMS + place), tl.load(KEEP + place) != 0
+    add_elements(terms, tl.load(PLACES + place), keep, SUMS, FIXED, LARGEST, room)
+"""
+
+
+def test_elements_are_added_in_any_order(device: torch.device) -> None:
+    terms, places, keep = scattered(device)
+    sums = torch.zeros(7, device=device)
+    add(terms, places, keep, sums)
+    expected = torch.zeros(7, dtype=torch.float64).index_add_(
+        0, places[keep].cpu(), terms[keep].double().cpu()
+    )
+    torch.testing.assert_close(sums.cpu().double(), expected, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1.0, 1e30, 3e38])
+def test_elements_are_added_as_whole_numbers(size: float, device: torch.device) -> None:
+    """Two passes: the largest term gives the unit, then sums are the same bits in every order of terms."""
+    terms, places, keep = scattered(device)
+    terms = terms / terms.abs().max() * size
+    found = [fixed_sums(terms, places, keep), fixed_sums(terms.flip(0), places.flip(0), keep.flip(0))]
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    fixed, shift = found[0]
+    expected = torch.zeros(7, dtype=torch.float64).index_add_(
+        0, places[keep].cpu(), terms[keep].double().cpu()
+    )
+    unit = 2.0**-shift
+    assert ((fixed.double() * unit - expected).abs() <= len(terms.flatten()) * unit).all()
+
+
+def test_terms_that_are_no_numbers_go_to_the_other_sums(device: torch.device) -> None:
+    terms, places, keep = scattered(device)
+    terms[0, 0], places[0, 0], keep[0, 0] = NAN, 2, True
+    terms[1, 1], places[1, 1], keep[1, 1] = INF, 4, True
+    terms[2, 2], places[2, 2], keep[2, 2] = NAN, 5, False
+    sums = torch.zeros(7, device=device)
+    fixed = torch.zeros(7, dtype=torch.int64, device=device)
+    largest = torch.zeros(1, dtype=torch.int32, device=device)
+    add(terms, places, keep, sums, None, largest)
+    assert largest.view(torch.float32).item() == terms[keep & terms.isfinite()].abs().max()
+    add(terms, places, keep, sums, fixed, largest)
+    assert sums.isnan().tolist() == [False, False, True, False, False, False, False]
+    assert sums[4] == INF and sums[5] == 0
+
+
+def scattered(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Terms, their places among 7, and which of them count."""
+    random = torch.Generator().manual_seed(3)
+    terms = torch.randn(8, 16, generator=random)
+    places = torch.randint(0, 7, (8, 16), generator=random)
+    keep = torch.rand(8, 16, generator=random) < 0.7
+    return terms.to(device), places.to(device), keep.to(device)
+
+
+def fixed_sums(terms: Tensor, places: Tensor, keep: Tensor, room: int = 40) -> tuple[Tensor, int]:
+    """The whole sums, and how many binary places of a sum they count in."""
+    fixed = torch.zeros(7, dtype=torch.int64, device=terms.device)
+    largest = torch.zeros(1, dtype=torch.int32, device=terms.device)
+    sums = torch.zeros(7, device=terms.device)
+    add(terms, places, keep, sums, None, largest, room)
+    add(terms, places, keep, sums, fixed, largest, room)
+    assert not sums.any()
+    return fixed.cpu(), min(room + 126 - (int(largest) >> 23), 126)
+
+
+def add(
+    terms: Tensor, places: Tensor, keep: Tensor, sums: Tensor,
+    fixed: Tensor | None = None, largest: Tensor | None = None, room: int = 40,
+) -> None:  # fmt: skip
+    rows, columns = terms.shape
+    run = kernel(loaded("attention", ADD), "run", terms)
+    run[(1,)](
+        terms.contiguous(), places.contiguous(), keep.to(torch.int32).contiguous(), sums, fixed, largest,
+        room, ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+
+
+ENDS = """
+
+@triton.jit
+def run(OUT, X, BLOCK: tl.constexpr):
+    x = tl.load(X + tl.arange(0, BLOCK))
+    tl.store(OUT, lowest(x))
+    tl.store(OUT + 1, highest(x))
+    if x.dtype.is_floating():
+        tl.store(OUT + 2, lowest_float(x))
+        tl.store(OUT + 3, highest_float(x))
+"""
+
+
+def ends(x: Tensor) -> list[float]:
+    out = torch.zeros(4, dtype=x.dtype, device=x.device)
+    kernel(loaded("block_mask", ENDS), "run", x)[(1,)](out, x, BLOCK=len(x))
+    return out.tolist()
+
+
+def test_ends_of_values(device: torch.device) -> None:
+    assert ends(torch.tensor([3, -7, 2**31 - 1, -(2**31)], device=device))[:2] == [-(2**31), 2**31 - 1]
+    assert ends(torch.tensor([3.0, -INF, 1e-45, 2.0], device=device)) == [-INF, 3.0, -INF, 3.0]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_nothing_is_known_of_values_that_are_no_numbers(place: int, device: torch.device) -> None:
+    x = torch.tensor([1.0, -INF, INF, 0.0], device=device)
+    x[place] = NAN
+    assert all(math.isnan(end) for end in ends(x)[2:])
+
+
+def test_a_rectangle_is_judged_by_its_diagonals(device: torch.device) -> None:
+    """Counts of the differences q_idx - kv_idx at which a term holds say it of all rectangles."""
+    queries, keys = 6, 5
+    holds = torch.tensor([1, 1, 0, 0, 1, 1, 1, 0, 1, 0])  # of the differences from 1 - keys on
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), holds.cumsum(0)]).to(torch.int32)
+    corners = torch.cartesian_prod(*[torch.arange(n) for n in (queries, queries, keys, keys)])
+    corners = corners[(corners[:, 0] <= corners[:, 1]) & (corners[:, 2] <= corners[:, 3])]
+    source = """
+
+@triton.jit
+def run(ALL, ANY, COUNTS, CORNERS, COUNT, N, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    inside = place < COUNT
+    q_low = tl.load(CORNERS + place * 4, mask=inside, other=0)
+    q_high = tl.load(CORNERS + place * 4 + 1, mask=inside, other=0)
+    kv_low = tl.load(CORNERS + place * 4 + 2, mask=inside, other=0)
+    kv_high = tl.load(CORNERS + place * 4 + 3, mask=inside, other=0)
+    every, some = over_diagonals(COUNTS, q_low, q_high, kv_low, kv_high, N)
+    tl.store(ALL + place, every.to(tl.int32), mask=inside)
+    tl.store(ANY + place, some.to(tl.int32), mask=inside)
+"""
+    given = [x.to(device) for x in (counts, corners.to(torch.int32).contiguous())]
+    every, some = (torch.zeros(len(corners), dtype=torch.int32, device=device) for _ in range(2))
+    run = kernel(loaded("block_mask", source), "run", every)
+    run[(1,)](every, some, *given, len(corners), keys, BLOCK=512)
+    for corner, all_hold, any_holds in zip(corners.tolist(), every.tolist(), some.tolist(), strict=True):
+        low, high = corner[0] - corner[3] + keys - 1, corner[1] - corner[2] + keys - 1
+        expected = holds[low : high + 1].bool()
+        assert (all_hold, any_holds) == (expected.all().item(), expected.any().item())
