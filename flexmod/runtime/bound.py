@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
 from flexmod.ir.traces import remember
@@ -32,7 +31,7 @@ from flexmod.plan import (
 )
 from flexmod.runtime import launch
 from flexmod.runtime.direct import Direct, hooked
-from flexmod.runtime.gluon import layout_of
+from flexmod.runtime.gluon import TensorDescriptor, layout_of
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]
