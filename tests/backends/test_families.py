@@ -108,6 +108,13 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]
 
 
+def test_masks_are_ordered_for_who_reads_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    chips = ("sm_80", "sm_90", families.INTERPRETER)
+    assert [chip for chip in chips if families.reads_order(chip)] == ["sm_90"]
+    monkeypatch.setattr(Toy, "reads_order", lambda self, target: target == self.target)
+    assert [chip for chip in chips if families.reads_order(chip)] == ["sm_80", "sm_90"]
+
+
 def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
     setting = Setting(1, 1, 32, 16, torch.float32, CPU)
