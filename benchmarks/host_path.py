@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 
 import flexmod
 from flexmod import calls, masks, mods
-from flexmod.backends import generated, hopper
+from flexmod.backends import arguments, generated
 from flexmod.codegen.choose import Verdict
 from flexmod.runtime import counters, jit, launch, launches
 from flexmod.runtime.direct import Direct
@@ -77,7 +77,7 @@ def on_an_h200() -> Iterator[None]:
         launches, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
     ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
-    ), mock.patch.object(hopper, "processors", lambda device: H200.processors), mock.patch.object(
+    ), mock.patch.object(arguments, "processors", lambda device: H200.processors), mock.patch.object(
         launch, "verdict", lambda *_: Verdict()
     ), mock.patch.object(
         counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)

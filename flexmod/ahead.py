@@ -4,8 +4,8 @@
         print(job.compile())
 
 Each kernel is compiled with the tile that a launch would settle on, by the same rules: the first of its
-ladder that fits the chip's shared memory and spills little, or else the one that spills least. Of Hopper's
-shapes, one that the assembler made slow gives way too.
+ladder that fits the chip's shared memory and spills little, or else the one that spills least. Where a
+family's limits say so, a rung that the assembler made slow is passed over too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flexmod.plan import Launch
 from flexmod.runtime import compiler_bugs, machine_code, offline
 from flexmod.runtime.launch import refusal_in_words
 from flexmod.runtime.offline import Report
-from flexmod.runtime.target import family_of, named
+from flexmod.runtime.target import MEASURED, family_of, named
 from flexmod.variant import Variant
 
 GIVES_WAY = "it spills so much that the portable template runs"
@@ -43,7 +43,7 @@ WRONG: dict[object, str] = {
     RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
     MisaddressedProductsError: machine_code.MISADDRESSED,
 }
-NAME_A_CHIP = "name a chip that need not be here, e.g. attend.ptx_for('sm_90')"
+NAME_A_CHIP = f"name a chip that need not be here, e.g. attend.ptx_for({MEASURED!r})"
 
 
 class Built(NamedTuple):
@@ -101,7 +101,7 @@ def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
 def kernels_on(variant: Variant, way: Way, target: str) -> Made:
     """Those that a call runs on a chip, as torch's switch for determinism stands.
 
-    Raises HopperTemplateError where the variant's options insist on a family's and they cannot be.
+    Raises TemplateError where the variant's options insist on a family's and they cannot be.
     """
     family, _ = serving(variant.spec_of(way), way, target, dict(variant.options))
     return family.kernels(variant.kernels(way, fused=family.fused, family=family_of(target)))

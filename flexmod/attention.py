@@ -94,7 +94,7 @@ def flex_attention(
                  SlicedTorchMaskError, OffsetMismatchError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
         options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
-                 DecodeBackendError, BackendDeviceError, HopperTemplateError, NotTunedError, NoTileFits,
+                 DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError, NoTileFits,
                  RoundedProductsError, MisaddressedProductsError
 
     and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.

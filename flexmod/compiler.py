@@ -139,7 +139,7 @@ def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
 def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[Term, ...]:
     """What each load of the captures `wanted` adds to their gradients, and how that is summed.
 
-    `fused`: for Hopper's backward, which sums by column what b and h alone index.
+    `fused`: for a backward that makes the sums itself, by column also where b and h alone index.
     """
     return terms_of(capture_grad(graph, wanted), "column" if fused else "row")
 
@@ -257,7 +257,8 @@ def kernels_for(
 ) -> Kernels:
     """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
 
-    `wanted` are the captures of the score_mod that a backward makes gradients of; `fused`: those of Hopper.
+    `wanted` are the captures of the score_mod that a backward makes gradients of; `fused`: by a
+    family's own backward.
     `family`: of the chips that the portable kernels may use instructions of.
     """
     score_text = score.text if score else None
@@ -267,7 +268,7 @@ def kernels_for(
     captures = NO_CAPTURES
     if wanted and score and score.score:
         captures = capture_texts(score.score, wanted, fused, score.checked)
-    # its own dK/dV kernel does not run beside Hopper's
+    # its own dK/dV kernel does not run beside that of another family
     portable = replace(captures, column=None) if fused else captures
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),

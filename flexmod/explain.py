@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
+from flexmod import errors
 from flexmod.codegen.mod_text import NO_CAPTURES
 from flexmod.codegen.render import render
-from flexmod.codegen.spec import Way
 from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
@@ -27,28 +27,33 @@ class Named(dict[str, T]):
         return "\n\n".join(map(str, self.values()))
 
 
+class ByFamily(Named[T]):
+    """By family of kernels and direction, such as "hopper forward"; one that cannot serve has no entry.
+
+    Raises NoKernelsError for a key without an entry.
+    """
+
+    def __missing__(self, key: str) -> T:
+        raise errors.NoKernelsError(name=key, known=", ".join(map(repr, self)) or "none")
+
+
 @dataclass(frozen=True)
 class Explanation:
     """`str` shows the graphs, and on which template the kernels stand.
 
     `graphs` are those of the mask, the score and its derivative, as far as there are such. `source` is the
     portable module, forward and backward. `sources` are the modules of other families of kernels, by family
-    and direction ("hopper forward"), `hopper` those of Hopper chips, by direction; one that cannot be is not
-    there. `templates` says for each direction which runs where, and why. `plan` has what a call allocates and
-    launches, by family and direction ("portable forward"), with the first tile of each ladder; it prints as a
-    whole.
+    and direction ("hopper forward"). `templates` says for each direction which runs where, and why. `plan`
+    has what a call allocates and launches, by family and direction too ("portable forward"), with the first
+    tile of each ladder. `sources` and `plan` print as a whole, and raise NoKernelsError for a key without an
+    entry.
     """
 
     graphs: tuple[Graph, ...]
     source: str
-    sources: Mapping[str, str]
+    sources: ByFamily[str]
     templates: tuple[str, ...]
-    plan: Named[Plan]
-
-    @property
-    def hopper(self) -> Mapping[Way, str]:
-        given = {way: self.sources.get(f"hopper {way}") for way in get_args(Way)}
-        return {way: text for way, text in given.items() if text}
+    plan: ByFamily[Plan]
 
     def __str__(self) -> str:
         graphs = "\n\n".join(map(str, self.graphs)) or "no mod: plain attention"
@@ -83,7 +88,7 @@ def explain(
     `head_dim` is that of query and key, `value_dim` that of value (head_dim if None), `dtype` that of all
     three. `block_size` is that of the mask's tiles, in positions: one number or (queries, keys). Captured
     tensors that require grad get theirs. The result prints the graphs; its `source` is the portable module
-    of kernels, its `hopper` has those made for Hopper. Raises what tracing raises.
+    of kernels, its `sources` are modules of other families. Raises what tracing raises.
 
     Example:
 
@@ -105,4 +110,4 @@ def explain(
     with lazy_imports():
         from flexmod.backends.of_variant import plans_of, sources_of
     sources, templates = sources_of(made)
-    return Explanation(graphs, source, sources, templates, Named(plans_of(made)))
+    return Explanation(graphs, source, ByFamily(sources), templates, ByFamily(plans_of(made)))

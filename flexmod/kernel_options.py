@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexmod import errors
+from flexmod import errors, family_names
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,18 @@ def _among(*numbers: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value in numbers
 
 
-def _among_names(*names: str) -> Option:
-    return Option("one of " + ", ".join(map(repr, names)), lambda value: value in names)
+@dataclass(frozen=True)
+class Names:
+    """An option that takes names, which are looked up at each check."""
+
+    names: Callable[[], Sequence[str]]
+
+    @property
+    def accepted(self) -> str:
+        return "one of " + ", ".join(map(repr, self.names()))
+
+    def check(self, value: Any) -> bool:
+        return value in self.names()
 
 
 BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
@@ -41,9 +51,9 @@ _BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2",
 _FLAG = Option("True or False", lambda value: isinstance(value, bool))
 
 # docs/kernel_options.md says what each of them does
-OPTIONS: dict[str, Option] = {
-    "BACKEND": _among_names(*BACKENDS),
-    "TEMPLATE": _among_names("auto", "hopper", "portable"),
+OPTIONS: dict[str, Option | Names] = {
+    "BACKEND": Names(lambda: BACKENDS),
+    "TEMPLATE": Names(family_names.accepted),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
     **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
@@ -62,10 +72,6 @@ OPTIONS: dict[str, Option] = {
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
 }
 
-
-def name_templates(families: Sequence[str]) -> None:
-    """What kernel option TEMPLATE may name, besides "auto"."""
-    OPTIONS["TEMPLATE"] = _among_names("auto", *families)
 
 PREFIXES = ("fwd_", "bwd_")
 

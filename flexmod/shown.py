@@ -21,7 +21,7 @@ from flexmod.kernel_options import KernelOptions
 from flexmod.layouts import USUAL, Layout
 from flexmod.lazy_imports import lazy_imports
 from flexmod.quotes import quotes
-from flexmod.runtime.target import target_of
+from flexmod.runtime.target import MEASURED, OLDEST, target_of
 from flexmod.variant import EXTENTS, Variant, of_traces, spec_for
 
 # kernel_options that a file, with the portable kernels and a plain launcher, cannot heed
@@ -103,7 +103,7 @@ class Shown:
         """
         with lazy_imports():
             from flexmod import ahead
-        spec, chip = self._spec("PTX", f"attend.ptx_for('sm_90', {CALL})"), self._chip()
+        spec, chip = self._spec("PTX", f"attend.ptx_for({MEASURED!r}, {CALL})"), self._chip()
         if chip is None:
             raise errors.NoPtxError(
                 of="this handle", why="what it shows is for the CPU", advice=ahead.NAME_A_CHIP
@@ -141,7 +141,7 @@ class Shown:
         see `flexmod.standalone`. Returns its path.
 
         head_dim, value_dim, dtype: as in `ptx_for`. target: the chip that the tiles are chosen for, the
-        latest call's if None, or sm_80 where that ran on none.
+        latest call's if None, or the oldest one where that ran on none.
 
         Raises:
             NotCalledError, UnsupportedDtype: as `source`.
@@ -161,7 +161,7 @@ class Shown:
         )
         text = standalone.file_of(
             self._made(of_file, standalone.EXTENTS), quotes([*self._mods.values()], unchanged),
-            target or self._chip() or "sm_80", scale=self._scale,
+            target or self._chip() or OLDEST, scale=self._scale,
         )  # fmt: skip
         return standalone.written(path, text)
 

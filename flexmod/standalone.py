@@ -38,6 +38,7 @@ from flexmod.plan import Size
 from flexmod.plan_text import PlanText
 from flexmod.quotes import example, quotes
 from flexmod.runtime.compiler_bugs import wrong
+from flexmod.runtime.target import OLDEST
 from flexmod.variant import Variant, variant
 
 # Index arithmetic of a file is wide enough for this many batch entries, heads, queries and keys.
@@ -112,7 +113,7 @@ def standalone(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     block_size: int | tuple[int, int] = 128,
-    target: str = "sm_80",
+    target: str = OLDEST,
     tiles: Mapping[KernelName, Tile] | None = None,
 ) -> str:
     """The text of a file with attention for these mods, of the portable kernels; no GPU is needed.

@@ -41,7 +41,10 @@ class Variant:
         return replace(self.spec, backward=way == "backward")
 
     def kernels(self, way: Way, fused: bool = False, family: Family = "") -> Kernels:
-        """The portable kernels of one direction, for a family of chips; `fused`: those beside Hopper's."""
+        """The portable kernels of one direction, for a family of chips.
+
+        `fused`: those beside a backward that makes the sums for captures itself.
+        """
         wanted = self.learned if way == "backward" else ()
         spec = self.spec_of(way)
         return kernels_for(

@@ -25,6 +25,7 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.command_errors import WarmFolderError
 from flexmod.config import cache_dir_at
 from flexmod.internals.triton import cache_folder, keeps_elsewhere
+from flexmod.runtime.target import MEASURED
 from flexmod.variant import variant
 
 
@@ -36,7 +37,7 @@ def warm(
     head_dim: int = 64,
     value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    targets: Sequence[str] = ("sm_90",),
+    targets: Sequence[str] = (MEASURED,),
 ) -> Iterator[tuple[str, Built]]:
     """Compiles the kernels one by one, as the iterator is advanced; yields each with its chip.
 

@@ -880,7 +880,7 @@ OPTION_MISTAKES: list[Row] = [
         "kernel option TEMPLATE is 'cutlass'.\n  Instead: give one of 'auto', 'hopper', 'portable'.",
     ),
     (
-        errors.HopperTemplateError,
+        errors.TemplateError,
         lambda: options(TEMPLATE="hopper", BACKEND="INTERPRET"),
         "kernel option TEMPLATE is 'hopper', but the forward cannot run on it: Triton's interpreter is no "
         "Hopper chip (sm_90).\n"

@@ -231,6 +231,14 @@ ROWS: list[Row] = [
         "  Instead: use one of: sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_120, gfx942.",
     ),
     (
+        errors.NoKernelsError,
+        lambda: flexmod.explain(head_dim=264, value_dim=64).plan["hopper forward"],
+        "there are no kernels 'hopper forward' for this variant; there are: 'portable forward', "
+        "'portable backward'.\n"
+        "  Instead: print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the "
+        "portable kernels.",
+    ),
+    (
         errors.NotAGpuError,
         lambda: target.target_of("cpu"),
         "cpu is not a GPU: kernels are compiled for cuda devices.\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod.backends import generated, hopper
+from flexmod.backends import arguments, generated
 from flexmod.backends.arguments import Operands, operands
 from flexmod.backends.families import Family, families
 from flexmod.backends.generated import FirstRungs
@@ -94,7 +94,7 @@ def _call(
 
 def _run(plan: Any, tensors: Sequence[Tensor | None], mask: Any) -> tuple[Any, ...]:
     device = next(x.device for x in tensors if x is not None)
-    processors = {"PROCESSORS": hopper.processors(device)}
+    processors = {"PROCESSORS": arguments.processors(device)}
     with torch.no_grad():
         return Bound(plan, tensors, device, processors).run(tensors, mask and mask.derived)
 

@@ -21,6 +21,7 @@ ORDER = """
 errors command_errors
 locks lazy_imports internals
 config syntax
+family_names
 kernel_options
 transforms tensor_kinds
 ir.graph
@@ -87,6 +88,29 @@ cli
 __init__ __main__
 """
 ROOMS = tuple(ORDER.split())
+
+# A chip's name, or that of its architecture. What stands here alone may know chips apart.
+CHIP = re.compile(r"hopper|blackwell|ampere|(?<![a-z])sm_?\d+|gfx\d+", re.IGNORECASE)
+KNOW_CHIPS = {
+    "runtime.target",  # the table of chips
+    "codegen.prelude",  # the table of operations that a chip has text of its own for
+    "runtime.compiler_bugs",  # each with the chip that it is seen on
+    "internals.triton",  # a module of Triton is named for a chip
+    # the registration of families
+    "family_names", "backends.families",
+    # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
+    "codegen.hopper", "backends.hopper", "runtime.gluon", "runtime.machine_code",
+    "device_functions.hopper", "device_functions.hopper_arithmetic",
+    "device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
+}  # fmt: skip
+# Examples in docstrings, each as often as it stands there.
+EXAMPLES = {
+    "ahead": ['head_dim=128), "sm_90"):'],
+    "explain": ['such as "hopper forward"', '("hopper forward")'],
+    "ir.approximate": ["(sm_75 and newer;"],
+    "shown": ['e.g. "sm_90".'],
+    "warm": ['targets=["sm_90"]):'],
+}
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -181,6 +205,29 @@ def test_rooms_exist() -> None:
 def test_no_modules_import_in_a_circle() -> None:
     arrows = circles(MODULES)
     assert not arrows, f"imports in a circle: {', '.join(arrows)}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - KNOW_CHIPS))
+def test_chips_have_names_in_few_modules(module: str) -> None:
+    """In no line, of code, text or comment, but for the examples."""
+    assert not CHIP.search(module)
+    text = MODULES[module].read_text()
+    for example in EXAMPLES.get(module, []):
+        assert example in text, "take it out of EXAMPLES"
+        text = text.replace(example, "", 1)
+    named = [line.strip() for line in text.splitlines() if CHIP.search(line)]
+    assert not named, "ask the family, or the table of chips"
+
+
+def test_modules_that_know_chips_are_needed() -> None:
+    """Each of them names one; modules with examples exist."""
+    assert [name for name in KNOW_CHIPS if not CHIP.search(MODULES[name].read_text())] == []
+    assert EXAMPLES.keys() <= MODULES.keys() - KNOW_CHIPS
+
+
+@pytest.mark.parametrize("text", ["hopper", "HopperKernels", "sm_90", "of_sm90", "'sm_103'", "gfx942"])
+def test_a_chip_is_known_by_its_name(text: str) -> None:
+    assert CHIP.search(text)
 
 
 IMPORTS = {

@@ -101,9 +101,9 @@ def test_explain_takes_shapes_and_dtypes() -> None:
 
 def test_explain_says_on_which_template_the_kernels_stand() -> None:
     both = explain(soft_cap, causal, head_dim=128)
-    assert {way: kernels(source) & {"forward_kernel", "backward_kernel", "score_grad"}
-            for way, source in both.hopper.items()} == {
-        "forward": {"forward_kernel"}, "backward": {"backward_kernel", "score_grad"},
+    assert {key: kernels(source) & {"forward_kernel", "backward_kernel", "score_grad"}
+            for key, source in both.sources.items()} == {
+        "hopper forward": {"forward_kernel"}, "hopper backward": {"backward_kernel", "score_grad"},
     }  # fmt: skip
     wide = explain(soft_cap, causal, head_dim=256)
     assert str(wide).splitlines()[-2:] == [
@@ -115,13 +115,13 @@ def test_explain_says_on_which_template_the_kernels_stand() -> None:
         "forward template: portable everywhere: a head dimension of 264, above 256",
         "backward template: portable everywhere: a head dimension of 264, above 256",
     ]
-    assert wider.hopper == {}
+    assert wider.sources == {}
     single = explain(soft_cap, causal, dtype=torch.float32)
     assert str(single).splitlines()[-2:] == [
         "forward template: portable everywhere: float32 operands",
         "backward template: portable everywhere: float32 operands",
     ]
-    assert single.hopper == {}
+    assert single.sources == {}
 
 
 DEBUG_LINES = {

@@ -128,7 +128,8 @@ def test_modules_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = capped()
     attend(*[x(64, dtype=torch.float16)] * 3)
     monkeypatch.setattr(type(attend), "_chip", lambda _: "sm_90")
-    wanted = explain(mods.softcap(15.0), masks.causal(), dtype=torch.float16).hopper
+    sources = explain(mods.softcap(15.0), masks.causal(), dtype=torch.float16).sources
+    wanted = {way: sources[f"hopper {way}"] for way in ("forward", "backward")}
     assert attend.source == wanted
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert attend.source["forward"] == wanted["forward"] and "def dq_kernel" in attend.source["backward"]
@@ -203,7 +204,7 @@ def test_a_kernel_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_that_insist_on_hopper() -> None:
     attend = flexmod.compile(kernel_options={"TEMPLATE": "hopper"})
-    with pytest.raises(errors.HopperTemplateError):
+    with pytest.raises(errors.TemplateError):
         attend.ptx_for("sm_80", head_dim=64, dtype=torch.float16)
     with pytest.raises(errors.UnknownTarget):
         attend.ptx_for("sm_9000", head_dim=64, dtype=torch.float16)

@@ -16,6 +16,7 @@ from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.trace import Traced
 from flexmod.plan import Call, Extent, Place, Size, Writer, contiguous, fixed, if_several, named
+from flexmod.runtime.target import target_of
 
 Arguments = dict[str, object]
 Numbers = Sequence[bool | int | float]
@@ -261,3 +262,8 @@ def mask_strides(shape: Sequence[Extent]) -> Arguments:
         "stride_mask_b": if_several(batch, heads * lines),
         "stride_mask_h": if_several(heads, lines),
     }
+
+
+def processors(device: torch.device) -> int:
+    """The processors of a GPU, each of which runs programs of its own; 1 for any other device."""
+    return target_of(device).processors or 1 if device.type == "cuda" else 1

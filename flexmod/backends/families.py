@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexmod import kernel_options
-from flexmod.backends import hopper, triton
+from flexmod import family_names
+from flexmod.backends import triton
 from flexmod.backends.arguments import Incoming, Operands
+from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Facts, Found, Rungs
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.hopper import TARGET, hopper_kernels, template, why_portable
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.codegen.spec import KernelSpec, Way, template
 from flexmod.compiler import CONSTANTS
-from flexmod.errors import HopperTemplateError
+from flexmod.errors import TemplateError
 from flexmod.plan import Place, Writer
 
 Places = tuple[Place | None, ...]
@@ -70,19 +70,12 @@ class Family(Protocol):
     ) -> Found:  # fmt: skip
         """See `triton.backward`."""
 
-
-class _Hopper:
-    name, title, target, fused = "hopper", "kernels made for Hopper", TARGET, True
-    obstacle = staticmethod(why_portable)
-    call_obstacle = staticmethod(hopper.call_obstacle)
-    kernels = staticmethod(hopper_kernels)
-    forward = staticmethod(hopper.forward)
-    facts = staticmethod(hopper.facts_of)
-    backward = staticmethod(hopper.backward)
+    def reads_order(self, target: str) -> bool:
+        """Do its kernels on a chip go by the order of a mask's rows and columns (`Runs.order`)?"""
 
 
 class _Portable:
-    name, title, target, fused = "portable", "portable Triton kernels", "", False
+    name, title, target, fused = family_names.PORTABLE, "portable Triton kernels", "", False
     forward = staticmethod(triton.forward)
     backward = staticmethod(triton.backward)
 
@@ -97,10 +90,13 @@ class _Portable:
     def facts(self, key: Tensor, grad_out: Tensor) -> Facts:
         return Facts(deterministic=torch.are_deterministic_algorithms_enabled())
 
+    def reads_order(self, target: str) -> bool:
+        return False
+
 
 PORTABLE: Family = _Portable()
 INTERPRETER = "Triton's interpreter"  # in place of a chip
-_known: tuple[Family, ...] = (_Hopper(), PORTABLE)
+_known: tuple[Family, ...] = (HopperFamily(), PORTABLE)
 
 
 def families() -> tuple[Family, ...]:
@@ -117,8 +113,13 @@ def insert(family: Family) -> Callable[[], None]:
 def _set(known: Sequence[Family]) -> None:
     global _known
     _known = tuple(known)
-    kernel_options.name_templates([family.name for family in _known])
+    family_names.set_names([family.name for family in _known])
     CONSTANTS.version = object()  # what is known of calls depends on it
+
+
+def reads_order(target: str) -> bool:
+    """Does any family go by the order of a mask's rows and columns on a chip?"""
+    return any(family.reads_order(target) for family in _known)
 
 
 def obstacle(
@@ -126,7 +127,7 @@ def obstacle(
 ) -> str | None:
     """Why a family does not make these kernels for a chip, as torch's switch for determinism stands.
 
-    Raises HopperTemplateError where the options insist on it.
+    Raises TemplateError where the options insist on it.
     """
     given = options or {}
     asked = template(given, way)
@@ -141,9 +142,9 @@ def obstacle(
 
 
 def check_not_asked_for(family: Family, way: Way, options: Mapping[str, Any], why: str) -> None:
-    """Raises HopperTemplateError where the options insist on a family that cannot serve."""
+    """Raises TemplateError where the options insist on a family that cannot serve."""
     if template(options, way) == family.name:
-        raise HopperTemplateError(template=family.name, way=way, why=why)
+        raise TemplateError(template=family.name, way=way, why=why)
 
 
 def serving(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flexmod import config
-from flexmod.backends import hopper, triton
+from flexmod.backends import arguments as call_arguments
+from flexmod.backends import triton
 from flexmod.backends.arguments import Incoming, Operands, incoming, operands
 from flexmod.backends.captured import gradients
 from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
@@ -175,7 +176,7 @@ class _Compiled:
     @cached_property
     def extents(self) -> Mapping[str, int]:
         """What the names in plans are for the tensors."""
-        processors = {"PROCESSORS": hopper.processors(self.qkv[0].device)}
+        processors = {"PROCESSORS": call_arguments.processors(self.qkv[0].device)}
         return {**extents_of(self.inputs, self.tensors), **processors}
 
     def plan(self, write: Callable[[Writer, Operands], Results]) -> Plan:
@@ -228,7 +229,7 @@ def with_captured(
 ) -> Results:
     """Writes the gradients of the captured tensors `wanted`, which its sums give, beside a backward's.
 
-    `fused`: Hopper's backward made the sums.
+    `fused`: the backward made the sums itself.
     """
     if not (wanted and score):
         return found[:3]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
 from flexmod.backends.arguments import (
     Arguments,
@@ -25,11 +25,20 @@ from flexmod.backends.arguments import (
 from flexmod.backends.triton import Facts, Found, Rungs
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.hopper import HopperKernels, Shape, sum_block, sum_row, wide
+from flexmod.codegen.hopper import (
+    NAME,
+    TARGET,
+    HopperKernels,
+    Shape,
+    hopper_kernels,
+    obstacle,
+    sum_block,
+    sum_row,
+    wide,
+)
 from flexmod.codegen.schedule import grid
 from flexmod.plan import Descriptor, Extent, Place, Size, Writer, cdiv, contiguous, if_several, least, product
 from flexmod.runtime.counters import COUNTER
-from flexmod.runtime.target import target_of
 
 # Queries in a backward's tile, at most.
 TALLEST = 128
@@ -44,7 +53,8 @@ def facts_of(key: Tensor, grad_out: Tensor) -> Facts:
     """Of a backward of these tensors."""
     kv_batch, kv_heads, keys, _ = key.shape
     programs: Any = grid(kv_batch, kv_heads, keys, 128)
-    return Facts(addressable=addressable(grad_out), ordered=programs <= ORDERED * processors(key.device))
+    most = ORDERED * call_arguments.processors(key.device)
+    return Facts(addressable=addressable(grad_out), ordered=programs <= most)
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
@@ -100,7 +110,7 @@ def forward(
         "COUNTER": COUNTER,
         **mask_arguments(writer, call.mask, "kv"),
         **_order(call.mask, "kv"),
-        **kernels.portable.mod_arguments("hopper_forward", call.score_captured, call.mask_captured),
+        **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, exponent=True),
         **sizes(call),
         "B": batch,
         "KV_B": k.shape[0],
@@ -231,11 +241,6 @@ def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Argume
     return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order if wanted else None}
 
 
-def processors(device: torch.device) -> int:
-    """How many programs of the forward run at a time: one on each of the chip's processors."""
-    return target_of(device).processors or 1 if device.type == "cuda" else 1
-
-
 def tiles(tensor: Place, rows: int, dims: int) -> Descriptor:
     """A [B, H, length, dim] tensor in tiles of `rows` x `dims` of one head; zeros past an end."""
     # the stride of a dimension of 1 may be anything, but for the unit
@@ -261,3 +266,18 @@ def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
     """
     whole = TALLEST if mask is None else max(TALLEST, block_of(mask)[0])
     return cdiv(length, whole) * whole
+
+
+class HopperFamily:
+    """See `families.Family`."""
+
+    name, title, target, fused = NAME, "kernels made for Hopper", TARGET, True
+    obstacle = staticmethod(obstacle)
+    call_obstacle = staticmethod(call_obstacle)
+    kernels = staticmethod(hopper_kernels)
+    forward = staticmethod(forward)
+    facts = staticmethod(facts_of)
+    backward = staticmethod(backward)
+
+    def reads_order(self, target: str) -> bool:
+        return target == TARGET

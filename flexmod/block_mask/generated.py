@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from flexmod import config
+from flexmod.backends.families import reads_order
 from flexmod.block_mask import tiles
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import Builder
 from flexmod.codegen.builder_text import BuilderTerm
-from flexmod.codegen.hopper import TARGET
 from flexmod.codegen.watch import Watch
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
@@ -72,11 +72,14 @@ def build(
     batch, heads = batch if "b" in reads else 1, heads if "h" in reads else 1
     grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
     step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
+    ordered = (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         parts = []
         for first in range(0, batch * heads, step):
             groups = min(step, batch * heads - first)
-            part = _part(found, (queries, keys), block, grid, heads, first, groups, device, interpreted)
+            part = _part(
+                found, (queries, keys), block, grid, heads, first, groups, ordered, device, interpreted
+            )  # fmt: skip
             parts.append(part.runs(traced.tensors, separate))
     kv, q = parts[0] if len(parts) == 1 else map(runs_of_parts, zip(*parts, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
@@ -110,6 +113,7 @@ class _Part:
         heads: int,
         first_group: int,
         groups: int,
+        ordered: bool,
         device: torch.device,
         interpreted: bool,
     ) -> None:
@@ -135,9 +139,7 @@ class _Part:
         }  # fmt: skip
         self.slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
         self.room = [2 * groups * down * self.slots["kv_slots"], 2 * groups * across * self.slots["q_slots"]]
-        # kernels for Hopper alone go by an order
-        read = interpreted or target_of(device).name == TARGET
-        self.ordered = read and max(block) <= ORDERED_BLOCK
+        self.ordered = ordered
         self.bound: dict[tuple[object, ...], Bound] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 

@@ -21,7 +21,7 @@ from flexmod.cli.options import (
     score_option,
 )
 from flexmod.mod_names import choose
-from flexmod.runtime.target import NAMES
+from flexmod.runtime.target import MEASURED, NAMES, OLDEST
 from flexmod.variant import variant
 
 COLUMNS = ("target", "kernel", "template", "tile", "registers", "spills", "shared", "matrix", "")
@@ -35,7 +35,7 @@ COLUMNS = ("target", "kernel", "template", "tile", "registers", "spills", "share
     "targets",
     type=click.Choice(NAMES),
     multiple=True,
-    default=["sm_80", "sm_90"],
+    default=[OLDEST, MEASURED],
     show_default=True,
     help="A chip; may be given several times.",
 )

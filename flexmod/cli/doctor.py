@@ -18,7 +18,7 @@ from flexmod import config
 from flexmod.backends.families import serving
 from flexmod.codegen.spec import Way
 from flexmod.runtime import tuned
-from flexmod.runtime.target import Target, target_of
+from flexmod.runtime.target import OLDEST, Target, target_of
 from flexmod.variant import variant
 
 # What flexmod needs, and what a part of it needs.
@@ -122,6 +122,6 @@ def _troubles() -> Iterator[str]:
     if torch.cuda.is_available():
         for device, target in _targets():
             if target.backend == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-                yield f"{device} is older than sm_80: Triton does not compile for it."
+                yield f"{device} is older than {OLDEST}: Triton does not compile for it."
     if torch.version.cuda and Path("/dev/nvidia0").exists() and not torch.cuda.is_available():
         yield "there is an NVIDIA device, but torch does not find it: look at the driver with nvidia-smi."

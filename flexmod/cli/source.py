@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 import torch
@@ -16,13 +17,16 @@ from flexmod.cli.options import (
     mask_argument,
     score_option,
 )
+from flexmod.codegen.spec import Way
 from flexmod.command_errors import NoSourceError
 from flexmod.explain import explain
+from flexmod.family_names import PORTABLE, names
 from flexmod.mod_names import choose
-from flexmod.runtime.target import NAMES
+from flexmod.runtime.target import NAMES, OLDEST
 from flexmod.standalone import standalone as standalone_text
 
-HOPPER = {"hopper-forward": "forward", "hopper-backward": "backward"}
+# by what the command calls a module, its family and direction
+TEMPLATES = {f"{name}-{way}": (name, way) for name in names() if name != PORTABLE for way in get_args(Way)}
 
 
 @click.command()
@@ -31,12 +35,12 @@ HOPPER = {"hopper-forward": "forward", "hopper-backward": "backward"}
 @dim_option
 @dtype_option(KERNEL_DTYPES)
 @click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
-@click.option("--template", type=click.Choice(["portable", *HOPPER]), default="portable", show_default=True)
+@click.option("--template", type=click.Choice([PORTABLE, *TEMPLATES]), default=PORTABLE, show_default=True)
 @click.option(
     "--standalone", is_flag=True, help="A file that needs torch and triton alone and checks itself."
 )
 @click.option(
-    "--target", type=click.Choice(NAMES), default="sm_80", show_default=True,
+    "--target", type=click.Choice(NAMES), default=OLDEST, show_default=True,
     help="The chip that the tiles of --standalone are chosen for.",
 )  # fmt: skip
 @click.option(
@@ -63,12 +67,12 @@ def source(
     else:
         explanation = explain(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
         text = explanation.source
-        if template in HOPPER:
-            way = HOPPER[template]
-            if way not in explanation.hopper:
+        if template != PORTABLE:
+            family, way = TEMPLATES[template]
+            if f"{family} {way}" not in explanation.sources:
                 why = next(line for line in explanation.templates if line.startswith(way))
                 raise NoSourceError(template=template, why=why)
-            text = explanation.hopper[way]  # type: ignore[index]
+            text = explanation.sources[f"{family} {way}"]
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -14,7 +14,7 @@ from flexmod.ahead import Built
 from flexmod.cli.options import DTYPES, KERNEL_DTYPES, POSITIVE, kernel_setting, mask_argument, score_option
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.mod_names import choose
-from flexmod.runtime.target import NAMES
+from flexmod.runtime.target import MEASURED, NAMES
 from flexmod.warm import checked_folder
 from flexmod.warm import warm as fill
 
@@ -29,7 +29,7 @@ COLUMNS = ("target", "D", "dtype", "kernel", "template", "tile", "")
     help="The folder; else the cache folder of flexmod.",
 )  # fmt: skip
 @click.option(
-    "--target", "targets", type=click.Choice(NAMES), multiple=True, default=["sm_90"], show_default=True,
+    "--target", "targets", type=click.Choice(NAMES), multiple=True, default=[MEASURED], show_default=True,
     help="A chip; may be given several times.",
 )  # fmt: skip
 @click.option(

@@ -1,4 +1,4 @@
-"""A score_mod as Hopper's forward computes it, see `ir/exponents.py`, as device functions."""
+"""A score_mod as the exponent of a weight, see `ir/exponents.py`, as device functions."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from flexmod.codegen import cache, render
 from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
-from flexmod.codegen.spec import KernelSpec, Way, option
+from flexmod.codegen.spec import KernelSpec, Way, option, template
 
 Registers = tuple[int, int, int]
 
-TARGET = "sm_90"
+NAME, TARGET = "hopper", "sm_90"
 # the widest head dimension: a thread has registers for no more
 WIDEST = 256
 # the fastest shapes spill up to 30 registers; where all spill more than is endured, the portable kernels run
@@ -108,7 +108,7 @@ def _warps(registers: Registers) -> Mapping[str, int]:
     }
 
 
-def why_portable(
+def obstacle(
     spec: KernelSpec,
     way: Way,
     target: str,
@@ -116,7 +116,7 @@ def why_portable(
     *,
     deterministic: bool = False,
 ) -> str | None:
-    """Why the portable template makes these kernels for a chip, None where the one for Hopper does.
+    """Why these kernels are not made for Hopper on a chip, None where they are.
 
     `options` are checked kernel_options; `deterministic`: reruns shall agree bit for bit.
     """
@@ -124,7 +124,7 @@ def why_portable(
         return f"{target} is no Hopper chip ({TARGET})"
     if (why := spec_obstacle(spec, way)) is not None:
         return why
-    if template(options, way) not in ("auto", "hopper"):
+    if template(options, way) not in ("auto", NAME):
         return "kernel option TEMPLATE asks for it"
     given = [name for name in TILE_OPTIONS[way] if _given(options, way, name) is not None]
     if given:
@@ -132,11 +132,6 @@ def why_portable(
     if way == "backward" and (deterministic or _given(options, way, "deterministic")):
         return "a deterministic backward: Hopper's adds up dQ in any order"
     return None
-
-
-def template(options: Mapping[str, Any], way: Way) -> str:
-    """The kernel option TEMPLATE: "auto", or the name of a family."""
-    return _given(options, way, "TEMPLATE") or "auto"
 
 
 def _given(options: Mapping[str, Any], way: Way, name: str) -> Any:
@@ -258,7 +253,7 @@ class HopperKernels:
     portable: Kernels
     tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict)
 
-    family: ClassVar[str] = "hopper"
+    family: ClassVar[str] = NAME
     limits: ClassVar[Limits] = LIMITS
     rungs: ClassVar[tuple[type, ...]] = (ForwardShape, BackwardShape)
 

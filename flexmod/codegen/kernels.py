@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -72,8 +72,8 @@ class Kernels:
     """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
 
     `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward;
-    `captures` are those that make gradients of captured tensors as well. `exponent` is `score` as Hopper's
-    forward has it.
+    `captures` are those that make gradients of captured tensors as well. `exponent` is `score` as a
+    forward takes it that computes weights from it: see `ir/exponents.py`.
     `options` are checked kernel_options. `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
     """
 
@@ -122,11 +122,14 @@ class Kernels:
         return self._ladders[kernel]
 
     def mod_arguments(
-        self, kernel: KernelName | Literal["hopper_forward"], score: Captured, mask: Captured
+        self, kernel: KernelName, score: Captured, mask: Captured, *, exponent: bool = False
     ) -> dict[str, object]:
-        """The launch arguments that the mods of a kernel need, by name."""
+        """The launch arguments that the mods of a kernel need, by name.
+
+        `exponent`: the kernel computes the exponent in place of the score.
+        """
         grad = self.captures.by_kernel(self.grad).get(kernel)
-        own = (self.exponent,) if kernel == "hopper_forward" else (self.score, grad)
+        own = (self.exponent,) if exponent else (self.score, grad)
         values: dict[str, object] = {}
         for text, captured in (*((text, score) for text in own), (self.mask, mask)):
             if text is not None:

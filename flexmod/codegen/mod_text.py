@@ -144,8 +144,8 @@ class CaptureTexts:
     """The derivatives that make gradients of captured tensors, by how their terms are summed.
 
     `row` and `column` take the place of the plain derivative in the dQ and the dK/dV kernel; `diagonal` and
-    `element` have kernels of their own. For Hopper's backward `column` has the terms of diagonals too. None
-    where no term is summed that way.
+    `element` have kernels of their own. For a backward that makes these sums itself, `column` has
+    the terms of diagonals too. None where no term is summed that way.
     """
 
     row: ModText | None = None

@@ -93,8 +93,8 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 # The largest score, in base 2, whose product with a factor may be rounded: by 8, so that a weight is at most
 # 2^8. Beyond, two scores that differ are 16 apart at least.
 LARGEST_EXACT = 2.0**28
-# The lse, in base 2, from which on one float32 is too few for Hopper's backward. Below it, rounding the lse
-# moves a row's weights by less than 2^-11, as far as float16 moves one.
+# The lse, in base 2, from which on one float32 is too few for a backward in half types. Below it, rounding
+# the lse moves a row's weights by less than 2^-11, as far as float16 moves one.
 LARGE = 2.0**14
 
 
@@ -120,7 +120,7 @@ def padded(dim: int) -> int:
 
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
 # begins with the fastest and goes on to what fits less: the 99 KB of small cards, the 64 KB of AMD's. One
-# stage costs Hopper registers (operands pass through them): two stages of a smaller tile come before it.
+# stage costs registers where operands pass through them: two stages of a smaller tile come before it.
 _Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
@@ -230,7 +230,7 @@ def ladder(
 
     `by_column`: a mod holds numbers by column, and a thread has many of them in a large tile. Small ones go
     first in the forward then. `waits_for_score`: a load between two products, which Triton's pipeliner fails
-    on for Hopper, so that one tile is in flight.
+    on for some chips, so that one tile is in flight.
     `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
 
     Raises:
@@ -259,6 +259,11 @@ def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: A
     """A kernel option as one kernel sees it: the prefix `fwd_` or `bwd_` counts more than the bare name."""
     prefix = "fwd_" if kernel == "forward" else "bwd_"
     return options.get(prefix + name, options.get(name, default))
+
+
+def template(options: Mapping[str, Any], way: Way) -> str:
+    """The kernel option TEMPLATE of a direction: "auto", or the name of a family."""
+    return option(options, "forward" if way == "forward" else "dq", "TEMPLATE", None) or "auto"
 
 
 def statistics_rows(spec: KernelSpec) -> int:

@@ -38,7 +38,7 @@ __all__ = [
     "NoDerivativeError", "LibraryArgumentError", "NotPicklableError", "CallSizeError",
     # kernels.py
     "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
-    "HopperTemplateError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",
+    "TemplateError", "NoKernelsError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",
     "NotCalledError", "NoPtxError", "NoStandaloneError", "FlexOnCpuError", "EnvironmentSwitchError",
     "InterpreterOperationError", "UnknownTarget", "NotAGpuError", "MissingPackage",
 ]  # fmt: skip

@@ -30,9 +30,19 @@ class BackendDeviceError(FlexmodError, ValueError):
     instead = "move query, key and value to {wanted}, or leave BACKEND out."
 
 
-class HopperTemplateError(FlexmodError, ValueError):
+class TemplateError(FlexmodError, ValueError):
     what = "kernel option TEMPLATE is {template!r}, but the {way} cannot run on it: {why}."
     instead = "leave TEMPLATE out: flexmod takes the portable template then."
+
+
+class NoKernelsError(FlexmodError, KeyError):
+    what = "there are no kernels {name!r} for this variant; there are: {known}."
+    instead = (
+        "print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the portable kernels."
+    )
+
+    def __str__(self) -> str:
+        return self.message  # KeyError's would put it in quotes
 
 
 class NoTileFits(FlexmodError, RuntimeError):
@@ -101,7 +111,7 @@ class UnknownTarget(FlexmodError, ValueError):
 
 class NotAGpuError(FlexmodError, ValueError):
     what = "{device} is not a GPU: kernels are compiled for cuda devices."
-    instead = "name a kind of chip, e.g. flexmod.runtime.target.named('sm_90')."
+    instead = "name a kind of chip, e.g. flexmod.runtime.target.named({example!r})."
 
 
 class MissingPackage(FlexmodError, ImportError):

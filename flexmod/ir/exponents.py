@@ -1,4 +1,4 @@
-"""A score_mod as Hopper's forward computes it: the score itself, in few instructions for an element.
+"""A score_mod as the exponent of a weight: the score itself, in few instructions for an element.
 
 weight = 2^(log2(e) * (score - largest)). `exponent` rewrites a score's graph where that costs no digits:
 

@@ -17,11 +17,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.internals.torch import current_device, current_stream
 from flexmod.internals.triton import CompiledKernel, knobs
 from flexmod.runtime.counters import COUNTER, counter
+from flexmod.runtime.gluon import TensorDescriptor
 
 # Descriptors that a launch keeps, by pointer: the allocator hands out the same places again and again.
 KEPT = 64

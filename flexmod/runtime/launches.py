@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.plan import Descriptor, Launch, Place, value_of, values_of
 from flexmod.runtime import launch
 from flexmod.runtime.direct import Direct, hooked
-from flexmod.runtime.gluon import layout_of
+from flexmod.runtime.gluon import TensorDescriptor, layout_of
 
 __all__ = ["BoundLaunch", "hooked", "sample"]
 

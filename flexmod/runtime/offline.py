@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.internals.triton import assembler, compile_for, disassembler
 from flexmod.runtime import machine_code
 from flexmod.runtime.counters import COUNTER
-from flexmod.runtime.gluon import descriptor_type
-from flexmod.runtime.target import Target, named
+from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
+from flexmod.runtime.target import MEASURED, Target, named
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
@@ -55,7 +54,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
     losses: tuple[str, ...] = ()
-    """What the machine code lacks of what its text asks for, on Hopper: see `machine_code`."""
+    """What the machine code lacks of what its text asks for: see `machine_code`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Every stage by name: ttir, ttgir, llir, ptx, cubin, sass; amdgcn, hsaco."""
 
@@ -77,7 +76,7 @@ def compile(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, object],
-    target: str | Target = "sm_90",
+    target: str | Target = MEASURED,
     *,
     num_warps: int = 4,
     num_stages: int = 2,

@@ -59,6 +59,9 @@ _TARGETS = {
     )
 }
 NAMES = tuple(_TARGETS)
+# The oldest chip that Triton compiles for, and the one that kernels are measured on: what is built for where
+# nobody names a chip, and examples in messages.
+OLDEST, MEASURED = "sm_80", "sm_90"
 
 
 def named(name: str) -> Target:
@@ -85,7 +88,7 @@ def target_of(device: torch.device | str) -> Target:
     """
     device = torch.device(device)
     if device.type != "cuda":
-        raise NotAGpuError(device=device)
+        raise NotAGpuError(device=device, example=MEASURED)
     return _read(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, errors, explain, flex_attention, masks, mods
+from flexmod import ahead, errors, explain, family_names, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
 from flexmod.backends.triton import Facts
 from flexmod.codegen.choose import Limits
@@ -61,6 +61,9 @@ class Toy:
     def facts(self, key: Any, grad_out: Any) -> Facts:
         return Facts()
 
+    def reads_order(self, target: str) -> bool:
+        return False
+
     forward, backward = staticmethod(triton.forward), staticmethod(triton.backward)
 
 
@@ -89,7 +92,7 @@ def test_a_call(heads: int, served: list[str], monkeypatch: pytest.MonkeyPatch) 
     torch.autograd.grad(out.sum(), given)  # type: ignore[union-attr]
     assert found == served
     way = "backward" if heads == 2 else "forward"
-    with pytest.raises(errors.HopperTemplateError, match=f"TEMPLATE is 'toy', but the {way} cannot run on"):
+    with pytest.raises(errors.TemplateError, match=f"TEMPLATE is 'toy', but the {way} cannot run on"):
         out = flex_attention(*given, softcap, kernel_options={**options, "TEMPLATE": "toy"})
         torch.autograd.grad(out.sum(), given)  # type: ignore[union-attr]
 
@@ -98,10 +101,18 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = explain(mods.softcap(5.0), masks.causal())
     assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
     assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
+    assert family_names.names() == tuple(family.name for family in families.families())
     doctor = importlib.import_module("flexmod.cli.doctor")
     monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
     said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]
     assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]
+
+
+def test_masks_are_ordered_for_who_reads_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    chips = ("sm_80", "sm_90", families.INTERPRETER)
+    assert [chip for chip in chips if families.reads_order(chip)] == ["sm_90"]
+    monkeypatch.setattr(Toy, "reads_order", lambda self, target: target == self.target)
+    assert [chip for chip in chips if families.reads_order(chip)] == ["sm_80", "sm_90"]
 
 
 def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 
 from flexmod import ahead, config, create_block_mask
-from flexmod.backends import hopper, triton
+from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.choose import Verdict
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
@@ -267,7 +267,7 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(autouse=True)
 def _a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "processors", lambda device: 20)
+    monkeypatch.setattr(arguments, "processors", lambda device: 20)
     monkeypatch.setattr(launches, "TensorDescriptor", lambda base, *_: base)
 
 

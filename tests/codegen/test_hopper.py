@@ -15,7 +15,7 @@ from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCA
 
 from flexmod import mods
 from flexmod.codegen.exponent_text import write_exponent
-from flexmod.codegen.hopper import TARGET, ladder, spec_obstacle, text, why_portable
+from flexmod.codegen.hopper import TARGET, ladder, obstacle, spec_obstacle, text
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.spec import KernelSpec
 from flexmod.compiler import lower
@@ -80,7 +80,7 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
 )
 def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> None:
     assert spec_obstacle(refused, way) == why
-    assert why_portable(refused, way, TARGET, {}) == why
+    assert obstacle(refused, way, TARGET, {}) == why
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> No
     ],
 )
 def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
-    assert why_portable(spec(), way, target, options, **facts) == why
+    assert obstacle(spec(), way, target, options, **facts) == why
 
 
 # Shapes

@@ -50,9 +50,9 @@ def by_windows(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_what_a_first_query_is_a_multiple_of_is_told_where_it_helps() -> None:
     """Where positions are divided or masked; between plain differences it makes longer addresses."""
     told = "first_query = start_m & (2**31 - BLOCK_M)"
-    assert told not in explain(mods.relative_position()).hopper["backward"]
-    assert told in explain(mods.relative_position(), near).hopper["backward"]
-    assert told in explain(by_windows).hopper["backward"]
+    assert told not in explain(mods.relative_position()).sources["hopper backward"]
+    assert told in explain(mods.relative_position(), near).sources["hopper backward"]
+    assert told in explain(by_windows).sources["hopper backward"]
 
 
 def waves(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -61,7 +61,7 @@ def waves(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
     """Not by each thread for all queries that it sees: 32 sines took 40 s to compile. Nor in two loops."""
-    module, plain = (explain(mod).hopper["backward"] for mod in (waves, mods.relative_position()))
+    module, plain = (explain(mod).sources["hopper backward"] for mod in (waves, mods.relative_position()))
     assert "gl.convert_layout(add_q_of_score, score_layout)" in module
     assert "PEAKED" not in module
     assert "PEAKED" in plain
@@ -112,11 +112,11 @@ def of_near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     """The mask is asked in partial tiles alone: the score's truth values would be held until then."""
     assert compiled("forward", of_near_ones, near, 128).spills <= 64
-    modules = explain(of_near_ones, near).hopper
-    assert "first_key = made_anew(first_key)" in modules["forward"]
-    assert "first_query = made_anew(start_m)" in modules["backward"]
-    plain = explain(bias_of_keys, near).hopper
-    assert "made_anew(first_key)" not in plain["forward"]
+    modules = explain(of_near_ones, near).sources
+    assert "first_key = made_anew(first_key)" in modules["hopper forward"]
+    assert "first_query = made_anew(start_m)" in modules["hopper backward"]
+    plain = explain(bias_of_keys, near).sources
+    assert "made_anew(first_key)" not in plain["hopper forward"]
 
 
 @pytest.mark.parametrize("score_mod", [None, mods.relative_position()])

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
-from flexmod.errors import HopperTemplateError
+from flexmod.errors import TemplateError
 from fuzz.case import Case
 from fuzz.check import check
 from fuzz.choices import Choices, Drawn, Replayed, Seeded, shrunk
@@ -67,7 +67,7 @@ def judged(case: Case) -> tuple[str, list[str]]:
     """How a call ended, and what was wrong with it."""
     try:
         verdict = check(case)
-    except HopperTemplateError as error:  # a shape that spills, mostly
+    except TemplateError as error:  # a shape that spills, mostly
         return "refused: " + str(error).splitlines()[-1][:160], []
     except Exception as error:
         return "failed", [f"{type(error).__name__}: {error}"]

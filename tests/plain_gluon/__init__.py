@@ -21,11 +21,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexmod.backends import hopper
+from flexmod.backends import arguments, hopper
 from flexmod.backends.families import families
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Axis
-from flexmod.codegen.hopper import TARGET, HopperKernels, text, why_portable
+from flexmod.codegen.hopper import TARGET, HopperKernels, obstacle, text
 from flexmod.codegen.spec import KernelSpec, Way
 from flexmod.runtime import launch, launches
 from flexmod.runtime.counters import COUNTER
@@ -80,7 +80,7 @@ def on_python(
         return shapes[seed % len(shapes)]
 
     def why(spec: KernelSpec, way: Way, target: str, options: Any, **facts: bool) -> str | None:
-        return why_portable(spec, way, TARGET, options, **facts)
+        return obstacle(spec, way, TARGET, options, **facts)
 
     first, _ = families()
     with (
@@ -90,7 +90,7 @@ def on_python(
         mock.patch.object(first, "obstacle", why),
         # a call of another seed has another shape
         mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
-        mock.patch.object(hopper, "processors", lambda device: PROCESSORS),
+        mock.patch.object(arguments, "processors", lambda device: PROCESSORS),
         mock.patch.object(launches, "TensorDescriptor", described),
         mock.patch.object(launches, "layout", lambda block, dtype: None),
     ):
