@@ -26,7 +26,7 @@ import flexmod
 from flexmod import calls, masks, mods
 from flexmod.backends import arguments, generated
 from flexmod.codegen.choose import Verdict
-from flexmod.runtime import counters, jit, launch, launches
+from flexmod.runtime import counters, jit, launch, launches, side_by_side
 from flexmod.runtime.direct import Direct
 from flexmod.runtime.target import Target
 
@@ -81,7 +81,7 @@ def on_an_h200() -> Iterator[None]:
         launch, "verdict", lambda *_: Verdict()
     ), mock.patch.object(
         counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
-    ):  # fmt: skip
+    ), mock.patch.object(side_by_side, "threads", lambda: 1):  # fmt: skip
         yield
 
 

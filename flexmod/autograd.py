@@ -8,7 +8,7 @@ no part in this: it is differentiable torch itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flexmod import saved, tensor_kinds, transforms
+from flexmod import config, saved, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.table import backend
 from flexmod.block_mask.launched import MaskSnapshot
@@ -120,7 +120,10 @@ class Call:
         tensors = tuple(map(torch.resolve_neg, tensors))
         given = (*tensors, *map(torch.resolve_neg, beside))
         problem = self.whole(mask, tensors[3:])
-        bound = backend(self.backend).forward(problem, given, want_max=self.want_max, keep=self.track)
+        bound = backend(self.backend).forward(
+            problem, given, want_max=self.want_max, keep=self.track,
+            meanwhile=self._backward_beforehand(mask, given),
+        )  # fmt: skip
         found: Tensors = bound.run(given, mask)
         if _has_kinds(mask):
             self._forward[:] = [_ForMask(None if mask is None else mask.kinds, bound)]
@@ -129,6 +132,34 @@ class Call:
             saved_ones = (*tensors[:3], *results, *tensors[3:])
             self._places[:] = [saved.place(tensor) for tensor in saved_ones if tensor is not None]
         return found
+
+    def _backward_beforehand(
+        self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]
+    ) -> Callable[[Tensors], Callable[[], object] | None] | None:
+        """From the results of a forward to a job that compiles its backward; None where none will come.
+
+        `tensors` are those of the forward, and those of the mask. It is expected that only the output gets a
+        gradient, which lies in memory as the output does: another one finds most kernels as well.
+        """
+        count = len(tensors) - (0 if mask is None else len(mask.tensors))
+        needs = tuple(tensor.requires_grad for tensor in tensors[:count])
+        # what the compiler prints comes in order
+        if not (self.track and any(needs)) or config.debug_level():
+            return None
+
+        def compiler(found: Tensors) -> Callable[[], object] | None:
+            out, lse, _, *kept = found
+            given = (out, None, *tensors[:3], out, lse, *kept, *tensors[3:])
+            try:
+                problem = self.whole(mask, tensors[3:count], needs[3:])
+                job: Callable[[], object] | None = backend(self.backend).backward_compiler(
+                    problem, given, needs[:3], len(kept)
+                )
+            except Exception:  # the backward raises it, if one comes
+                return None
+            return job
+
+        return compiler
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         """Results where there is no query, or no key: then each query has nothing to attend to."""

@@ -1,10 +1,11 @@
 """The environment switches, read once.
 
-| variable               | values     | meaning                                                              |
-|------------------------|------------|----------------------------------------------------------------------|
-| `FLEXMOD_DEBUG`        | 0, 1, 2, 3 | printed: nothing; timings; graphs too; the source's path too         |
-| `FLEXMOD_CACHE_DIR`    | a folder   | of generated kernels; default `flexmod` in the user's cache          |
-| `FLEXMOD_CHECK_BOUNDS` | 0, 1       | kernels check what indexes captured tensors; the host waits for them |
+| variable                  | values     | meaning                                                          |
+|---------------------------|------------|------------------------------------------------------------------|
+| `FLEXMOD_DEBUG`           | 0, 1, 2, 3 | printed: nothing; timings; graphs too; the source's path too     |
+| `FLEXMOD_CACHE_DIR`       | a folder   | of generated kernels; default `flexmod` in the user's cache      |
+| `FLEXMOD_CHECK_BOUNDS`    | 0, 1       | kernels check what indexes captured tensors; the host waits      |
+| `FLEXMOD_COMPILE_THREADS` | 1, 2, ...  | threads that compile kernels; default by the number of cores     |
 
 An empty value means the default. A wrong one raises `EnvironmentSwitchError` at the first use of any switch.
 """
@@ -12,6 +13,7 @@ An empty value means the default. A wrong one raises `EnvironmentSwitchError` at
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from flexmod.errors import EnvironmentSwitchError
 DEBUG = "FLEXMOD_DEBUG"
 CACHE_DIR = "FLEXMOD_CACHE_DIR"
 CHECK_BOUNDS = "FLEXMOD_CHECK_BOUNDS"
+COMPILE_THREADS = "FLEXMOD_COMPILE_THREADS"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Config:
     debug: int
     cache_dir: Path
     check_bounds: bool = False
+    compile_threads: int | None = None
 
 
 def read(environment: Mapping[str, str]) -> Config:
@@ -45,7 +49,14 @@ def read(environment: Mapping[str, str]) -> Config:
     check = environment.get(CHECK_BOUNDS) or "0"
     if check not in ("0", "1"):
         raise EnvironmentSwitchError(name=CHECK_BOUNDS, value=check, accepted="0 or 1")
-    return Config(int(debug), _cache_dir(environment), check == "1")
+    threads = environment.get(COMPILE_THREADS) or None
+    if threads is not None and not re.fullmatch("[1-9][0-9]{0,3}", threads):
+        raise EnvironmentSwitchError(
+            name=COMPILE_THREADS, value=threads, accepted="a whole number from 1 to 9999"
+        )
+    return Config(
+        int(debug), _cache_dir(environment), check == "1", None if threads is None else int(threads)
+    )
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:
@@ -101,3 +112,8 @@ def cache_dir() -> Path:
 def check_bounds() -> bool:
     """FLEXMOD_CHECK_BOUNDS: do kernels check each index into a captured tensor?"""
     return config().check_bounds
+
+
+def compile_threads() -> int | None:
+    """FLEXMOD_COMPILE_THREADS; None where it is not set."""
+    return config().compile_threads

@@ -25,6 +25,7 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.command_errors import WarmFolderError
 from flexmod.config import cache_dir_at
 from flexmod.internals.triton import cache_folder, keeps_elsewhere
+from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED
 from flexmod.variant import variant
 
@@ -39,7 +40,7 @@ def warm(
     dtype: torch.dtype = torch.bfloat16,
     targets: Sequence[str] = (MEASURED,),
 ) -> Iterator[tuple[str, Built]]:
-    """Compiles the kernels one by one, as the iterator is advanced; yields each with its chip.
+    """Compiles the kernels as the iterator is advanced, those of a chip side by side; yields them.
 
     What the folder has already is found, not compiled. A kernel's text quotes the lines of its mod, and is
     another kernel with others: give the very functions that training calls. Raises WarmFolderError,
@@ -48,11 +49,11 @@ def warm(
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
         made = variant(score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
-        work = [job for target in targets for job in all_jobs(made, target)]
-    for job in work:
+        work = [all_jobs(made, target) for target in targets]
+    for jobs in work:
         with cache_dir_at(path), cache_folder(path / COMPILED):
-            built = job.compile()
-        yield job.target, built
+            found = in_threads([job.compile for job in jobs])
+        yield from ((job.target, built) for job, built in zip(jobs, found, strict=True))
 
 
 def checked_folder(folder: str | Path) -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from benchmarks import block_masks, gpu_time, host_path, overheads, targets
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import block_masks, cold_start, gpu_time, host_path, overheads, targets
 from benchmarks.measure_row import PEERS, take_turns
 from benchmarks.rows import SETS, find
 from flexmod.runtime.direct import Direct
@@ -126,3 +129,42 @@ def test_time_without_a_gpu(monkeypatch):
     calls = []
     assert gpu_time.milliseconds(lambda: calls.append(1)) >= 0 and calls == [1]
     assert gpu_time.wait_for(lambda: calls.append(2)) == 0 and calls == [1]
+
+
+def test_rows_of_the_cold_start_are_there():
+    assert {find(name).name for name in cold_start.ROWS} == {*cold_start.ROWS}
+
+
+def test_table_of_the_cold_start():
+    def found(mode, seconds, **kernels):
+        stages = dict.fromkeys(cold_start.STAGES, seconds)
+        return {"row": "causal", "mode": mode, **stages, "kernels": kernels, "found": 0}
+
+    rounds = [found("in turn", s, forward=1.0 + s, backward=2.0) for s in (1, 0.5, 2)]
+    rounds += [found("in threads", s, forward=3.0, backward=3.0) for s in (0.25, 0.5, 9)]
+    head, _, *lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in cold_start.table(rounds).splitlines()
+    ]
+    assert head == ["seconds", "", *cold_start.STAGES, "step", "floor", "slowest kernel"]
+    assert lines[0][1:] == ["in turn", *["1.00"] * 5, "4.00", "2.70", "backward"]
+    assert lines[1][1:] == ["in threads", *["0.50"] * 5, "2.00", "2.70", "backward"]
+
+
+def test_a_cold_start_without_a_gpu(tmp_path):
+    runner = CliRunner()
+    done = runner.invoke(
+        cold_start.main, ["--cpu-smoke", "--rows", "causal", "--rounds", "1", "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "cold_start.json").read_text())
+    assert [(found["row"], found["mode"]) for found in results] == [("causal", m) for m in cold_start.MODES]
+    assert all(found[stage] > 0 for found in results for stage in cold_start.STAGES)
+
+
+def test_a_cold_start_that_fails(monkeypatch):
+    monkeypatch.setattr(cold_start.torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(cold_start.main, [])
+    assert done.exit_code == 1 and "there is no CUDA device" in done.output
+    done = CliRunner().invoke(cold_start.main, ["--rows", "nothing"])
+    assert done.exit_code == 2

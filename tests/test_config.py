@@ -41,6 +41,21 @@ def test_debug_levels(level: str) -> None:
     assert config.read({config.DEBUG: level}).debug == int(level)
 
 
+@pytest.mark.parametrize(("value", "threads"), [("", None), ("1", 1), ("16", 16)])
+def test_threads_that_compile(value: str, threads: int | None) -> None:
+    assert config.read({config.COMPILE_THREADS: value}).compile_threads == threads
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "all", "1 "])
+def test_wrong_number_of_threads(value: str) -> None:
+    with pytest.raises(EnvironmentSwitchError) as raised:
+        config.read({config.COMPILE_THREADS: value})
+    assert str(raised.value) == (
+        f"environment variable FLEXMOD_COMPILE_THREADS is {value!r}.\n"
+        "  Instead: set it to a whole number from 1 to 9999."
+    )
+
+
 def test_wrong_debug_level() -> None:
     with pytest.raises(EnvironmentSwitchError) as raised:
         config.read({config.DEBUG: "verbose"})

@@ -7,9 +7,9 @@ backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,15 +30,17 @@ from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.ir.graph import Graph
 from flexmod.ir.reductions import Term
 from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of
-from flexmod.runtime import launch, tuned
+from flexmod.runtime import launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launches import sample
+from flexmod.runtime.side_by_side import Job
 from flexmod.runtime.target import family_of, target_of
 
 Tensors = Sequence[Tensor | None]
 Results = tuple[Place | None, ...]
 NO_RUNGS: Rungs = {}
 Write = Callable[[Family, Made, Writer, Operands, Rungs], Results]
+Meanwhile = Callable[[Tensors], Job | None]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,20 @@ class Generated:
 
     interpreted: bool
 
-    def forward(self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool) -> Bound:
+    def forward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        *,
+        want_max: bool,
+        keep: bool,
+        meanwhile: Meanwhile | None = None,
+    ) -> Bound:
         """Bound to query, key, value, what the score_mod captures, and the tensors of the mask.
 
-        Its results are those of `Forward`, and with `keep` what a backward takes as `kept`.
+        Its results are those of `Forward`, and with `keep` what a backward takes as `kept`. Where its kernels
+        have to be compiled, `meanwhile` is given stand-ins of its results, and the job that it returns runs
+        in a thread, while the compiler is at work.
 
         Raises:
             NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.settle`.
@@ -62,7 +74,7 @@ class Generated:
         def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
             return family.forward(writer, made, call, rungs, want_max=want_max, keep=keep)
 
-        return self._served("forward", compiled, write)
+        return self._served("forward", compiled, write, meanwhile)
 
     def backward(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
@@ -74,28 +86,44 @@ class Generated:
         other. Raises as `forward`.
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
-        (_, key, _), grad_out = compiled.qkv, tensors[0]
-        assert grad_out is not None
+        return self._served("backward", compiled, _backward_writer(compiled, needs))
 
-        def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
-            facts = family.facts(key, grad_out)
-            found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
-            return compiled.with_captured(writer, call, found, family.fused)
+    def backward_compiler(
+        self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
+    ) -> Job | None:
+        """A job that compiles what `backward` will try first; None where there is nothing to compile.
 
-        return self._served("backward", compiled, write)
+        It takes what `backward` takes, stand-ins too, and raises what that raises. The job holds no tensors.
+        """
+        compiled = self._compile(problem, tensors, backward=True, kept=kept)
+        family = next(one for one, why in self._families("backward", compiled) if why is None)
+        made, write = family.kernels(compiled.make(family.fused)), _backward_writer(compiled, needs)
+        rungs = FirstRungs(made)
+        plan = compiled.plan(lambda writer, call: write(family, made, writer, call, rungs))
+        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.qkv[0].device, compiled.extents)
+        return partial(side_by_side.in_threads, jobs) if jobs else None
 
-    def _served(self, way: Way, compiled: _Compiled, write: Write) -> Bound:
-        """The plan of the first family that takes the call and has a rung that does, bound."""
+    def _families(self, way: Way, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
+        """The families in order, and why each does not take the call."""
         (q, k, v), options = compiled.qkv, dict(compiled.problem.options)
         mask = compiled.problem.mask if way == "backward" else None
         target = INTERPRETER if self.interpreted else target_of(q.device).name
         for family in families():
             why = obstacle(family, compiled.spec, way, target, options)
-            why = why or family.call_obstacle(q, k, v, mask)
+            yield family, why or family.call_obstacle(q, k, v, mask)
+
+    def _served(
+        self, way: Way, compiled: _Compiled, write: Write, meanwhile: Meanwhile | None = None
+    ) -> Bound:
+        """The plan of the first family that takes the call and has a rung that does, bound."""
+        options = dict(compiled.problem.options)
+        for family, why in self._families(way, compiled):
             if why is None:
                 made = family.kernels(compiled.make(family.fused))
                 try:
-                    return compiled.settled(made, lambda *given, f=family, m=made: write(f, m, *given))
+                    return compiled.settled(
+                        made, lambda *given, f=family, m=made: write(f, m, *given), meanwhile
+                    )
                 except launch.NoRung as none:
                     why = str(none)
             check_not_asked_for(family, way, options, why)
@@ -188,21 +216,40 @@ class _Compiled:
             watch.look()
         return writer.plan(self.inputs, results)
 
-    def settled(self, made: Made, write: Callable[[Writer, Operands, Rungs], Results]) -> Bound:
-        """The plan with the rung that each of its kernels takes, bound. Raises NoRung."""
+    def settled(
+        self,
+        made: Made,
+        write: Callable[[Writer, Operands, Rungs], Results],
+        meanwhile: Meanwhile | None = None,
+    ) -> Bound:
+        """The plan with the rung that each of its kernels takes, bound. Raises NoRung.
+
+        What has to be compiled is compiled side by side, for the first rungs; see `Generated.forward`.
+        """
 
         def plan(rungs: Rungs) -> Plan:
             return self.plan(lambda writer, call: write(writer, call, rungs))
 
         rungs = FirstRungs(made)
-        sources: dict[str, Any] = {s.kernel: s.source for s in plan(rungs).launches() if s.rung is not None}
-        for name, source in sources.items():
+        first = plan(rungs)
+        sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
+        jobs = side_by_side.compiles(first, self.tensors, self.qkv[0].device, self.extents)
+        with side_by_side.beside(meanwhile(self._results(first)) if jobs and meanwhile else None):
+            if len(jobs) > 1:
+                side_by_side.in_threads(jobs)
+            for name, source in sources.items():
 
-            def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
-                return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
+                def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
+                    return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
 
-            rungs[name] = launch.settle(source, name, self.qkv[0].device, arguments)
+                rungs[name] = launch.settle(source, name, self.qkv[0].device, arguments)
         return Bound(plan(rungs), self.tensors, self.qkv[0].device, self.extents)
+
+    def _results(self, plan: Plan) -> tuple[Tensor | None, ...]:
+        """Stand-ins of a plan's results."""
+        return tuple(
+            None if place is None else side_by_side.stand_in_of(place, self.extents) for place in plan.results
+        )
 
     def _sample(self, step: Launch) -> dict[str, Any]:
         given = zip(self.inputs, self.tensors, strict=True)
@@ -213,6 +260,18 @@ class _Compiled:
         """The gradients that a backward found, and those of captured tensors."""
         graph = self.score.lowered.score if self.score else None
         return with_captured(writer, call, found, graph, self.wanted, fused)
+
+
+def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Write:
+    (_, key, _), grad_out = compiled.qkv, compiled.tensors[0]
+    assert grad_out is not None
+
+    def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
+        facts = family.facts(key, grad_out)
+        found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
+        return compiled.with_captured(writer, call, found, family.fused)
+
+    return write
 
 
 def watched(writer: Writer, call: Operands, checks: bool) -> tuple[Operands, Watch | None]:

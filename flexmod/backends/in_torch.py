@@ -30,8 +30,10 @@ class InTorch:
 
     module: ModuleType
 
-    def forward(self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool) -> Bound:
-        """See `Generated.forward`. Nothing is kept for a backward."""
+    def forward(
+        self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool, meanwhile: object = None
+    ) -> Bound:
+        """See `Generated.forward`. Nothing is kept for a backward, and nothing is compiled."""
         first = tensors[0]
         assert first is not None
         inputs, captured = _inputs(CALL, problem, tensors)

@@ -36,6 +36,7 @@ from flexmod.ir.traces import remember
 from flexmod.mask_compiler import builder, runs_module
 from flexmod.plan import Place, Plan, Writer, named
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.side_by_side import compiles, in_threads
 from flexmod.runtime.target import target_of
 
 # Tiles in a square, on a side. Elements that a program looks at together. Positions, and tiles of some lines.
@@ -152,7 +153,9 @@ class _Part:
         key = (separate, watched, self._counts(), *map(tensor_key, tensors))
         bound = None if None in key else self.bound.get(key)
         if bound is None:
-            bound = Bound(self._plan(tensors, separate, watched), tensors, self.device)
+            plan = self._plan(tensors, separate, watched)
+            in_threads(compiles(plan, tensors, self.device))
+            bound = Bound(plan, tensors, self.device)
             if None not in key:
                 remember(self.bound, key, bound, PLANS)
         made: Any = bound.run(tensors)

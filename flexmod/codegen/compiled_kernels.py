@@ -1,4 +1,4 @@
-"""Compiled kernels between processes: one compiles, others wait for it; a folder may bring them along.
+"""Compiled kernels between processes and threads: one compiles, others wait; a folder may bring them along.
 
 Triton keeps what it compiled in a cache of its own (TRITON_CACHE_DIR). Processes that start at once, such as
 the ranks of one host, would all miss it and compile the same kernels side by side. Here each compile runs
@@ -15,12 +15,16 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import triton
 
 from flexmod import config
 from flexmod.internals.triton import Compile, add_compiled, around_compiles, compiles_always
-from flexmod.locks import file_lock
+from flexmod.locks import Lock, file_lock
+
+_locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, of compiles that threads are at
+_guard = Lock()
 
 COMPILED, LOCKS = "compiled", "locks"
 PATIENCE = 300.0  # seconds; the slowest kernel of the library takes less than 60
@@ -38,6 +42,11 @@ def _compile(key: str, compile_kernel: Compile) -> Any:
     find_compiled(folder)
     if compiles_always():
         return compile_kernel()
+    with _lock_of(key):
+        return _compile_alone(folder, key, compile_kernel)
+
+
+def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:
     # few files serve all kernels: two that share one wait for each other now and then
     with file_lock(folder / LOCKS / key[:2], PATIENCE) as lock:
         if lock == "waited":
@@ -48,6 +57,12 @@ def _compile(key: str, compile_kernel: Compile) -> Any:
                 stacklevel=2,
             )
         return compile_kernel()
+
+
+def _lock_of(key: str) -> Lock:
+    """A second thread waits for the first one's kernel, also where files cannot be locked."""
+    with _guard:
+        return _locks.setdefault(key, Lock())
 
 
 @cache

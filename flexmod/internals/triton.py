@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -93,12 +94,88 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
     if plain is None:
         return
 
-    def compile_one(kind: str, *arguments: Any, **options: Any) -> Any:
+    def compile_one(kind: str, signature: Any, device: int, *arguments: Any, **options: Any) -> Any:
         facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
         key = hashlib.sha256(str(facts).encode()).hexdigest()
-        return run(key, lambda: plain(kind, *arguments, **options))
+
+        def compile_kernel() -> Any:
+            known = function.device_caches[device][0].get(kind)
+            if known is not None:  # another thread made it while this one waited
+                return known
+            with _announced(function):
+                return plain(kind, signature, device, *arguments, **options)
+
+        return run(key, compile_kernel)
 
     function._do_compile = compile_one
+
+
+def has_compiled(function: Any, device: int | None) -> bool:
+    """Has this process a kernel of a jit function for the device, whatever its arguments are?"""
+    caches = function.device_caches.get(device or 0)
+    return caches is not None and bool(caches[0])
+
+
+def start_driver() -> None:
+    """Has Triton find its driver, which threads that all need it first would each build."""
+    driver.active.get_current_target()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Builds the launcher in C of a compiled kernel, which lies in Triton's cache then. Loads no kernel."""
+    if isinstance(compiled, CompiledKernel):
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+_of_thread = threading.local()  # `begin`: see `after_writing`
+
+
+@contextmanager
+def after_writing(begin: Callable[[], object]) -> Iterator[None]:
+    """Calls `begin` once: when this thread has written the IR of a kernel that it compiles inside.
+
+    To write IR is Python, in which other threads would slow it down; the rest of a compile is not. Where no
+    IR is written, `begin` is called at the end; where the body raises, perhaps never.
+    """
+    _of_thread.begin = begin
+    try:
+        yield
+        _begin()
+    finally:
+        _of_thread.begin = None
+
+
+def _begin() -> None:
+    begin, _of_thread.begin = getattr(_of_thread, "begin", None), None
+    if begin is not None:
+        begin()
+
+
+@contextmanager
+def _announced(function: Any) -> Iterator[None]:
+    """Has a compile of the function inside call what `after_writing` was given."""
+    make = getattr(function, "ASTSource", None)
+    if make is None or getattr(_of_thread, "begin", None) is None:
+        yield
+        return
+
+    def announcing(*given: Any) -> Any:
+        source = make(*given)
+        write = source.make_ir
+
+        def make_ir(*arguments: Any) -> Any:
+            written = write(*arguments)
+            _begin()
+            return written
+
+        source.make_ir = make_ir
+        return source
+
+    function.ASTSource = announcing
+    try:
+        yield
+    finally:
+        function.ASTSource = make
 
 
 def compiles_always() -> bool:

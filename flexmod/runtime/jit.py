@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flexmod.runtime.counters import filled
+from flexmod.internals.triton import build_launcher
+from flexmod.runtime.counters import COUNTER, filled
 
 
 def start(function: Any, grid: tuple[int], device: torch.device | None, arguments: Mapping[str, Any]) -> Any:
@@ -25,6 +26,16 @@ def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) 
     """What a launch with these arguments would run."""
     with torch.cuda.device(device):
         return function.warmup(grid=(1,), **_ready(arguments, device))
+
+
+def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> None:
+    """Compiles what a launch will run, and its launcher in C; loads nothing, and allocates nothing.
+
+    Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
+    """
+    counter = torch.empty(1, dtype=torch.int32, device="meta")
+    given = {name: counter if value is COUNTER else value for name, value in arguments.items()}
+    build_launcher(compiled(function, device, given))
 
 
 def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -25,9 +25,9 @@ layout = lru_cache(layout_of)
 def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of a launch as a compiler sees them: a tensor that is not given yet is one of its dtype.
 
-    `tensors` are those given, by name.
+    `tensors` are those given, by name; the others lie on the same device, or on meta if none is given.
     """
-    device = next(iter(tensors.values())).device
+    device = next((tensor.device for tensor in tensors.values()), torch.device("meta"))
 
     def tensor_of(place: Place) -> Tensor:
         given = tensors.get(place.name)

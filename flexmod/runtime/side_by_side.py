@@ -1,0 +1,156 @@
+"""Compiles kernels in threads, side by side, where the machine has cores to spare.
+
+Most of a compile is not Python, and runs beside other threads. The launch of a kernel that was compiled ahead
+finds it: tensors have stand-ins of the same kinds and alignment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexmod import config
+from flexmod.block_mask.launched import is_captured
+from flexmod.internals.triton import after_writing, has_compiled, start_driver
+from flexmod.plan import Extents, Place, Plan, contiguous, extents_of, value_of
+from flexmod.runtime import jit
+from flexmod.runtime.bound import NO_EXTENTS
+from flexmod.runtime.launches import sample
+
+PLENTY = 4  # cores: on fewer, the threads of one process would slow down others, such as ranks
+
+Result = TypeVar("Result")
+Job = Callable[[], object]
+
+
+def threads() -> int:
+    """How many threads compile kernels at a time; 1 where they are compiled in turn."""
+    asked = config.compile_threads()
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if cores >= PLENTY else 1
+
+
+def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """The results of jobs, in order. This thread takes part, and takes the first job.
+
+    Raises what the first job that failed raised, in their order, when all have ended.
+    """
+    if threads() == 1 or len(jobs) < 2:
+        return [job() for job in jobs]
+    tasks = [_Task(job) for job in jobs]
+    left = deque(tasks[1:])
+    count = min(threads(), len(jobs)) - 1
+    others = [threading.Thread(target=_work, args=(left,), name="flexmod compiles") for _ in range(count)]
+    for thread in others:
+        thread.start()
+    tasks[0].run()
+    _work(left)
+    for thread in others:
+        thread.join()
+    return [task.outcome.result() for task in tasks]
+
+
+class _Task:
+    def __init__(self, job: Callable[[], Any]) -> None:
+        self.job, self.outcome = job, Future[Any]()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self.job())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+
+def _work(left: deque[_Task]) -> None:
+    with suppress(IndexError):  # none is left
+        while True:
+            left.popleft().run()
+
+
+@contextmanager
+def beside(job: Job | None) -> Iterator[None]:
+    """Runs a job in a thread while this one compiles, from when the other does not slow this one down."""
+    with nullcontext() if job is None else after_writing(partial(later, job)):
+        yield
+
+
+def later(job: Job) -> threading.Thread:
+    """Runs a job in a thread of its own. Its errors are dropped: whoever needs the result does the job again.
+
+    A process that ends waits for the thread, which may be inside of the compiler.
+    """
+
+    def quietly() -> None:
+        with suppress(Exception):
+            job()
+
+    thread = threading.Thread(target=quietly, name="flexmod compiles ahead")
+    with suppress(RuntimeError):  # no thread can be started, as when the process ends
+        thread.start()
+    return thread
+
+
+def compiles(
+    plan: Plan,
+    tensors: Sequence[Tensor | None],
+    device: torch.device,
+    extents: Extents = NO_EXTENTS,
+) -> list[Job]:
+    """Jobs for the kernels of a plan that this process has none of: each compiles one, and launches nothing.
+
+    `tensors` are those of a run, or stand-ins; the jobs hold none of them. Errors are left to the launch.
+    There are no jobs where kernels are compiled in turn, and while a CUDA graph is captured.
+    """
+    if threads() == 1 or is_captured(device):
+        return []
+    missing: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
+    for step in plan.launches():
+        function = None if step.source.interpreted else getattr(step.source.module, step.name)
+        if function is not None and not has_compiled(function, device.index):
+            missing.setdefault((id(function), step.name), (function, []))[1].append(step)
+    if not missing:
+        return []
+    start_driver()
+    inputs = zip(plan.inputs, tensors, strict=True)
+    named = {place.name: stand_in(tensor) for place, tensor in inputs if place and tensor is not None}
+    known = {**extents_of(plan.inputs, tensors), **extents}
+    return [
+        partial(_compile, function, device, [sample(step, named, known) for step in steps])
+        for function, steps in missing.values()
+    ]
+
+
+def _compile(function: Any, device: torch.device, launches: Sequence[Mapping[str, Any]]) -> None:
+    """In turn: launches of one kernel are mostly alike."""
+    with suppress(Exception):
+        for arguments in launches:
+            jit.compile_ahead(function, device, arguments)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind without memory, whose address is as aligned as the tensor's."""
+    shape, strides, past = tensor.shape, tensor.stride(), tensor.data_ptr() % 16
+    made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    if not past:
+        return made
+    count, offset = made.untyped_storage().nbytes() // made.element_size(), past // made.element_size()
+    larger = torch.empty(count + offset, dtype=tensor.dtype, device="meta")
+    return larger.as_strided(shape, strides, offset)
+
+
+def stand_in_of(place: Place, extents: Extents) -> Tensor:
+    """A tensor without memory of what a plan makes."""
+    shape = [value_of(size, extents) for size in place.shape]
+    strides = [value_of(stride, extents) for stride in place.strides or contiguous(shape)]
+    return torch.empty_strided(shape, strides, dtype=place.dtype, device="meta")

@@ -1,0 +1,343 @@
+"""Compiles in threads: who compiles what, when, and that a launch finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmod import config
+from flexmod.internals.triton import after_writing
+from flexmod.plan import Place, Size
+from flexmod.runtime import side_by_side
+from flexmod.runtime.side_by_side import beside, in_threads, later, stand_in, stand_in_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda count: monkeypatch.setattr(side_by_side, "threads", lambda: count)
+
+
+# how many threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "expected"),
+    [(1, "", 1), (3, "", 1), (4, "", 4), (16, "", 16), (1, "2", 2), (9, "1", 1)],
+)
+def test_the_number_of_threads(
+    cores: int, asked: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    switches = config.read({config.COMPILE_THREADS: asked})
+    monkeypatch.setattr(config, "config", lambda: switches)
+    assert side_by_side.threads() == expected
+
+
+# jobs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_results_come_in_order(count: int, threads: Callable[[int], None]) -> None:
+    threads(count)
+    seen: set[int] = set()
+
+    def job(number: int) -> int:
+        seen.add(threading.get_ident())
+        time.sleep(0.02 * (number % 2))
+        return number
+
+    assert in_threads([lambda number=number: job(number) for number in range(5)]) == [0, 1, 2, 3, 4]
+    assert len(seen) <= count and (count == 1 or len(seen) > 1)
+    assert threading.get_ident() in seen
+    assert in_threads([]) == []
+
+
+def test_this_thread_takes_the_first_job(threads: Callable[[int], None]) -> None:
+    threads(3)
+    ran = in_threads([threading.get_ident] + [lambda: time.sleep(0.05)] * 4)
+    assert ran[0] == threading.get_ident()
+
+
+def test_jobs_run_at_the_same_time(threads: Callable[[int], None]) -> None:
+    threads(3)
+    together = threading.Barrier(3, timeout=30)
+    assert sorted(in_threads([together.wait] * 3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_first_error_is_raised(count: int, threads: Callable[[int], None]) -> None:
+    threads(count)
+    ended: list[int] = []
+
+    def fails(error: Exception, seconds: float) -> None:
+        time.sleep(seconds)
+        ended.append(1)
+        raise error
+
+    late, soon = ValueError("the first one"), KeyError("the second one")
+    with pytest.raises(ValueError, match="the first one"):
+        in_threads([lambda: None, lambda: fails(late, 0.1), lambda: fails(soon, 0)])
+    assert len(ended) == (1 if count == 1 else 2), "in turn nothing runs after an error"
+    assert not [t for t in threading.enumerate() if t.name == "flexmod compiles"]
+
+
+def test_errors_of_a_background_job_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise ValueError
+
+    later(fails).join()
+    assert capsys.readouterr().err == ""
+
+
+def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran: list[int] = []
+    later(lambda: ran.append(1))
+    assert ran == []
+
+
+@pytest.mark.parametrize("job", [None, "a job"])
+def test_a_job_begins_at_the_end_where_nothing_is_compiled(job: str | None) -> None:
+    began = threading.Event()
+    with beside(job and began.set):  # type: ignore[arg-type]
+        assert not began.wait(0.01)
+    assert began.wait(10) if job else not began.is_set()
+
+
+def test_a_job_does_not_begin_after_an_error() -> None:
+    began: list[int] = []
+    with pytest.raises(ZeroDivisionError), after_writing(lambda: began.append(1)):
+        1 / 0  # noqa: B018  raises
+    with after_writing(lambda: None):
+        pass
+    assert began == []
+
+
+# stand-ins
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3, 4), torch.zeros(8, 8, dtype=torch.bfloat16).T, torch.zeros(64)[1:],
+        torch.zeros(64, dtype=torch.int8)[3:], torch.zeros(()), torch.zeros(0, 4),
+        torch.zeros(5).expand(4, 5), torch.zeros(9, dtype=torch.float16)[1:].view(2, 4).T,
+    ],
+)  # fmt: skip
+def test_a_stand_in_is_of_the_same_kind(tensor: Tensor) -> None:
+    made = stand_in(tensor)
+    assert made.device.type == "meta"
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert made.data_ptr() % 16 == tensor.data_ptr() % 16
+    again = stand_in(made)
+    assert again.data_ptr() % 16 == made.data_ptr() % 16
+
+
+def test_a_stand_in_of_what_a_plan_makes() -> None:
+    made = stand_in_of(Place("x", (Size("B"), 3), (Size("S"), 1), torch.float16), {"B": 2, "S": 8})
+    assert (made.device.type, made.shape, made.stride(), made.dtype) == (
+        "meta",
+        (2, 3),
+        (8, 1),
+        torch.float16,
+    )
+    assert stand_in_of(Place("x", (2, 3), (), torch.int8), {}).stride() == (3, 1)
+
+
+# a call as on an H200, whose launches compile and run nothing
+
+CALL = """
+import contextlib, hashlib, json, sys, threading
+sys.path[:0] = [{root!r}, {tests!r}]
+from unittest import mock
+import torch, triton, stand_in_driver
+from benchmarks.host_path import _compiled, on_an_h200
+import flexmod
+from flexmod import masks, mods
+from flexmod.runtime import jit, side_by_side
+from flexmod.runtime.counters import COUNTER
+
+compiled, launchers, launched, real = [], [], [], jit.compiled
+
+def listen(*, src, metadata, metadata_group, cache_hit, **_):
+    text = open(next(path for name, path in metadata_group.items() if name.endswith(".cubin")), "rb").read()
+    where = threading.current_thread()
+    name = "main" if where is threading.main_thread() else where.name
+    compiled.append((src.name, name, hashlib.sha256(text).hexdigest(), cache_hit))
+
+def compile_only(function, grid, device, arguments):
+    launched.append(function.__name__)
+    counter = torch.zeros(1, dtype=torch.int32)
+    given = {{name: counter if value is COUNTER else value for name, value in arguments.items()}}
+    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **given}})
+    return _compiled()
+
+stand_in_driver.install()
+stand_in_driver.Driver.launcher_cls = staticmethod(lambda src, metadata: launchers.append(src.name))
+triton.knobs.compilation.listener = listen
+with contextlib.ExitStack() as stack:
+    threads = side_by_side.threads
+    stack.enter_context(on_an_h200())
+    for place, name, value in [
+        (jit, "start", compile_only), (jit, "compiled", real), (side_by_side, "threads", threads),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    ]:
+        stack.enter_context(mock.patch.object(place, name, value))
+    made = lambda: torch.randn(1, 2, 256, 64, dtype=torch.float16, requires_grad=True)
+    q, k, v = made(), made(), made()
+    mask = flexmod.create_block_mask(masks.causal(), None, None, 256, 256, device="cpu")
+    slopes = torch.rand(2, requires_grad=True)
+    attend = lambda: flexmod.flex_attention(q, k, v, {score}, mask, kernel_options={options})
+    {body}
+print(json.dumps([compiled, launchers, launched]))
+"""
+STEP = """
+    out = attend()
+    before = len(compiled)
+    for thread in threading.enumerate():
+        if thread.name == "flexmod compiles ahead":
+            thread.join()
+    {then}
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+"""
+HOPPER = ["backward_kernel", "forward_kernel", "round_kernel", "statistics_kernel"]
+PORTABLE = ["dkdv_kernel", "dq_kernel", "forward_kernel", "statistics_kernel"]
+
+
+def python(
+    folder: Path, body: str, threads: int = 4, score: str = "None", options: str = "None"
+) -> list[Any]:
+    """What was compiled, launchers in C, and launches. Each number of threads has its own cache."""
+    environment = {
+        **os.environ,
+        config.CACHE_DIR: str(folder / "flexmod"),
+        config.COMPILE_THREADS: str(threads),
+        "TRITON_CACHE_DIR": str(folder / f"triton{threads}"),
+        "OMP_NUM_THREADS": "1",
+    }
+    facts = {"root": str(ROOT), "tests": str(ROOT / "tests"), "score": score, "options": options}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL.format(body=body, **facts)],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("score", "options", "kernels"),
+    [
+        ("mods.softcap(30.0)", "None", HOPPER),
+        ("mods.alibi(slopes.detach())", "{'TEMPLATE': 'portable'}", PORTABLE),
+    ],
+)
+def test_a_backward_is_compiled_beside_its_forward(
+    score: str, options: str, kernels: list[str], tmp_path: Path
+) -> None:
+    """Its launches find every kernel, and the machine code is that of compiles in turn."""
+    ready = "assert len(compiled) == len({name for name, *_ in compiled}) == 4, compiled"
+    body = STEP.format(then=ready)
+    found, launchers, _ = python(tmp_path, body, score=score, options=options)
+    assert sorted(name for name, *_ in found) == kernels, "each once"
+    by_thread = {name: thread for name, thread, *_ in found}
+    assert by_thread["forward_kernel"] == "main"
+    assert {by_thread[name] for name in kernels if name != "forward_kernel"} <= {
+        "flexmod compiles", "flexmod compiles ahead"
+    }  # fmt: skip
+    assert sorted(launchers) == [name for name in kernels if name != "forward_kernel"]
+    in_turn, launchers, _ = python(tmp_path, STEP.format(then=""), 1, score=score, options=options)
+    assert {thread for _, thread, *_ in in_turn} == {"main"} and launchers == []
+    assert {name: code for name, _, code, _ in found} == {name: code for name, _, code, _ in in_turn}
+
+
+def test_gradients_of_captured_tensors_are_known_beforehand(tmp_path: Path) -> None:
+    body = STEP.format(then="").replace("(q, k, v), ", "(q, k, v, slopes), ")
+    found, _, launched = python(tmp_path, body, score="mods.alibi(slopes)")
+    assert {name for name, thread, *_ in found if thread == "main"} == {"forward_kernel"}
+    assert sorted({*launched}) == sorted(name for name, *_ in found)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "with torch.no_grad(): attend()",
+        "q, k, v = q.detach(), k.detach(), v.detach(); attend()",
+        "mock.patch.object(flexmod.config, 'debug_level', lambda: 1).start(); attend()",
+    ],
+)
+def test_no_backward_is_compiled_where_none_will_come(body: str, tmp_path: Path) -> None:
+    found, *_ = python(tmp_path, body)
+    assert [name for name, *_ in found] == ["forward_kernel"]
+
+
+def test_a_second_call_compiles_nothing(tmp_path: Path) -> None:
+    found, *_ = python(tmp_path, f"{STEP.format(then='')}\n{STEP.format(then='')}")
+    assert len(found) == 4
+
+
+def test_a_fault_of_the_backward_is_raised_by_the_backward(tmp_path: Path) -> None:
+    body = STEP.format(then="print('forward', file=sys.stderr)").replace(
+        "out = attend()",
+        "from flexmod.backends import families\n"
+        "    fault = mock.patch.object(families._Hopper, 'backward', side_effect=ZeroDivisionError)\n"
+        "    fault.start(); out = attend(); assert len(compiled) == 1",
+    )
+    with pytest.raises(AssertionError, match=r"^forward\n(.|\n)*ZeroDivisionError"):
+        python(tmp_path, body)
+
+
+def test_a_process_may_end_before_the_background_does(tmp_path: Path) -> None:
+    """What it compiles is whole: the next process finds it."""
+    assert len(python(tmp_path, "attend()")[0]) in range(1, 5)
+    found, *_ = python(tmp_path, STEP.format(then=""))
+    assert [hit for *_, hit in found] == [True] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> None:
+    body = """
+    import os, signal, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)
+    out = attend()
+    child = os.fork()
+    if not child:
+        signal.alarm(120)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+"""
+    found, *_ = python(tmp_path, body)
+    assert sorted(name for name, *_ in found) == HOPPER
+
+
+def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:
+    body = """
+    from triton.compiler import compiler
+    from triton.experimental.gluon import _runtime
+    import time
+    make = _runtime.GluonASTSource.make_ir
+    _runtime.GluonASTSource.make_ir = lambda *given: (time.sleep(0.5), make(*given))[1]
+    work = [threading.Thread(target=lambda: attend()) for _ in range(4)]
+    [thread.start() for thread in work]
+    [thread.join() for thread in work]
+"""
+    found, *_ = python(tmp_path, body)
+    assert sorted(name for name, *_ in found) == HOPPER
