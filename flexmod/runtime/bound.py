@@ -26,6 +26,7 @@ from flexmod.plan import (
     Launch,
     Place,
     Plan,
+    RunNumber,
     View,
     extents_of,
     value_of,
@@ -36,7 +37,7 @@ from flexmod.runtime.gluon import layout_of
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]
-"""The tensors of a run: those that it was given, then those that it makes."""
+"""What a run has: the tensors and the numbers that it was given, then the tensors that it makes."""
 
 NO_EXTENTS: Mapping[str, int] = {}
 KEPT = 16  # results of one step that a mask keeps
@@ -45,7 +46,7 @@ layout = lru_cache(layout_of)
 
 
 class Bound:
-    """A plan for tensors of these kinds, on their device."""
+    """A plan for tensors of these kinds and numbers of these (`direct.kind_of_number`), on their device."""
 
     def __init__(
         self,
@@ -57,16 +58,21 @@ class Bound:
         known = {**extents_of(plan.inputs, tensors), **extents}
         self.plan = plan
         slots = _slots(plan)
-        self._blank = [None] * (1 + max(slots.values(), default=-1) - len(plan.inputs))
+        self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
         steps = [_STEPS[type(step)](step, slots, known, device) for step in plan.steps]
         self._steps = [step.run for step in steps]
         self._watched = [step.watched for step in steps]
         self._results = [None if place is None else slots[place.name] for place in plan.results]
 
-    def run(self, tensors: Sequence[Tensor | None], kept: dict[object, Any] | None = None) -> Tensors:
-        """The results for tensors of the plan's kinds. `kept` is the memory of the mask, for `Keep`."""
+    def run(
+        self,
+        tensors: Sequence[Tensor | None],
+        kept: dict[object, Any] | None = None,
+        numbers: Sequence[bool | int | float] = (),
+    ) -> Tensors:
+        """The results for tensors and numbers of the plan's kinds. `kept`: the mask's memory, for `Keep`."""
         watched = dispatch_mode_count() or hooked()
-        room: Room = [*tensors, *self._blank]
+        room: Room = [*tensors, *numbers, *self._blank]
         for step in self._watched if watched else self._steps:
             step(room, kept)
         return tuple([None if slot is None else room[slot] for slot in self._results])
@@ -95,6 +101,7 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
 def _slots(plan: Plan) -> dict[str, int]:
     """The places of a plan by name, numbered: a name that was taken is a mistake of who wrote the plan."""
     names = [f"nothing {number}" if place is None else place.name for number, place in enumerate(plan.inputs)]
+    names += [number.name for number in plan.numbers]
     for step in plan.steps:
         if isinstance(step, Call):
             names += [place.name for place in step.makes if place is not None]
@@ -160,7 +167,7 @@ class _Launched:
             if isinstance(value, Descriptor):
                 self._slots[name] = slots[value.base.name]
                 self._descriptors[name] = _describer(value, known)
-            elif isinstance(value, Place):
+            elif isinstance(value, (Place, RunNumber)):
                 self._slots[name] = slots[value.name]
             else:
                 self._fixed[name] = value_of(value, known)
