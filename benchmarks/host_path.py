@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import pstats
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from triton.compiler import CompiledKernel
 import flexmod
 from flexmod import calls, masks, mods
 from flexmod.backends import arguments, generated
+from flexmod.block_mask import find_tiles
+from flexmod.block_mask import generated as builder
 from flexmod.codegen.choose import Verdict
 from flexmod.runtime import counters, jit, launch, launches, side_by_side
 from flexmod.runtime.direct import Direct
@@ -81,7 +84,9 @@ def on_an_h200() -> Iterator[None]:
         launch, "verdict", lambda *_: Verdict()
     ), mock.patch.object(
         counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
-    ), mock.patch.object(side_by_side, "threads", lambda: 1):  # fmt: skip
+    ), mock.patch.object(side_by_side, "threads", lambda: 1), mock.patch.object(
+        find_tiles, "has_kernels", lambda device: True
+    ), mock.patch.object(builder, "target_of", lambda device: H200):  # fmt: skip
         yield
 
 
@@ -108,6 +113,29 @@ def cases(options: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
         "handle, with autograd": lambda: plain(*leaves),
         "handle, with backward": lambda: torch.autograd.grad(plain(*leaves), leaves, grad_out),
         "one torch.empty_like": lambda: torch.empty_like(query),
+        **mask_cases(),
+    }
+
+
+def mask_cases() -> dict[str, Callable[[], Any]]:
+    """Block masks of functions made for each: another number, or another tensor, at each call."""
+    numbers = itertools.count(1)
+    tensors = itertools.cycle([torch.arange(LENGTH) // size for size in range(2, 32)])
+
+    def built(mask_mod: Any) -> Any:
+        return flexmod.create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+
+    def window(size: int) -> Any:
+        return lambda b, h, q, k: (q >= k) & (q - k <= size)
+
+    def documents(ids: Tensor) -> Any:
+        return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
+
+    return {
+        "mask, the same": lambda: built(window(40)),
+        "mask, another tensor": lambda: built(documents(next(tensors))),
+        "mask, another number": lambda: built(window(next(numbers))),
+        "mask, another sliding_window": lambda: built(masks.sliding_window(next(numbers))),
     }
 
 

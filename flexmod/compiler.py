@@ -166,27 +166,56 @@ class Constants:
 
     def __init__(self) -> None:
         self.version = object()
-        self._known: OrderedDict[Structure, tuple[Numbers, frozenset[int]]] = OrderedDict()
+        self._known: OrderedDict[Structure, _Skeleton] = OrderedDict()
         self._lock = Lock()
 
     def promote(self, graph: Graph) -> tuple[Graph, Numbers]:
         """The graph to compile, and the numbers of this call by place."""
         skeleton, numbers = graph.skeleton
         with self._lock:
-            first, promoted = self._known.setdefault(skeleton, (numbers, frozenset()))
+            known = self._known.get(skeleton)
+            if known is None:
+                known = self._known[skeleton] = _Skeleton(numbers)
+                if len(self._known) > GRAPHS:
+                    self._known.popitem(last=False)
             self._known.move_to_end(skeleton)
-            if len(self._known) > GRAPHS:
-                self._known.popitem(last=False)
-            differing = {i for i, (a, b) in enumerate(zip(first, numbers, strict=True)) if not _same(a, b)}
-            if not differing <= promoted:
-                promoted = promoted | differing
-                self._known[skeleton] = (first, promoted)
+            if known.promote(numbers):
                 self.version = object()
-        return (promote_constants(graph, promoted) if promoted else graph), numbers
+            return known.of_parameters(graph, numbers), numbers
+
+
+class _Skeleton:
+    """What is known of the graphs of one skeleton: the first one's numbers, and which became arguments."""
+
+    def __init__(self, first: Numbers) -> None:
+        self._first = first
+        self._promoted: frozenset[int] = frozenset()
+        self._graphs: dict[tuple[type, ...], Graph] = {}
+
+    def promote(self, numbers: Numbers) -> bool:
+        """Promotes those that differ from the first ones. Are there new ones among them?"""
+        pairs = enumerate(zip(self._first, numbers, strict=True))
+        differing = {i for i, (a, b) in pairs if i not in self._promoted and not _same(a, b)}
+        if differing:
+            self._promoted |= differing
+            self._graphs.clear()
+        return bool(differing)
+
+    def of_parameters(self, graph: Graph, numbers: Numbers) -> Graph:
+        """The graph with its promoted constants as parameters, one for all numbers of these types."""
+        if not self._promoted:
+            return graph
+        if graph.lines:
+            return promote_constants(graph, self._promoted)
+        types = tuple([type(number) for number in numbers])
+        found = self._graphs.get(types)
+        if found is None:
+            found = self._graphs[types] = promote_constants(graph, self._promoted)
+        return found
 
 
 def _same(a: object, b: object) -> bool:
-    return type(a) is type(b) and repr(a) == repr(b)
+    return a is b or type(a) is type(b) and repr(a) == repr(b)
 
 
 CONSTANTS = Constants()
@@ -222,13 +251,18 @@ def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
     Of a mask's integers what they lie between, if int32 holds what is made of them: so numbers that change
     find again what is known of others.
     """
-    places: list[Any] = [n.value for n in graph.nodes if n.op == "param"]
-    exact = tuple([(place, numbers[place]) for place in places])
+    exact = tuple([(place, numbers[place]) for place in _places_of(graph)])
     if graph.kind == "mask":
         alike = tuple([(place, _span(number)) for place, number in exact])
         if not _needs_int64(graph, extents, alike):
             return alike
     return exact
+
+
+@lru_cache(GRAPHS)
+def _places_of(graph: Graph) -> tuple[int, ...]:
+    """Which numbers its parameters are."""
+    return tuple(n.value for n in graph.nodes if n.op == "param")  # type: ignore[misc]
 
 
 @lru_cache(GRAPHS)

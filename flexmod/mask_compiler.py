@@ -27,19 +27,16 @@ KEEP_BOUNDS = COMPARISONS | {"add", "sub", "neg", "minimum", "maximum"}
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph."""
-    return _builder(compiler.own_graph(graph), extents, compiler.CONSTANTS.version, config.check_bounds())
-
-
-@lru_cache(compiler.GRAPHS)
-def _builder(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
+    graph, checked = compiler.own_graph(graph), config.check_bounds()
     promoted, numbers = compiler.CONSTANTS.promote(graph)
     if promoted is not graph and _bounds_serve(promoted):
         places = compiler.known_places(promoted, numbers, extents)
         kernels = _builder_of_parameters(promoted, extents, places, checked)
         return Builder(kernels, (numbers,) * (2 + len(kernels.terms)))
-    return _builder_of_numbers(fitted(graph, extents), extents, checked)
+    return _builder_of_numbers(graph, extents, compiler.CONSTANTS.version, checked)
 
 
+@lru_cache(compiler.GRAPHS)
 def _bounds_serve(graph: Graph) -> bool:
     """Are the bounds of tiles as close with the graph's parameters as with its numbers?"""
     made_of_parameters: set[object] = set()
@@ -62,8 +59,10 @@ def _builder_of_parameters(graph: Graph, extents: Extents, places: Places, check
     return _builder_kernels(analysis.bounds, analysis.terms, mask)
 
 
-def _builder_of_numbers(graph: Graph, extents: Extents, checked: bool) -> Builder:
+@lru_cache(compiler.GRAPHS)
+def _builder_of_numbers(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
     """Those for the numbers that a graph has, the changing ones of its bounds as arguments."""
+    graph = fitted(graph, extents)
     analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = compiler.CONSTANTS.promote(analysis.bounds)
     terms = [(term, *compiler.CONSTANTS.promote(term.graph)) for term in analysis.terms]

@@ -6,7 +6,8 @@ touches a tensor, so a plan is made, printed and compared where there is no GPU.
 
     Allocate    a new tensor, of zeros or of whatever is there
     View        another view of a tensor's memory
-    Launch      a kernel, each of its parameters bound to a place, a TMA descriptor, a number or an extent
+    Launch      a kernel, each of its parameters bound to a place, a TMA descriptor, a number, an extent, or a
+                number that each run is given (`RunNumber`)
     Call        a function of tensors and plain numbers, named and at the top of its module
     Keep        the same, whose results stay with the mask for calls to come
 """
@@ -155,6 +156,16 @@ class Place:
         return f"{self.name}: {dtype_name(self.dtype)} [{', '.join(map(str, self.shape))}]"
 
 
+@dataclass(frozen=True)
+class RunNumber:
+    """Stands for a plain number that each run is given."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def product(sizes: Sequence[Extent]) -> Extent:
     found: Extent = 1
     for size in sizes:
@@ -283,11 +294,15 @@ def _said(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps in order. `inputs` are what a call is run on, in order; `results` what it returns."""
+    """The steps in order. `inputs` are what a call is run on, in order; `results` what it returns.
+
+    `numbers` are those that a run is given beside its inputs.
+    """
 
     inputs: tuple[Place | None, ...]
     steps: tuple[Step, ...]
     results: tuple[Place | None, ...]
+    numbers: tuple[RunNumber, ...] = ()
 
     def launches(self, kernel: str | None = None) -> list[Launch]:
         """The launches, or those of one kernel."""
@@ -295,7 +310,7 @@ class Plan:
         return [step for step in found if kernel in (None, step.kernel)]
 
     def __str__(self) -> str:
-        lines = [f"given  {place}" for place in self.inputs if place is not None]
+        lines = [f"given  {given}" for given in (*self.inputs, *self.numbers) if given is not None]
         lines += map(str, self.steps)
         lines += [f"return {place}" for place in self.results if place is not None]
         return "\n".join(lines)
@@ -364,8 +379,13 @@ class Writer:
         self.steps.append(Keep(function, tuple(arguments), tuple(makes)))
         return tuple(makes)
 
-    def plan(self, inputs: Sequence[Place | None], results: Sequence[Place | None]) -> Plan:
-        return Plan(tuple(inputs), tuple(self.steps), tuple(results))
+    def plan(
+        self,
+        inputs: Sequence[Place | None],
+        results: Sequence[Place | None],
+        numbers: Sequence[RunNumber] = (),
+    ) -> Plan:
+        return Plan(tuple(inputs), tuple(self.steps), tuple(results), tuple(numbers))
 
 
 def named(name: str, tensor: torch.Tensor, sizes: Sequence[Extent | None] = ()) -> Place:

@@ -42,6 +42,7 @@ FINITE = {
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
+    "block_mask.find_tiles._generated": "nothing",
     "mask_compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",

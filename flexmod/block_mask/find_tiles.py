@@ -7,6 +7,9 @@ built for one.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from flexmod.block_mask import refine
@@ -33,16 +36,26 @@ def find_tiles(
     """
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
-    if device.type == "cuda":
-        with lazy_imports():
-            from flexmod.block_mask import generated
-        by_axis = generated.build(moved, sizes, block, device, separate)
+    if has_kernels(device):
+        by_axis = _generated().build(moved, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
         return Held(sizes[:2], grid, by_axis, {}, separate)
     table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)
     return Held.of_table(table, sizes[:2], separate)
+
+
+@cache
+def _generated() -> ModuleType:
+    with lazy_imports():
+        from flexmod.block_mask import generated
+    return generated
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Do generated kernels find the tiles there?"""
+    return device.type == "cuda"
 
 
 def check_captures(traced: Traced, device: torch.device) -> None:

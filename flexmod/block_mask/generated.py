@@ -27,7 +27,7 @@ from flexmod.block_mask import tiles
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.runs import Runs
-from flexmod.codegen.builder_kernels import Builder
+from flexmod.codegen.builder_kernels import BuilderKernels
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.codegen.watch import Watch
 from flexmod.ir.fingerprint import tensor_key
@@ -36,6 +36,7 @@ from flexmod.ir.traces import remember
 from flexmod.mask_compiler import builder, runs_module
 from flexmod.plan import Place, Plan, Writer, named
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.direct import kind_of_number
 from flexmod.runtime.side_by_side import compiles, in_threads
 from flexmod.runtime.target import target_of
 
@@ -50,7 +51,7 @@ TILES_AT_ONCE = 256 << 20
 # Rows of larger blocks are not put in order: kernels that go by it do the last block whole, past the end too.
 ORDERED_BLOCK = 128
 
-PLANS = 16  # of one mask_mod and grid, for captured tensors of so many kinds
+PLANS = 16  # of one mask_mod and grid, for captured tensors and numbers of so many kinds
 Arguments = dict[str, Any]
 
 
@@ -72,16 +73,16 @@ def build(
     found = builder(traced.graph, (batch, heads, queries, keys))
     batch, heads = batch if "b" in reads else 1, heads if "h" in reads else 1
     grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
+    numbers = found.run_numbers()
     step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
     ordered = (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         parts = []
         for first in range(0, batch * heads, step):
             groups = min(step, batch * heads - first)
-            part = _part(
-                found, (queries, keys), block, grid, heads, first, groups, ordered, device, interpreted
-            )  # fmt: skip
-            parts.append(part.runs(traced.tensors, separate))
+            group = heads, first, groups, ordered
+            part = _part(found.kernels, (queries, keys), block, grid, *group, device, interpreted)
+            parts.append(part.runs(traced.tensors, numbers, separate))
     kv, q = parts[0] if len(parts) == 1 else map(runs_of_parts, zip(*parts, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
 
@@ -107,7 +108,7 @@ class _Part:
 
     def __init__(
         self,
-        found: Builder,
+        kernels: BuilderKernels,
         lengths: tuple[int, int],
         block: tuple[int, int],
         grid: tuple[int, int],
@@ -118,7 +119,7 @@ class _Part:
         device: torch.device,
         interpreted: bool,
     ) -> None:
-        self.found = found
+        self.kernels = kernels
         self.grid = down, across = grid
         self.lengths = lengths
         self.groups = groups
@@ -144,21 +145,23 @@ class _Part:
         self.bound: dict[tuple[object, ...], Bound] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
-    def runs(self, tensors: Sequence[Tensor], separate: bool) -> tuple[Runs, Runs]:
-        """The runs of the mask that captures `tensors`, [groups, R, 2, 3].
+    def runs(self, tensors: Sequence[Tensor], numbers: Sequence[Any], separate: bool) -> tuple[Runs, Runs]:
+        """The runs of the mask that captures `tensors` and `numbers`, [groups, R, 2, 3].
 
         Two plans where runs are counted before room for them is made: the host reads the counts in between.
         """
         watched = config.check_bounds()
-        key = (separate, watched, self._counts(), *map(tensor_key, tensors))
+        kinds = (*map(tensor_key, tensors), *map(kind_of_number, numbers))
+        key = (separate, watched, self._counts(), *kinds)
         bound = None if None in key else self.bound.get(key)
         if bound is None:
             plan = self._plan(tensors, separate, watched)
-            in_threads(compiles(plan, tensors, self.device))
+            known = {number.name: value for number, value in zip(plan.numbers, numbers, strict=True)}
+            in_threads(compiles(plan, tensors, self.device, known))
             bound = Bound(plan, tensors, self.device)
             if None not in key:
                 remember(self.bound, key, bound, PLANS)
-        made: Any = bound.run(tensors)
+        made: Any = bound.run(tensors, numbers=numbers)
         if self._counts():
             *found, counts = made
             made = Bound(self._counted_plan(counts.tolist(), bool(tensors)), found, self.device).run(found)
@@ -178,11 +181,12 @@ class _Part:
             writer.call(without_full_tiles, (kinds,))
         by_axis = self._rows(writer)
         if not self._counts():
-            return writer.plan(captured, self._write_runs(writer, kinds, by_axis, self.room, bool(tensors)))
+            results = self._write_runs(writer, kinds, by_axis, self.room, bool(tensors))
+            return writer.plan(captured, results, self.kernels.numbers)
         none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
         self._launch_runs(writer, kinds, by_axis, none)
         counts = writer.call(place_runs, by_axis, [Place("counts", (2,), (1,), torch.int64)])
-        return writer.plan(captured, (kinds, *by_axis, *counts))
+        return writer.plan(captured, (kinds, *by_axis, *counts), self.kernels.numbers)
 
     def _counted_plan(self, room: Sequence[int], captures: bool) -> Plan:
         """From the kinds of tiles, and the rows whose runs have their places, to runs: there are `room`."""
@@ -239,21 +243,21 @@ class _Part:
         self, writer: Writer, kinds: Place, captured: Sequence[Place], watch: Watch | None
     ) -> None:
         """What each tile is, uint8 [groups, Qb, KVb]."""
-        found, module = self.found, self.found.kernels.module
+        kernels, module = self.kernels, self.kernels.module
         states = writer.empty("states", (self.squares,), torch.uint8)
-        terms = self._write_terms(writer, module, captured, watch) if found.kernels.terms else {}
+        terms = self._write_terms(writer, module, captured, watch) if kernels.terms else {}
         known = {"KINDS": kinds, "STATES": states}
-        given = found.captured("squares_kernel", captured, watch)
+        given = kernels.captured("squares_kernel", captured, watch)
         arguments = {**self.for_squares, **known, **terms, **given}
         self._launch(writer, module, "squares", self.squares, arguments)
-        arguments = {**self.for_elements, **known, **found.captured("elements_kernel", captured, watch)}
+        arguments = {**self.for_elements, **known, **kernels.captured("elements_kernel", captured, watch)}
         self._launch(writer, module, "elements", self.squares * self.parts, arguments)
 
     def _write_terms(
         self, writer: Writer, module: ModuleType, captured: Sequence[Place], watch: Watch | None
     ) -> dict[str, Place]:
         """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
-        terms = self.found.kernels.terms
+        terms = self.kernels.terms
         made = {term.name.upper(): self._bounds(writer, term) for term in terms}
         axes = {term.axis for term in terms}
         programs = (
@@ -261,7 +265,7 @@ class _Part:
             + ("column" in axes) * self.grid[1]
             + ("diagonal" in axes) * -(-sum(self.lengths) // CHUNK)
         )
-        given = self.found.captured("terms_kernel", captured, watch)
+        given = self.kernels.captured("terms_kernel", captured, watch)
         self._launch(writer, module, "terms", self.groups * programs, {**self.for_terms, **made, **given})
         for term in terms:
             if term.axis == "diagonal":

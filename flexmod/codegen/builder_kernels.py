@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.kernels import Captured
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.codegen.watch import Watch
-from flexmod.plan import Place
+from flexmod.plan import Place, RunNumber
 
 Numbers = Sequence[bool | int | float]
 
@@ -29,11 +29,35 @@ class BuilderKernels:
     def module(self) -> ModuleType:
         return self.build()
 
-    def texts(self, kernel: str) -> list[tuple[int, ModText]]:
-        """The texts that a kernel calls, by their numbers: the bounds, the mask, then the terms."""
-        texts = [self.bounds.text, self.mask, *(term.text for term in self.terms)]
+    def texts(self, kernel: str) -> list[ModText]:
+        """The texts that a kernel calls, of these: the bounds, the mask, then the terms."""
         first, stop = {"terms_kernel": (2, None), "squares_kernel": (0, 2), "elements_kernel": (1, 2)}[kernel]
-        return list(enumerate(texts))[first:stop]
+        return self._texts[first:stop]
+
+    @cached_property
+    def _texts(self) -> list[ModText]:
+        return [self.bounds.text, self.mask, *(term.text for term in self.terms)]
+
+    @cached_property
+    def number_parameters(self) -> tuple[tuple[int, Parameter], ...]:
+        """The parameters that stand for numbers, each with the place of its text."""
+        return tuple(
+            (place, p) for place, text in enumerate(self._texts) for p in text.parameters if p.is_number
+        )
+
+    @cached_property
+    def numbers(self) -> tuple[RunNumber, ...]:
+        """What `number_parameters` are in a plan."""
+        return tuple(RunNumber(parameter.name) for _, parameter in self.number_parameters)
+
+    def captured(self, kernel: str, tensors: Sequence[Place], watch: Watch | None) -> dict[str, object]:
+        """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
+        given: dict[str, object] = {}
+        for text in self.texts(kernel):
+            others = tuple(p for p in text.parameters if not p.is_number)
+            given |= Captured(tensors, (), watch).arguments(replace(text, parameters=others))
+            given |= {p.name: RunNumber(p.name) for p in text.parameters if p.is_number}
+        return given
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +67,6 @@ class Builder:
     kernels: BuilderKernels
     numbers: tuple[Numbers, ...]
 
-    def captured(self, kernel: str, tensors: Sequence[Place], watch: Watch | None) -> dict[str, object]:
-        """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
-        given: dict[str, object] = {}
-        for number, text in self.kernels.texts(kernel):
-            given |= Captured(tensors, self.numbers[number], watch).arguments(text)
-        return given
+    def run_numbers(self) -> list[bool | int | float]:
+        """What a run is given for `BuilderKernels.numbers`."""
+        return [parameter.number(self.numbers[place]) for place, parameter in self.kernels.number_parameters]

@@ -73,12 +73,21 @@ class Parameter:
     dim: int = 0
     comment: str = ""
 
-    def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float]) -> object:
-        """The launch argument that this parameter stands for."""
+    @property
+    def is_number(self) -> bool:
+        return self.kind in ("number", "double")
+
+    def number(self, numbers: Sequence[bool | int | float]) -> bool | int | float:
+        """The launch argument where this parameter stands for a number."""
         if self.kind == "number":
             return numbers[self.index]
-        if self.kind == "double":
-            return struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
+        bits: int = struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
+        return bits
+
+    def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float]) -> object:
+        """The launch argument that this parameter stands for."""
+        if self.is_number:
+            return self.number(numbers)
         tensor = tensors[self.index]
         if self.kind == "size":
             return tensor.shape[self.dim]

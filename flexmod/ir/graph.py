@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -203,17 +203,12 @@ class Graph:
         """The positions that the results depend on."""
         return frozenset().union(*(n.home for n in self.results))
 
-    def _structure(self, value: Callable[[Node], object]) -> Structure:
-        places = {n: i for i, n in enumerate(self.nodes)}
-        nodes = [(n.op, n.dtype, value(n), *[places[a] for a in n.args]) for n in self.nodes]
-        return self.kind, self.captures, self.expected, *nodes, *[places[r] for r in self.results]
-
     @cached_property
     def key(self) -> Structure:
         """The structure and the constants, and the lines if they count; hashable."""
-        if self.lines:
-            return self._structure(lambda n: (_freeze(n.value), n.where))
-        return self._structure(lambda n: _freeze(n.value))
+        structure, numbers = self.skeleton
+        lines = tuple([n.where for n in self.nodes]) if self.lines else None
+        return structure, tuple(map(_freeze, numbers)), lines
 
     @cached_property
     def skeleton(self) -> tuple[Structure, tuple[bool | int | float, ...]]:
@@ -221,8 +216,19 @@ class Graph:
 
         Two calls of one mod that differ only in captured Python numbers have one skeleton.
         """
-        values = tuple(n.value for n in self.nodes if n.is_const)
-        return self._structure(lambda n: None if n.is_const else _freeze(n.value)), values  # type: ignore[return-value]
+        places: dict[Node, int] = {}
+        nodes: list[object] = []
+        numbers: list[Any] = []
+        for place, node in enumerate(self.nodes):
+            places[node] = place
+            value: object = None
+            if node.op == "const":
+                numbers.append(node.value)
+            elif node.value is not None:
+                value = _freeze(node.value)
+            nodes.append((node.op, node.dtype, value, *[places[a] for a in node.args]))
+        roots = [places[result] for result in self.results]
+        return (self.kind, self.captures, self.expected, *nodes, *roots), tuple(numbers)
 
     def __str__(self) -> str:
         head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)

@@ -6,6 +6,7 @@ The number is a digest of what the graph says, so it means the same graph in eve
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import lru_cache
 from hashlib import blake2b
 from weakref import WeakValueDictionary
 
@@ -42,8 +43,15 @@ def numbered(graph: Graph) -> tuple[Graph, int]:
 
 def digest(graph: Graph) -> int:
     """Of structure, constants and captures; they are written the same in every process."""
-    text = repr(graph.key).encode()
+    structure, *rest = graph.key
+    text = repr((_digest_of_structure(structure), *rest)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> (64 - BITS)
+
+
+@lru_cache(REMEMBERED)
+def _digest_of_structure(structure: object) -> str:
+    """Graphs that differ in numbers alone share it."""
+    return blake2b(repr(structure).encode(), digest_size=16).hexdigest()
 
 
 def graph_of(number: int) -> Graph:

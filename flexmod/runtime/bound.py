@@ -31,14 +31,14 @@ from flexmod.plan import (
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]
-"""The tensors of a run: those that it was given, then those that it makes."""
+"""What a run has: the tensors and the numbers that it was given, then the tensors that it makes."""
 
 NO_EXTENTS: Mapping[str, int] = {}
 KEPT = 16  # results of one step that a mask keeps
 
 
 class Bound:
-    """A plan for tensors of these kinds, on their device."""
+    """A plan for tensors of these kinds and numbers of these (`direct.kind_of_number`), on their device."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Bound:
         known = {**extents_of(plan.inputs, tensors), **extents}
         self.plan = plan
         slots = _slots(plan)
-        self._blank = [None] * (1 + max(slots.values(), default=-1) - len(plan.inputs))
+        self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
         kinds, self._hooked = _STEPS, _never
         if plan.launches():
             from flexmod.runtime import launches
@@ -61,10 +61,15 @@ class Bound:
         self._watched = [step.watched for step in steps]
         self._results = [None if place is None else slots[place.name] for place in plan.results]
 
-    def run(self, tensors: Sequence[Tensor | None], mask: Any = None) -> Tensors:
-        """The results for tensors of the plan's kinds, and for the snapshot of the mask that they are of."""
+    def run(
+        self,
+        tensors: Sequence[Tensor | None],
+        mask: Any = None,
+        numbers: Sequence[bool | int | float] = (),
+    ) -> Tensors:
+        """The results for tensors and numbers of the plan's kinds; `mask`: the snapshot that they are of."""
         watched = dispatch_mode_count() or self._hooked()
-        room: Room = [*tensors, *self._blank]
+        room: Room = [*tensors, *numbers, *self._blank]
         for step in self._watched if watched else self._steps:
             step(room, mask)
         return tuple([None if slot is None else room[slot] for slot in self._results])
@@ -77,6 +82,7 @@ def _never() -> bool:
 def _slots(plan: Plan) -> dict[str, int]:
     """The places of a plan by name, numbered: a name that was taken is a mistake of who wrote the plan."""
     names = [f"nothing {number}" if place is None else place.name for number, place in enumerate(plan.inputs)]
+    names += [number.name for number in plan.numbers]
     for step in plan.steps:
         if isinstance(step, Call):
             names += [place.name for place in step.makes if place is not None]

@@ -38,11 +38,19 @@ def _calls(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
+def kind_of_number(number: bool | int | float) -> object:
+    """What Triton compiles a kernel for where it may not specialize the kernel for a number."""
+    if type(number) is not int:
+        return type(number)
+    return next((bits for bits in (32, 64) if -(1 << bits - 1) <= number < 1 << bits - 1), 0)
+
+
 class Direct:
     """A launch of `compiled` in a grid of one dimension.
 
-    `arguments` are all of the kernel's, in order. `slots` says for the places of tensors and descriptors
-    which of the tensors that a later call is given goes there. A COUNTER is that of the stream.
+    `arguments` are all of the kernel's, in order. `slots` says for the places of tensors, descriptors and
+    numbers that change which of the things that a later call is given goes there. Such a number stays of its
+    kind (`kind_of_number`), and the kernel is not specialized for it. A COUNTER is that of the stream.
 
     Raises:
         LookupError: this launcher is not known, or asks for memory of its own.
@@ -65,6 +73,7 @@ class Direct:
         self._device = device.index
         self._launch = _in_c(launcher.launch)
         self._pointers: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, int]] = []
         self._counters: list[int] = []
         self._descriptors: list[tuple[int, int, dict[int, Any], Callable[[int], Any]]] = []
         values = self._values = list[Any]()
@@ -76,6 +85,9 @@ class Direct:
                 values += [None, *value.shape, *value.strides]
             elif value is COUNTER:
                 self._counters.append(len(values))
+                values.append(None)
+            elif place in slots and isinstance(value, (bool, int, float)):
+                self._numbers.append((len(values), slots[place]))
                 values.append(None)
             elif place in slots:
                 self._pointers.append((len(values), slots[place]))
@@ -93,20 +105,22 @@ class Direct:
         else:
             self._head = [*start, None, None, compiled.packed_metadata, *nothing]
 
-    def __call__(self, tensors: Sequence[Any]) -> None:
+    def __call__(self, room: Sequence[Any]) -> None:
         """Launches on the current stream."""
         if current_device() != self._device:
             with torch.cuda.device(self._device):
-                self._start(tensors)
+                self._start(room)
         else:
-            self._start(tensors)
+            self._start(room)
 
-    def _start(self, tensors: Sequence[Any]) -> None:
+    def _start(self, room: Sequence[Any]) -> None:
         values = self._values.copy()
         for place, slot in self._pointers:
-            values[place] = tensors[slot].data_ptr()
+            values[place] = room[slot].data_ptr()
+        for place, slot in self._numbers:
+            values[place] = room[slot]
         for place, slot, known, make in self._descriptors:
-            pointer = tensors[slot].data_ptr()
+            pointer = room[slot].data_ptr()
             found = known.get(pointer)
             if found is None:
                 if len(known) >= KEPT:

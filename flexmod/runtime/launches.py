@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.plan import Descriptor, Launch, Place, value_of, values_of
+from flexmod.plan import Descriptor, Launch, Place, RunNumber, value_of, values_of
 from flexmod.runtime import launch
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
@@ -26,6 +26,7 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
     """The arguments of a launch as a compiler sees them: a tensor that is not given yet is one of its dtype.
 
     `tensors` are those given, by name; the others lie on the same device, or on meta if none is given.
+    `extents` have the numbers of a run too.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("meta"))
 
@@ -37,6 +38,8 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
     for name, value in {**step.arguments, **launch.rung_arguments(step)}.items():
         if isinstance(value, Descriptor):
             made[name] = _described(value, tensor_of(value.base), extents)
+        elif isinstance(value, RunNumber):
+            made[name] = extents[value.name]
         else:
             made[name] = tensor_of(value) if isinstance(value, Place) else value_of(value, extents)
     return made
@@ -57,7 +60,7 @@ class BoundLaunch:
             if isinstance(value, Descriptor):
                 self._slots[name] = slots[value.base.name]
                 self._descriptors[name] = _describer(value, known)
-            elif isinstance(value, Place):
+            elif isinstance(value, (Place, RunNumber)):
                 self._slots[name] = slots[value.name]
             else:
                 self._fixed[name] = value_of(value, known)

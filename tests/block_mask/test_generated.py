@@ -147,7 +147,7 @@ OF_A_NUMBER = [window, prefix, ahead_of, band, clamped, scaled, chunked, steep, 
 def test_a_number_that_changes(make, monkeypatch):
     """What was found out for other numbers serves, and tiles are decided as they are by constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
-    mask_compiler._builder.cache_clear()
+    mask_compiler._builder_of_numbers.cache_clear()
     start, opened = launch.start, []
 
     def watch(source, name, device, grid, arguments):
@@ -163,7 +163,7 @@ def test_a_number_that_changes(make, monkeypatch):
         changing.append(opened.pop())
     for number, before in zip(numbers, changing, strict=True):
         monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
-        mask_compiler._builder.cache_clear()
+        mask_compiler._builder_of_numbers.cache_clear()
         check(make(number), sizes, (16, 16))
         assert torch.equal(opened.pop(), before)
 

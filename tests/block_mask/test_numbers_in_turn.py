@@ -1,0 +1,163 @@
+"""One mask_mod with many captured numbers in turn: each mask is what `create_mask` makes with that number.
+
+The kernels, their bounds and their launches are made for one number and serve the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from block_mask.test_refine import MODS
+from flexmod import compiler, create_block_mask, create_mask, errors
+from flexmod.block_mask import generated
+from flexmod.block_mask.mask_mod import trace_mask
+
+CPU = torch.device("cpu")
+SIZES = (1, 2, 50, 70)
+BLOCK = (16, 16)
+Number = bool | int | float
+
+SMALL: tuple[Number, ...] = (40, 41, 0, -3)
+LARGE: tuple[Number, ...] = (
+    20, 2**30 + 1, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**63 - 1, -(2**63), 5, 2**31 + 1
+)  # fmt: skip
+FLOATS: tuple[Number, ...] = (
+    3.5, 40.25, 0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 2.0**31, 2.0**40, 1e300, -3.5, 16777217.0
+)  # fmt: skip
+
+WHOLE = {
+    "window": "(q >= k) & (q - k <= n)",
+    "ahead": "q + n >= k",
+    "times": "q * n >= k",
+    "times, both": "q * n >= k * n",
+    "less twice": "q - n - n > k - 60",
+    "as int32": "(q + n).to(torch.int32) >= k",
+    "product as int32": "(q * n).to(torch.int32) >= k * 3",
+    "difference as int32": "(q * n).to(torch.int32) - (k * n).to(torch.int32) <= 5",
+    "int32 of int64": "(q.to(torch.int64) + n).to(torch.int32) >= k",
+    "in int64": "q.to(torch.int64) * n + 7 >= k",
+    "as int16": "(q * n).to(torch.int16) >= k",
+    "as uint8": "(q + n).to(torch.uint8) >= k",
+    "as bool": "((q - n).to(torch.bool)) & (q >= k)",
+    "bits": "((q & n) == (k & n)) | ((q ^ n) > k + 50)",
+    "absolute": "(q - k + n).abs() <= 2 * (q + n)",
+    "smaller": "torch.minimum(q, 0 * q + n) >= k - 5",
+    "clamped": "torch.clamp(q, max=40) + n >= k",
+    "maximum as int32": "torch.maximum(q, (k + n).to(torch.int32)) > 40",
+    "float of it": "q * 1.5 + n >= k",
+    "where": "torch.where(q > 30, q + n, k) >= k",
+    "selected": "torch.where(h == 0, q - n, q) >= k",
+    "head": "q - k <= n * (h + 1)",
+    "table": "TABLE[torch.clamp(q + n, 0, 9)] >= k",
+}
+DIVIDED = {
+    "floor": "q // n == k // n",
+    "remainder": "(q - k) % n == 0",
+    "both": "(q // n) * n + k % n >= k",
+    "as int32": "((q + n) // n).to(torch.int32) >= k % n",
+}
+POWERS = {
+    "power": "q ** n >= k",
+    "of a cast": "q.to(torch.int64) ** n >= k * k",
+    "of a float": "(q * 1.0) ** n >= k",
+}
+FLOATING = {
+    "steep": "q * n >= k",
+    "quotient": "q / n >= k",
+    "window": "(q - k) <= n",
+    "in float64": "q.to(torch.float64) * n >= k",
+    "as int32": "(q * n).to(torch.int32) >= k",
+    "as int64": "(q * n).to(torch.int64) >= k",
+    "floor": "(q * 1.0) // n >= k",
+    "larger": "torch.maximum(q * 1.0, n - k) >= 30",
+    "power": "(q * 1.0) ** n >= k",
+    "both": "(q >= k * n) & ((q - k) * 1.0 < n + 3)",
+}
+TABLE = torch.arange(10) * 9
+
+
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No number is known yet; squares are small, so that there are several."""
+    monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
+    monkeypatch.setattr(generated, "SIDE", 4)
+    generated._part.cache_clear()
+    yield
+    generated._part.cache_clear()
+
+
+def maker(text: str) -> Callable[[Number], Any]:
+    scope = {"torch": torch, "TABLE": TABLE}
+    made: Callable[[Number], Any] = eval(f"lambda n: lambda b, h, q, k: {text}", scope)
+    return made
+
+
+def kinds_of(kept: Tensor) -> Tensor:
+    """What each tile of a mask [B, H, M, N] is; one that reaches over an end is not full."""
+    rest = (0, -kept.shape[3] % BLOCK[1], 0, -kept.shape[2] % BLOCK[0])
+    counts = torch.nn.functional.pad(kept.int(), rest)
+    counts = counts.unflatten(2, (-1, BLOCK[0])).unflatten(4, (-1, BLOCK[1])).sum((3, 5))
+    return (counts > 0).to(torch.int8) + (counts == BLOCK[0] * BLOCK[1]).to(torch.int8)
+
+
+def check(make: Callable[[Number], Any], numbers: Sequence[Number]) -> None:
+    """Of those numbers that torch takes."""
+    taken = 0
+    for number in numbers:
+        try:
+            wanted = create_mask(make(number), *SIZES, device=CPU)
+        except (errors.FlexmodError, RuntimeError):
+            continue
+        taken += 1
+        mask = create_block_mask(make(number), *SIZES, device=CPU, BLOCK_SIZE=BLOCK)
+        runs = generated.build(trace_mask(make(number), CPU), SIZES, BLOCK, CPU, True, interpreted=True)
+        kinds = kinds_of(wanted)
+        assert torch.equal(mask.table().expand(kinds.shape), kinds), (number, "in torch")
+        for axis, expected in (("kv", kinds), ("q", kinds.mT)):
+            found = runs[axis]
+            assert found is not None
+            table = found.table(expected.shape[-1])
+            assert torch.equal(table.expand(expected.shape), expected), (number, axis)
+    assert taken > 2
+
+
+@pytest.mark.parametrize("numbers", [(*SMALL, *LARGE), LARGE[::-1]], ids=["upwards", "downwards"])
+@pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
+def test_whole_numbers(text: str, numbers: Sequence[Number]) -> None:
+    check(maker(text), numbers)
+
+
+@pytest.mark.parametrize("text", DIVIDED.values(), ids=DIVIDED)
+def test_divisors(text: str) -> None:
+    check(maker(text), [n for n in (*SMALL, *LARGE) if n])
+
+
+@pytest.mark.parametrize("text", POWERS.values(), ids=POWERS)
+def test_powers(text: str) -> None:
+    check(maker(text), (2, 3, 0, 1, 5, 31, 63, 64, 2**31, 2**40, -1))
+
+
+@pytest.mark.parametrize("text", FLOATING.values(), ids=FLOATING)
+def test_floats(text: str) -> None:
+    check(maker(text), FLOATS)
+
+
+@pytest.mark.parametrize("text", [WHOLE["window"], WHOLE["as int32"], FLOATING["both"]])
+def test_numbers_of_several_types(text: str) -> None:
+    check(maker(text), (40, 40.0, 3, True, 3.5, 2**31, False, 1, 2**40, 1.0))
+
+
+@settings(max_examples=25, deadline=None)
+@given(MODS, MODS, st.lists(st.sampled_from((*SMALL, *LARGE)), min_size=3, max_size=4))
+def test_random_masks(first: str, second: str, numbers: Sequence[int]) -> None:
+    scope = {"torch": torch, "ids": torch.arange(100).flip(0) // 13}
+    text = f"(({first}) & (q_idx - n <= kv_idx)) | (({second}) & ((q_idx + n).to(torch.int32) < kv_idx))"
+    check(eval(f"lambda n: lambda b, h, q_idx, kv_idx: {text}", scope), numbers)
