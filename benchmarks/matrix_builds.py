@@ -182,7 +182,7 @@ def _of_block_mask(build: Build) -> Iterator[_Work]:
     sizes = (3, 2, LENGTH + 7, LENGTH + 7)
     traced = trace(MASKS[build.name](), "mask")
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
-    generated._part.cache_clear()
+    generated._builder_part.cache_clear()
     with patch.object(launch, "start", noted):
         generated.build(traced, sizes, (128, 128), torch.device("cpu"), True, interpreted=True)
     for module, name, arguments in launches:

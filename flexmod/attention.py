@@ -229,7 +229,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
             why = "the scale of a graph is a number of 64 bits"
         else:
             checks.check_tensors(query, key, value, enable_gqa)
-            asked = library.Asked(scale, enable_gqa, options.backend, options.tiles, want_max)
+            asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
             return library.attend(query, key, value, mod, block_mask, asked)
     except errors.FlexmodError as error:

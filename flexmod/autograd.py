@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors
 
 GENERATED = ("triton", "interpret")
-GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `Call.backward`'s tensors
+GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # tensors of `PreparedCall.backward`
 BACKWARDS = 64  # that a call remembers
 
 
@@ -53,7 +53,7 @@ def _has_kinds(mask: MaskSnapshot | None) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class PreparedCall:
     """A checked call apart from its tensors and its mask, which `whole` gives back to the problem.
 
     It serves all calls that differ from it in the values of their tensors alone. `track`: autograd shall know
@@ -205,7 +205,7 @@ class Call:
 
 
 def _check_readable(tensors: Tensors) -> None:
-    """As `Call.backward` takes them. Raises TensorKindError, FreedStorageError."""
+    """As `PreparedCall.backward` takes them. Raises TensorKindError, FreedStorageError."""
     for number, tensor in enumerate(tensors):
         if tensor is not None:
             name = GRADIENTS.get(number, "a tensor saved for the backward")
@@ -218,7 +218,7 @@ def nothing(query: Tensor | None, key: Tensor | None) -> bool:
 
 
 def run(
-    call: Call,
+    call: PreparedCall,
     mask: MaskSnapshot | None,
     query: Tensor,
     key: Tensor,
@@ -281,7 +281,7 @@ class Attention(torch.autograd.Function):
 class Gradient(torch.autograd.Function):
     """The backward of Attention, itself a node: who differentiates it again hears that there is no more.
 
-    apply(call, mask, needs, how many are kept, then as `Call.backward` takes them)
+    apply(call, mask, needs, how many are kept, then as `PreparedCall.backward` takes them)
     """
 
     @staticmethod

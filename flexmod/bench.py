@@ -14,7 +14,7 @@ from flexmod.command_errors import MissingPlots
 from flexmod.errors import FlexOnCpuError
 from flexmod.mod_names import Setting, choose, fitting
 from flexmod.peers import (
-    Attention,
+    Implementation,
     Timing,
     block_mask_of,
     compiled_flex,
@@ -143,7 +143,7 @@ def count(lengths: Sequence[int], masked: bool, flex: bool) -> int:
 
 def _attentions(
     mod: str, setting: Setting, score: str | None, masked: bool, flex: bool
-) -> Iterator[tuple[float, Attention]]:
+) -> Iterator[tuple[float, Implementation]]:
     chosen = choose(mod, setting, score)
     block_mask = block_mask_of(chosen.mask, setting)
     sparsity = 0.0 if block_mask is None else block_mask.sparsity()

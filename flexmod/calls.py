@@ -75,7 +75,7 @@ class Ready(NamedTuple):
     among those of the fingerprint, or among those that an operation is given. `autocast`: it is enabled.
     """
 
-    call: autograd.Call
+    call: autograd.PreparedCall
     own: MaskSnapshot | None
     places: tuple[int, ...]
     autocast: bool = False
@@ -277,7 +277,7 @@ def checked(
     mask: MaskSnapshot | None,
     asked: Asked,
     track: bool,
-) -> tuple[autograd.Call, MaskSnapshot | None]:
+) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
     """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
     backend = _backend(asked.options, query)
     scale = _scale(asked.scale)
@@ -287,7 +287,7 @@ def checked(
     problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
     numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
-    return autograd.Call(problem, backend, asked.want_max, track, numbers), own
+    return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
 
 
 def _check(

@@ -20,7 +20,7 @@ from flexmod.ir.source import mod_kind
 from flexmod.lazy_imports import lazy_imports
 from flexmod.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
 from flexmod.peers import (
-    Attention,
+    Implementation,
     Inputs,
     Timing,
     block_mask_of,
@@ -176,7 +176,7 @@ def _mods(mod: str | Mod, score_mod: str | Mod | None, setting: Setting) -> Mods
     return chosen if score_mod is None or isinstance(score_mod, str) else chosen._replace(score=score_mod)
 
 
-def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Attention:
+def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:
     """flexmod's dense reference, in float32 or more; the first batch, as many heads as memory allows."""
     matrix = 4 * setting.seq**2
     real = torch.promote_types(setting.dtype, torch.float32)
@@ -190,7 +190,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> At
     return dense._replace(call=call)
 
 
-def _out_and_gradients(attention: Attention, inputs: Inputs) -> tuple[Tensor, ...]:
+def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
     """out and the gradients of q, k and v, for a fixed random gradient of the output."""
     out = attention.call(*inputs)
     generator = torch.Generator(out.device).manual_seed(1)
@@ -201,7 +201,7 @@ def _out_and_gradients(attention: Attention, inputs: Inputs) -> tuple[Tensor, ..
 
 
 def _agreements(
-    results: tuple[Tensor, ...], reference: Attention, inputs: Inputs, setting: Setting
+    results: tuple[Tensor, ...], reference: Implementation, inputs: Inputs, setting: Setting
 ) -> tuple[Agreement, ...]:
     """Over the batches and heads that the reference computed."""
     expected = _out_and_gradients(reference, inputs)

@@ -118,8 +118,8 @@ class CompiledAttention(Shown):
         self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
         self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
         self._layout = layout_of(layout)
-        self._on: dict[torch.device, _Variant] = {}
-        self._bound: dict[object, _Bound] = {}
+        self._on: dict[torch.device, _TracedMods] = {}
+        self._bound: dict[object, _KnownCall] = {}
         self._in_graphs: dict[int, Any] = {}  # masks that CUDA graphs read at each replay, by id
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator or "cpu").device
@@ -216,10 +216,10 @@ class CompiledAttention(Shown):
     def _traced(self) -> dict[str, Traced]:
         return self._variant(self._latest.device if self._latest else self._first).traces.by_kind()
 
-    def _variant(self, device: torch.device) -> _Variant:
+    def _variant(self, device: torch.device) -> _TracedMods:
         found = self._on.get(device)
         if found is None:
-            found = self._on[device] = _Variant(self._mods, device)
+            found = self._on[device] = _TracedMods(self._mods, device)
         return found
 
     def __copy__(self) -> CompiledAttention:
@@ -253,7 +253,8 @@ class CompiledAttention(Shown):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_positions": None, **state})
-        self._on = {device: _Variant(self._mods, device, traces) for device, traces in state["_on"].items()}
+        given = state["_on"].items()
+        self._on = {device: _TracedMods(self._mods, device, traces) for device, traces in given}
 
     def _state(self) -> dict[str, Any]:
         """Its attributes. Nothing of its calls: of its variants the traces alone."""
@@ -343,7 +344,7 @@ class _Masks:
         return mask
 
 
-class _Variant:
+class _TracedMods:
     """The mods of a handle on a device: their traces and the block masks, as long as these hold."""
 
     def __init__(
@@ -394,14 +395,14 @@ class _Variant:
         return links_of([(self._mods[kind], (*x.tensors, *x.described)) for kind, x in by_kind.items()])
 
 
-class _Bound(NamedTuple):
+class _KnownCall(NamedTuple):
     """A call of a handle that is known: all that it needs but for query, key and value.
 
     `captured`: what the score mod captures. `kinds`: as in `_Traces`, without `watched`, the captures of the
     mask.
     """
 
-    call: autograd.Call
+    call: autograd.PreparedCall
     mask: MaskSnapshot | None
     captured: tuple[Tensor, ...]
     kinds: tuple[tuple[Tensor, object], ...]
@@ -418,8 +419,12 @@ class _Bound(NamedTuple):
 
 
 def _bound(
-    ready: calls.Ready, block_mask: BlockMask | None, variant: _Variant, masks: _Masks | None, latest: Latest
-) -> _Bound:
+    ready: calls.Ready,
+    block_mask: BlockMask | None,
+    variant: _TracedMods,
+    masks: _Masks | None,
+    latest: Latest,
+) -> _KnownCall:
     traces = variant.traces
     of_score = traces.score.tensors if traces.score else ()
     mask = ready.mask(None if block_mask is None else block_mask.snapshot())
@@ -427,4 +432,4 @@ def _bound(
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
-    return _Bound(ready.call, mask, captured, kinds, variant.links or (), watched, latest)
+    return _KnownCall(ready.call, mask, captured, kinds, variant.links or (), watched, latest)

@@ -45,7 +45,7 @@ from flexmod.ir.graph import POSITIONS, Graph, Structure
 from flexmod.ir.integers import needs_int64
 from flexmod.ir.passes import Extents, Places, fitted, optimize, promote_constants, split_mask
 from flexmod.ir.ranges import as_ranges
-from flexmod.ir.reductions import Term, terms_of
+from flexmod.ir.reductions import GradientTerm, terms_of
 from flexmod.ir.tanhs import choose_tanhs
 from flexmod.locks import Lock
 
@@ -136,7 +136,7 @@ def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
 
 
 @lru_cache(GRAPHS)
-def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[Term, ...]:
+def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[GradientTerm, ...]:
     """What each load of the captures `wanted` adds to their gradients, and how that is summed.
 
     `fused`: for a backward that makes the sums itself, by column also where b and h alone index.

@@ -1,8 +1,8 @@
 """Attention inside torch.compile and torch.export: operations of torch.library, forward and backward.
 
-Their arguments are tensors, numbers and texts. What else there is of a call, its Variant, is a constant of
-the graph, a text; mods are Records (`ir/record.py`); a block mask is taken apart into its tensors, and put
-together again when the graph runs. So a graph means the same in every process.
+Their arguments are tensors, numbers and texts. What else there is of a call, its OperationConstants, is a
+constant of the graph, a text; mods are Records (`ir/record.py`); a block mask is taken apart into its
+tensors, and put together again when the graph runs. So a graph means the same in every process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flexmod.plan import contiguous, extents_of, named, values_of
 from flexmod.runtime import tuned
 
 
-class Asked(NamedTuple):
+class OperationOptions(NamedTuple):
     """What a call asks for, apart from its tensors and its mods."""
 
     scale: float | None
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant:
+class OperationConstants:
     """What is constant in a call. `names` of the parts of its mask; mods are texts as in Recorded."""
 
     score: str
@@ -67,8 +67,8 @@ def _text_of(*facts: Any) -> str:
 
 
 @lru_cache(4096)
-def _variant(text: str) -> Variant:
-    return Variant(*decoded(text))
+def _variant(text: str) -> OperationConstants:
+    return OperationConstants(*decoded(text))
 
 
 NO_MOD = ""
@@ -96,7 +96,7 @@ def attend(
     value: Tensor,
     score_mod: Callable[..., Any] | None,
     block_mask: Any,
-    asked: Asked,
+    asked: OperationOptions,
 ) -> Forward:
     """A call inside TorchDynamo or torch.export; what depends on values is checked when the graph runs."""
     query, key, value = calls.cast_by_autocast(query, key, value)
@@ -115,12 +115,12 @@ def dispatch(
     """A checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
     options = asked.options
-    facts = Asked(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
+    facts = OperationOptions(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
     return _operate(query, key, value, mod, parts_of(mask, query.device), facts)
 
 
 def _operate(
-    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: Asked
+    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: OperationOptions
 ) -> Forward:
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
     variant = _text_of(mod.text, mask.mod.text, mask.form, mask.names, mask.flags, *asked[1:])
@@ -198,7 +198,7 @@ _BACKWARD = (
 
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
-) -> tuple[autograd.Call, MaskSnapshot | None, tuple[int, ...]]:
+) -> tuple[autograd.PreparedCall, MaskSnapshot | None, tuple[int, ...]]:
     """The call, its mask, and which of the tensors given its score mod captures."""
     variant = _variant(given.variant)
     block_mask = _mask_of(variant, given, query.device)
@@ -219,8 +219,8 @@ def _put_together(
 
 
 def _made_ready(
-    query: Tensor, key: Tensor, value: Tensor, given: Given, variant: Variant, mask: MaskSnapshot | None,
-    track: bool,
+    query: Tensor, key: Tensor, value: Tensor, given: Given, variant: OperationConstants,
+    mask: MaskSnapshot | None, track: bool,
 ) -> calls.Ready:  # fmt: skip
     source, places = None, tuple[int, ...]()
     checks.check_tensors(query, key, value, variant.enable_gqa)
@@ -236,7 +236,7 @@ def _made_ready(
     return calls.Ready(call, own, places if call.problem.score is not None else ())
 
 
-def _mask_of(variant: Variant, given: Given, device: torch.device) -> BlockMask | None:
+def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> BlockMask | None:
     """The mask that was taken apart."""
     if variant.form == "none":
         return None
@@ -293,7 +293,7 @@ class _ResultLayout(NamedTuple):
         return found if found.stride() == tuple(self.strides) else self.empty().copy_(found)
 
 
-def _results(query: Tensor, value: Tensor, variant: Variant, track: bool) -> list[_ResultLayout]:
+def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: bool) -> list[_ResultLayout]:
     """Those of `_attention`: what a plan makes, by the sizes of these tensors."""
     generated = query.device.type == "cuda" or variant.backend == "INTERPRET"
     kept = ("first", "second") if track and generated and query.dtype != torch.float64 else ()

@@ -75,7 +75,7 @@ def _builder_of_numbers(graph: Graph, extents: Extents, version: object, checked
 
 @lru_cache(compiler.KERNELS)
 def _builder_kernels(
-    bounds: Graph, terms: tuple[intervals.Term, ...], mask: compiler.Lowered
+    bounds: Graph, terms: tuple[intervals.BoundsTerm, ...], mask: compiler.Lowered
 ) -> BuilderKernels:
     written = tuple(write_term(term, mask.checked) for term in terms)
     of_bounds = write_bounds(bounds, written, mask.checked)

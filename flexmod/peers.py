@@ -26,7 +26,7 @@ FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
 
 
-class Attention(NamedTuple):
+class Implementation(NamedTuple):
     """One way to compute attention, and the share of all pairs of positions that it is credited with."""
 
     name: str
@@ -70,14 +70,14 @@ def random_inputs(setting: Setting) -> Inputs:
 
 def flexmod_attention(
     name: str, score_mod: Mod | None, block_mask: BlockMask | None, density: float, **options: str
-) -> Attention:
+) -> Implementation:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return cast(Tensor, flex_attention(q, k, v, score_mod, block_mask, kernel_options=options))
 
-    return Attention(name, call, density)
+    return Implementation(name, call, density)
 
 
-def sdpa_causal(setting: Setting) -> Attention:
+def sdpa_causal(setting: Setting) -> Implementation:
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -86,14 +86,14 @@ def sdpa_causal(setting: Setting) -> Attention:
             return causal(q, k, v)
 
     if setting.device.type == "cuda" and setting.dtype in (torch.float16, torch.bfloat16):
-        return Attention("SDPA causal (flash)", flash, 0.5)
-    return Attention("SDPA causal", causal, 0.5)
+        return Implementation("SDPA causal (flash)", flash, 0.5)
+    return Implementation("SDPA causal", causal, 0.5)
 
 
-def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Attention:
+def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Implementation:
     """SDPA with the materialized mask, [1 or B, 1 or H, S, S] booleans; a row with no key gives 0."""
     if mask_mod is None:
-        return Attention("SDPA", F.scaled_dot_product_attention)
+        return Implementation("SDPA", F.scaled_dot_product_attention)
     batch, heads = mask_extent(mask_mod, setting)
     dense = create_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
     alive = dense.any(-1, keepdim=True)
@@ -105,10 +105,10 @@ def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Atten
         out = F.scaled_dot_product_attention(q, k, v, widened)
         return out if all_alive else out * alive
 
-    return Attention("SDPA + mask", call, density)
+    return Implementation("SDPA + mask", call, density)
 
 
-def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Attention:
+def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Implementation:
     from torch.nn.attention import flex_attention as torch_flex
 
     block_mask = None
@@ -120,12 +120,12 @@ def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Attention:
     # Dynamo counts recompilations of a function, and after a few runs it dense without a word.
     torch.compiler.reset()
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
-    return Attention(
+    return Implementation(
         "flex_attention (torch)", lambda q, k, v: compiled(q, k, v, chosen.score, block_mask), density
     )
 
 
-def timed(attention: Attention, inputs: Inputs, setting: Setting) -> Timing:
+def timed(attention: Implementation, inputs: Inputs, setting: Setting) -> Timing:
     out = attention.call(*inputs)
     grad_out = torch.randn_like(out)
     forward_ms = median_ms(lambda: attention.call(*inputs), setting.device)

@@ -316,7 +316,7 @@ class Plan:
         return "\n".join(lines)
 
 
-class Writer:
+class PlanWriter:
     """Writes the steps of a plan: each method adds one, and returns the place that it makes."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from flexmod.compiler import build, capture_grad, capture_terms
 from flexmod.errors import NoTileFits
 from flexmod.ir.graph import Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import Term
+from flexmod.ir.reductions import GradientTerm
 from flexmod.plan import Size
 from flexmod.plan_text import PlanText
 from flexmod.quotes import example, quotes
@@ -163,7 +163,7 @@ class _File:
         v = self.variant
         self.score = v.score.score if v.score else None
         self.mask = v.mask.score if v.mask else None
-        self.terms: list[Term] = []
+        self.terms: list[GradientTerm] = []
         if v.learned and self.score:
             # along diagonals there is a kernel of its own, with lists of its own: by element serves as well
             self.terms = [
@@ -174,7 +174,7 @@ class _File:
         if self.terms and self.score:
             self.captures = write_terms(capture_grad(self.score, v.learned), self.terms)
         texts = [(along, text) for along, text in _by_along(self.captures) if text]
-        names = Names([f"{term.into.lower()}_by_{along}" for along, text in texts for term in text.terms])
+        names = FileNames([f"{term.into.lower()}_by_{along}" for along, text in texts for term in text.terms])
         self.score_names = names.of(self.score, v.score_tensors)
         self.mask_names = names.of(self.mask, v.mask_tensors)
         score, mask = v.score, v.mask
@@ -328,7 +328,7 @@ class _File:
         return [(name, example(tensor)) for name, tensor in dict(values).items() if name in wanted]
 
 
-class Names:
+class FileNames:
     """Names in the file for captured tensors: the user's own; one tensor has one name. `sums` are taken."""
 
     def __init__(self, sums: Sequence[str]) -> None:

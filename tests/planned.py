@@ -17,7 +17,7 @@ from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import Forward, Problem
 from flexmod.codegen.hopper import Shape
 from flexmod.ir.reductions import Along
-from flexmod.plan import Writer
+from flexmod.plan import PlanWriter
 from flexmod.runtime.bound import Bound
 
 
@@ -54,7 +54,7 @@ def forward(
 ) -> Forward:  # fmt: skip
     """Attention by the kernels; `keep` gets what a backward needs. `mask` is a snapshot."""
     call, tensors = _call(q, k, v, scale, mask, score_captured)
-    writer, wants = Writer(), {"want_max": want_max, "keep": keep is not None}
+    writer, wants = PlanWriter(), {"want_max": want_max, "keep": keep is not None}
     results = family_of(kernels).forward(writer, kernels, call, rungs_of(kernels, "forward", shape), **wants)
     plan = writer.plan(call.inputs, results)
     out, lse, largest, *kept = _run(plan, tensors, mask)
@@ -71,7 +71,7 @@ def backward(
     """Gradients by the kernels, and the sums for what the score_mod captures."""
     call, tensors = _call(q, k, v, scale, mask, score_captured)
     incoming = generated.incoming(call, out, lse, grad_out, grad_lse, len(kept))
-    writer, family = Writer(), family_of(kernels)
+    writer, family = PlanWriter(), family_of(kernels)
     rungs = rungs_of(kernels, "backward", shape)
     found = family.backward(writer, kernels, call, incoming, needs, rungs, family.facts(k, grad_out))
     sums = [place for of in found.sums.values() for place in of]

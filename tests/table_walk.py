@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexmod.codegen import cache as modules
 from flexmod.codegen import prelude
-from flexmod.codegen.triton_text import Writer
-from flexmod.ir.graph import Builder, Capture, Graph
+from flexmod.codegen.triton_text import TritonWriter
+from flexmod.ir.graph import Capture, Graph, GraphBuilder
 from flexmod.ir.ops import HALF, OPS, Op
 from flexmod.runtime.interpreter import interpreted
 
@@ -185,7 +185,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 def graph_of(row: Op, dtype: torch.dtype, source: Source) -> Graph:
     """The operation on x[q_idx], or the score, and y[kv_idx]."""
-    builder = Builder()
+    builder = GraphBuilder()
     q_idx, kv_idx = builder.input("q_idx", torch.int32), builder.input("kv_idx", torch.int32)
     captured = builder.node("load", (q_idx,), dtype, 0)
     x = captured if source == "captured" else builder.input("score", torch.float32)
@@ -199,7 +199,7 @@ def graph_of(row: Op, dtype: torch.dtype, source: Source) -> Graph:
 def source_of(dtype: torch.dtype, source: Source) -> str:
     """A module with one kernel, `walk`, that stores what each row makes of x[q_idx] and y[kv_idx]."""
     rows = rows_of(dtype, source)
-    mods = {row.name: Writer(graph_of(row, dtype, source), f"op_{row.name}").write() for row in rows}
+    mods = {row.name: TritonWriter(graph_of(row, dtype, source), f"op_{row.name}").write() for row in rows}
     texts = "\n\n".join(mod.text for mod in mods.values())
     target = "hopper" if source == "score on sm_90" else ""
     known = prelude.used_by(texts, single=source == "score of a float32 kernel", target=target)

@@ -35,7 +35,7 @@ from torch.nn.attention import flex_attention as torch_attention
 
 import flexmod
 from flexmod import create_block_mask, errors, flex_attention, masks, mods
-from flexmod.ir.graph import Builder, Graph
+from flexmod.ir.graph import Graph, GraphBuilder
 from flexmod.ir.kept import digest
 from flexmod.ir.trace import trace
 
@@ -266,7 +266,7 @@ def test_a_deep_graph_pickles() -> None:
 
 
 def test_a_graph_keeps_which_nodes_are_one() -> None:
-    builder = Builder()
+    builder = GraphBuilder()
     q = builder.input("q_idx", torch.int32)
     twice = builder.node("mul", (builder.fresh_const(2), q), torch.int32)
     other = builder.node("mul", (builder.fresh_const(2), q), torch.int32)

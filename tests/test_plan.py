@@ -23,8 +23,8 @@ from flexmod.plan import (
     Launch,
     Place,
     Plan,
+    PlanWriter,
     Size,
-    Writer,
     bits,
     cdiv,
     contiguous,
@@ -142,7 +142,7 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
         call = operands(q, k, v, problem, (), ())
         for family in families():
             made: Any = family.kernels(kernels)
-            writer, rungs = Writer(), FirstRungs(made)
+            writer, rungs = PlanWriter(), FirstRungs(made)
             results: Any
             if backward:
                 incoming = generated.incoming(call, q, torch.empty(q.shape[:3]), q, None, kept=2)

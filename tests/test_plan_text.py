@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexmod.codegen.spec import Tile
-from flexmod.plan import Place, Size, Writer, bits, cdiv, if_several
+from flexmod.plan import Place, PlanWriter, Size, bits, cdiv, if_several
 from flexmod.plan_text import PlanText
 
 SOURCE: Any = SimpleNamespace(module=None, interpreted=False)
@@ -20,7 +20,7 @@ NAMES = {"query": "q", "score_capture0": "slopes", "scale": "scale"}
 
 
 def test_what_is_allocated() -> None:
-    writer = Writer()
+    writer = PlanWriter()
     writer.empty("out", QUERY.shape, QUERY.dtype)
     writer.empty("sums", (TABLE.numel() + 1,), zeros=True)
     assert PlanText(NAMES).statements(writer.plan((QUERY, TABLE), ())) == (
@@ -31,7 +31,7 @@ def test_what_is_allocated() -> None:
 
 def test_what_is_launched() -> None:
     batch, length = QUERY.shape[:2]
-    writer, side = Writer(), Size("BLOCK_M")
+    writer, side = PlanWriter(), Size("BLOCK_M")
     arguments = {
         "Q": QUERY, "stride_qb": if_several(batch, QUERY.stride(0)), "LSE": None, "scale": 0.25,
         "room": 62 - bits(batch * length),
@@ -53,7 +53,7 @@ def test_what_is_launched() -> None:
 
 
 def test_a_step_that_a_file_has_no_words_for() -> None:
-    writer = Writer()
+    writer = PlanWriter()
     writer.call(print, (QUERY,))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="no statement for call   print"):
         PlanText(NAMES).statements(writer.plan((QUERY,), ()))

@@ -207,6 +207,16 @@ def test_no_modules_import_in_a_circle() -> None:
     assert not arrows, f"imports in a circle: {', '.join(arrows)}"
 
 
+def test_a_class_name_occurs_once() -> None:
+    """Leading underscores aside."""
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.strip("_"), []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - KNOW_CHIPS))
 def test_chips_have_names_in_few_modules(module: str) -> None:
     """In no line, of code, text or comment, but for the examples."""

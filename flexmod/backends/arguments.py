@@ -15,7 +15,7 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.trace import Traced
-from flexmod.plan import Call, Extent, Place, Size, Writer, contiguous, fixed, if_several, named
+from flexmod.plan import Call, Extent, Place, PlanWriter, Size, contiguous, fixed, if_several, named
 from flexmod.runtime.target import target_of
 
 Arguments = dict[str, object]
@@ -73,13 +73,13 @@ class Operands:
         """B, HQ, M and N."""
         return (*self.q.shape[:3], self.k.shape[2])
 
-    def like(self, writer: Writer, name: str, place: Place, dim: int) -> Place:
+    def like(self, writer: PlanWriter, name: str, place: Place, dim: int) -> Place:
         """A new tensor as q, k or v, but for a last dimension of `dim`; in memory in its order."""
         strides = strides_in_order(place.shape, dim, self.orders[place.name])
         return writer.empty(name, (*place.shape[:3], dim), place.dtype, strides)
 
     def results(
-        self, writer: Writer, kept: Sequence[str], want_max: bool, keep: bool
+        self, writer: PlanWriter, kept: Sequence[str], want_max: bool, keep: bool
     ) -> tuple[Place | None, ...]:
         """Room for the results of a forward, see `results`; with `keep` for what is `kept` too."""
         names = [name.lower() for name in kept] if keep else ()
@@ -189,7 +189,7 @@ def grad_lse_arguments(grad_lse: Place | None) -> Arguments:
     return {"GRAD_LSE": grad_lse, **dict(zip(("stride_lb", "stride_lh", "stride_lm"), strides, strict=True))}
 
 
-def mask_arguments(writer: Writer, mask: MaskSnapshot | None, axis: Axis) -> Arguments:
+def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) -> Arguments:
     """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
     if mask is None:
         return {}
@@ -208,7 +208,7 @@ def mask_arguments(writer: Writer, mask: MaskSnapshot | None, axis: Axis) -> Arg
     return _list_arguments(writer, axis, names, [mask.held.list(name) for name in names])
 
 
-def _list_arguments(writer: Writer, axis: str, names: list[str], lists: list[Any]) -> Arguments:
+def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list[Any]) -> Arguments:
     """Lists of blocks, contiguous, with the strides they share.
 
     A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
@@ -236,7 +236,7 @@ def _first(place: Place, dim: int) -> Place:
     return replace(place, shape=shape)
 
 
-def _dense(writer: Writer, place: Place) -> Place:
+def _dense(writer: PlanWriter, place: Place) -> Place:
     """The place itself if it is contiguous, or a copy."""
     dense = contiguous(place.shape)
     layout = zip(place.shape, place.strides, dense, strict=True)

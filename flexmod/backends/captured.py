@@ -19,7 +19,7 @@ from flexmod.backends.interface import Problem
 from flexmod.ir.evaluate import evaluate, wrapped
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import Along, Term
+from flexmod.ir.reductions import Along, GradientTerm
 
 Sums = Mapping[Along, Sequence[Tensor]]
 """What kernels make of terms, float32, for each term in order:
@@ -63,7 +63,7 @@ class CaptureSums:
 
 def gradients(
     graph: Graph,
-    terms: Sequence[Term],
+    terms: Sequence[GradientTerm],
     sums: Sums,
     tensors: Sequence[Tensor],
     numbers: Sequence[bool | int | float],

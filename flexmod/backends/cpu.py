@@ -20,7 +20,7 @@ from torch import Tensor
 from flexmod.backends.captured import CaptureSums
 from flexmod.backends.heads import Heads, as_slice, chunks, in_order_of
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.backends.tiles import Step, shared_part, steps_of_table, steps_without_mask
+from flexmod.backends.tiles import TileStep, shared_part, steps_of_table, steps_without_mask
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 
@@ -112,11 +112,11 @@ def backward(
 
 
 @dataclass(frozen=True)
-class Part:
+class ScorePart:
     """A step for some of the heads: z and g are ranges of the first two dimensions of [Z, G, length, dim]."""
 
     problem: Problem
-    step: Step
+    step: TileStep
     z: range
     g: range
     b: Tensor
@@ -212,7 +212,7 @@ class Part:
         )  # fmt: skip
 
 
-def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[Part]:
+def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
     """The whole call, as parts of at most BUDGET scores (a row is never cut). Dead rows may be in none."""
     b, h = (x[..., None, None] for x in heads.positions())
     for z, g, steps in _shares(problem, heads, rows, columns):
@@ -220,12 +220,12 @@ def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[P
             size = step.row_count * step.column_count
             for zs, gs in chunks(z, g, BUDGET // size):
                 here = as_slice(zs), as_slice(gs)
-                yield Part(problem, step, zs, gs, b[here], h[here], heads.real)
+                yield ScorePart(problem, step, zs, gs, b[here], h[here], heads.real)
 
 
 def _shares(
     problem: Problem, heads: Heads, rows: int, columns: int
-) -> Iterator[tuple[range, range, Iterator[Step]]]:
+) -> Iterator[tuple[range, range, Iterator[TileStep]]]:
     """Heads that share their tiles, and the steps of those tiles."""
     if problem.mask is None:
         yield *heads.where(None, None), steps_without_mask(rows, columns, BUDGET)

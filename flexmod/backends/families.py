@@ -16,13 +16,13 @@ from flexmod import family_names
 from flexmod.backends import triton
 from flexmod.backends.arguments import Incoming, Operands
 from flexmod.backends.hopper import HopperFamily
-from flexmod.backends.triton import Facts, Found, Rungs
+from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelSpec, Way, template
 from flexmod.compiler import CONSTANTS
 from flexmod.errors import TemplateError
-from flexmod.plan import Place, Writer
+from flexmod.plan import Place, PlanWriter
 
 Places = tuple[Place | None, ...]
 
@@ -57,16 +57,16 @@ class Family(Protocol):
         """
 
     def forward(
-        self, writer: Writer, made: Any, call: Operands, rungs: Rungs, *, want_max: bool, keep: bool
+        self, writer: PlanWriter, made: Any, call: Operands, rungs: Rungs, *, want_max: bool, keep: bool
     ) -> Places:
         """See `triton.forward`."""
 
-    def facts(self, key: Tensor, grad_out: Tensor) -> Facts:
+    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
         """What a backward of these tensors goes by."""
 
     def backward(
-        self, writer: Writer, made: Any, call: Operands, incoming: Incoming, needs: tuple[bool, bool, bool],
-        rungs: Rungs, facts: Facts,
+        self, writer: PlanWriter, made: Any, call: Operands, incoming: Incoming,
+        needs: tuple[bool, bool, bool], rungs: Rungs, facts: BackwardFacts,
     ) -> Found:  # fmt: skip
         """See `triton.backward`."""
 
@@ -87,8 +87,8 @@ class _Portable:
     def kernels(self, portable: Kernels) -> Kernels:
         return portable
 
-    def facts(self, key: Tensor, grad_out: Tensor) -> Facts:
-        return Facts(deterministic=torch.are_deterministic_algorithms_enabled())
+    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
+        return BackwardFacts(deterministic=torch.are_deterministic_algorithms_enabled())
 
     def reads_order(self, target: str) -> bool:
         return False

@@ -25,11 +25,11 @@ from flexmod.backends.interface import Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelSpec, Way, option
-from flexmod.codegen.watch import Watch
+from flexmod.codegen.watch import IndexWatch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.ir.graph import Graph
-from flexmod.ir.reductions import Term
-from flexmod.plan import Launch, Place, Plan, Writer, contiguous, extents_of
+from flexmod.ir.reductions import GradientTerm
+from flexmod.plan import Launch, Place, Plan, PlanWriter, contiguous, extents_of
 from flexmod.runtime import launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launches import sample
@@ -39,7 +39,7 @@ from flexmod.runtime.target import family_of, target_of
 Tensors = Sequence[Tensor | None]
 Results = tuple[Place | None, ...]
 NO_RUNGS: Rungs = {}
-Write = Callable[[Family, Made, Writer, Operands, Rungs], Results]
+Write = Callable[[Family, Made, PlanWriter, Operands, Rungs], Results]
 Meanwhile = Callable[[Tensors], Job | None]
 
 
@@ -71,7 +71,7 @@ class Generated:
         """
         compiled = self._compile(problem, tensors, backward=False)
 
-        def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
+        def write(family: Family, made: Made, writer: PlanWriter, call: Operands, rungs: Rungs) -> Results:
             return family.forward(writer, made, call, rungs, want_max=want_max, keep=keep)
 
         return self._served("forward", compiled, write, meanwhile)
@@ -207,9 +207,9 @@ class _Compiled:
         processors = {"PROCESSORS": call_arguments.processors(self.qkv[0].device)}
         return {**extents_of(self.inputs, self.tensors), **processors}
 
-    def plan(self, write: Callable[[Writer, Operands], Results]) -> Plan:
+    def plan(self, write: Callable[[PlanWriter, Operands], Results]) -> Plan:
         """The plan that `write` writes; where kernels check indices, the host looks at the end."""
-        writer = Writer()
+        writer = PlanWriter()
         call, watch = watched(writer, self.call, config.check_bounds())
         results = write(writer, call)
         if watch is not None:
@@ -219,7 +219,7 @@ class _Compiled:
     def settled(
         self,
         made: Made,
-        write: Callable[[Writer, Operands, Rungs], Results],
+        write: Callable[[PlanWriter, Operands, Rungs], Results],
         meanwhile: Meanwhile | None = None,
     ) -> Bound:
         """The plan with the rung that each of its kernels takes, bound. Raises NoRung.
@@ -256,7 +256,7 @@ class _Compiled:
         tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
         return sample(step, tensors, self.extents)
 
-    def with_captured(self, writer: Writer, call: Operands, found: Found, fused: bool) -> Results:
+    def with_captured(self, writer: PlanWriter, call: Operands, found: Found, fused: bool) -> Results:
         """The gradients that a backward found, and those of captured tensors."""
         graph = self.score.lowered.score if self.score else None
         return with_captured(writer, call, found, graph, self.wanted, fused)
@@ -266,7 +266,7 @@ def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Wri
     (_, key, _), grad_out = compiled.qkv, compiled.tensors[0]
     assert grad_out is not None
 
-    def write(family: Family, made: Made, writer: Writer, call: Operands, rungs: Rungs) -> Results:
+    def write(family: Family, made: Made, writer: PlanWriter, call: Operands, rungs: Rungs) -> Results:
         facts = family.facts(key, grad_out)
         found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
         return compiled.with_captured(writer, call, found, family.fused)
@@ -274,17 +274,22 @@ def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Wri
     return write
 
 
-def watched(writer: Writer, call: Operands, checks: bool) -> tuple[Operands, Watch | None]:
+def watched(writer: PlanWriter, call: Operands, checks: bool) -> tuple[Operands, IndexWatch | None]:
     """The call as kernels that check indices take it, and what watches it; None where none check."""
     if not checks:
         return call, None
-    watch = Watch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
+    watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
     score, mask = (captured._replace(watch=watch) for captured in (call.score_captured, call.mask_captured))
     return replace(call, score_captured=score, mask_captured=mask), watch
 
 
 def with_captured(
-    writer: Writer, call: Operands, found: Found, score: Graph | None, wanted: tuple[int, ...], fused: bool
+    writer: PlanWriter,
+    call: Operands,
+    found: Found,
+    score: Graph | None,
+    wanted: tuple[int, ...],
+    fused: bool,
 ) -> Results:
     """Writes the gradients of the captured tensors `wanted`, which its sums give, beside a backward's.
 
@@ -304,7 +309,7 @@ def with_captured(
     return (*found[:3], *writer.call(gradients, given, grads))
 
 
-class _Terms(tuple[Term, ...]):
+class _Terms(tuple[GradientTerm, ...]):
     """Terms as one argument of a step."""
 
 

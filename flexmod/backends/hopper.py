@@ -22,7 +22,7 @@ from flexmod.backends.arguments import (
     sizes,
     strided,
 )
-from flexmod.backends.triton import Facts, Found, Rungs
+from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.hopper import (
@@ -37,7 +37,18 @@ from flexmod.codegen.hopper import (
     wide,
 )
 from flexmod.codegen.schedule import grid
-from flexmod.plan import Descriptor, Extent, Place, Size, Writer, cdiv, contiguous, if_several, least, product
+from flexmod.plan import (
+    Descriptor,
+    Extent,
+    Place,
+    PlanWriter,
+    Size,
+    cdiv,
+    contiguous,
+    if_several,
+    least,
+    product,
+)
 from flexmod.runtime.counters import COUNTER
 
 # Queries in a backward's tile, at most.
@@ -49,12 +60,12 @@ SUMMED = 64
 ORDERED = 16
 
 
-def facts_of(key: Tensor, grad_out: Tensor) -> Facts:
+def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
     """Of a backward of these tensors."""
     kv_batch, kv_heads, keys, _ = key.shape
     programs: Any = grid(kv_batch, kv_heads, keys, 128)
     most = ORDERED * call_arguments.processors(key.device)
-    return Facts(addressable=addressable(grad_out), ordered=programs <= most)
+    return BackwardFacts(addressable=addressable(grad_out), ordered=programs <= most)
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
@@ -82,7 +93,7 @@ def addressable(tensor: Tensor) -> bool:
 
 
 def forward(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: HopperKernels,
     call: Operands,
     rungs: Rungs,
@@ -121,13 +132,13 @@ def forward(
 
 
 def backward(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: HopperKernels,
     call: Operands,
     incoming: Incoming,
     needs: tuple[bool, bool, bool],
     rungs: Rungs,
-    facts: Facts,
+    facts: BackwardFacts,
 ) -> Found:
     """Writes gradients of q, k and v where `needs` asks for them, and the sums for captures.
 
@@ -205,7 +216,7 @@ def backward(
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
 
 
-def _rows_of(writer: Writer, padded: Place, call: Operands, pitch: Extent) -> Place:
+def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -> Place:
     """[B, Hq, M] of numbers that lie in rows of `pitch`."""
     batch, heads, length, _ = call.extents
     made = Place(f"{padded.name}_rows", (batch, heads, length), (), padded.dtype)
@@ -213,14 +224,14 @@ def _rows_of(writer: Writer, padded: Place, call: Operands, pitch: Extent) -> Pl
     return made
 
 
-def _copied(writer: Writer, place: Place) -> Place:
+def _copied(writer: PlanWriter, place: Place) -> Place:
     made = Place(f"{place.name}_copied", place.shape, contiguous(place.shape), place.dtype)
     writer.call(copied, (place, place.shape, place.strides), (made,))
     return made
 
 
 def _sums(
-    writer: Writer, kernels: HopperKernels, call: Operands
+    writer: PlanWriter, kernels: HopperKernels, call: Operands
 ) -> tuple[Arguments, triton.Sums]:
     """What the fused kernel's sums for captures go into: arguments, and by how they are summed."""
     text = kernels.portable.captures.column

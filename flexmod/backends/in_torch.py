@@ -13,7 +13,7 @@ from flexmod.backends.arguments import captured_places, order_of, places_of_mask
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.ir.trace import Traced
-from flexmod.plan import MASK, Place, Writer, named
+from flexmod.plan import MASK, Place, PlanWriter, named
 from flexmod.runtime.bound import Bound
 
 Tensors = Sequence[Tensor | None]
@@ -39,7 +39,7 @@ class InTorch:
         inputs, captured = _inputs(CALL, problem, tensors)
         query, key, value, *_ = inputs
         assert query is not None and value is not None
-        writer, made = Writer(), results(query, value.shape[3], order_of(first), want_max=want_max)
+        writer, made = PlanWriter(), results(query, value.shape[3], order_of(first), want_max=want_max)
         given = self.module.forward, _without_tensors(problem), (query, key, value), captured, MASK, want_max
         writer.call(attention, given, made)
         return Bound(writer.plan(inputs, made), tensors, first.device)
@@ -57,7 +57,7 @@ class InTorch:
         of_call = zip((query, key, value, *captured), wanted, strict=True)
         made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]
         given = query, key, value, out, lse, grad_out, grad_lse
-        writer = Writer()
+        writer = PlanWriter()
         writer.call(
             gradients, (self.module.backward, _without_tensors(problem), given, captured, MASK, needs), made
         )

@@ -14,7 +14,7 @@ from flexmod.backends.arguments import Incoming, incoming, operands
 from flexmod.backends.families import families, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
 from flexmod.backends.interface import Problem
-from flexmod.backends.triton import Facts, Rungs
+from flexmod.backends.triton import BackwardFacts, Rungs
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
@@ -22,7 +22,7 @@ from flexmod.block_mask.tiles import LISTS
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Way
 from flexmod.ir.trace import Traced
-from flexmod.plan import Launch, Place, Plan, Size, Writer, contiguous, extents_of
+from flexmod.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
 from flexmod.runtime.launches import sample
 from flexmod.variant import Variant
 
@@ -52,7 +52,7 @@ class VariantCall:
         captured tensors, or else with the sums that they are made of.
         """
         family = next(one for one in families() if one.name == made.family)
-        writer, taken = Writer(), FirstRungs(made, rungs)
+        writer, taken = PlanWriter(), FirstRungs(made, rungs)
         checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
         call, watch = watched(writer, self.call, checks)
         if way == "forward":
@@ -62,7 +62,7 @@ class VariantCall:
             given = self._incoming
             first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
             inputs = (*first, *call.inputs[3:])
-            found = family.backward(writer, made, call, given, (True, True, True), taken, Facts())
+            found = family.backward(writer, made, call, given, (True, True, True), taken, BackwardFacts())
             graph = self._made.score.score if self._made.score else None
             graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
             if captured:

@@ -20,7 +20,7 @@ ROWS = 128
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedColumns:
     """Columns of a step (`span`, counted within the step) whose elements ask the mask.
 
     `tiles` int8 [rows, width of span] holds each element's tile kind; None where all of them are partial.
@@ -37,7 +37,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Step:
+class TileStep:
     """Rows and all columns that any of them attends to.
 
     `columns` is a slice, or the positions (int64, ascending) where they have gaps.
@@ -45,7 +45,7 @@ class Step:
 
     rows: slice
     columns: slice | Tensor
-    asked: tuple[Asked, ...]
+    asked: tuple[AskedColumns, ...]
 
     @property
     def row_count(self) -> int:
@@ -89,14 +89,14 @@ def _spread(table: Tensor, dim: int, block: int, size: int) -> Tensor:
     return table.index_select(dim, torch.arange(size, device=table.device) // block)
 
 
-def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[Step]:
+def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[TileStep]:
     """Steps over everything; `budget` bounds rows x columns of a step, unless one row alone exceeds it."""
     yield from _cut(slice(0, rows), slice(0, columns), (), budget)
 
 
 def steps_of_table(
     table: Tensor, block_size: tuple[int, int], rows: int, columns: int, budget: int
-) -> Iterator[Step]:
+) -> Iterator[TileStep]:
     """Steps of one [Qb, KVb] tile table, rows ascending. Rows that attend to nothing are in no step."""
     q_block, kv_block = block_size
     together = max(1, ROWS // q_block)
@@ -112,20 +112,22 @@ def steps_of_table(
         yield from _cut(span, _columns(tiles, kv_block, columns), asked, budget)
 
 
-def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) -> Iterator[Asked]:
+def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) -> Iterator[AskedColumns]:
     q_block, kv_block = block_size
     for first, last in _runs((group != FULL).any(0)):
         span = slice(first * kv_block, min(last * kv_block, width))
         kinds = group[:, first:last]
         if bool((kinds == PARTIAL).all()):
-            yield Asked(span, None)
+            yield AskedColumns(span, None)
             continue
         spread = _spread(kinds, 0, q_block, rows.stop - rows.start)
-        yield Asked(span, _spread(spread, 1, kv_block, span.stop - span.start))
+        yield AskedColumns(span, _spread(spread, 1, kv_block, span.stop - span.start))
 
 
-def _cut(rows: slice, columns: slice | Tensor, asked: tuple[Asked, ...], budget: int) -> Iterator[Step]:
-    whole = Step(rows, columns, asked)
+def _cut(
+    rows: slice, columns: slice | Tensor, asked: tuple[AskedColumns, ...], budget: int
+) -> Iterator[TileStep]:
+    whole = TileStep(rows, columns, asked)
     height = min(max(1, budget // whole.column_count), ROWS)
     if whole.row_count <= height:
         yield whole
@@ -133,8 +135,8 @@ def _cut(rows: slice, columns: slice | Tensor, asked: tuple[Asked, ...], budget:
     for start in range(rows.start, rows.stop, height):
         stop = min(start + height, rows.stop)
         part = slice(start - rows.start, stop - rows.start)
-        here = tuple(Asked(a.span, None if a.tiles is None else a.tiles[part]) for a in asked)
-        yield Step(slice(start, stop), columns, here)
+        here = tuple(AskedColumns(a.span, None if a.tiles is None else a.tiles[part]) for a in asked)
+        yield TileStep(slice(start, stop), columns, here)
 
 
 def _columns(tiles: Tensor, block: int, columns: int) -> slice | Tensor:

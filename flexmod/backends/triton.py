@@ -30,7 +30,7 @@ from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
 from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
 from flexmod.ir.reductions import Along
-from flexmod.plan import Extent, Place, Writer
+from flexmod.plan import Extent, Place, PlanWriter
 
 # What `statistics_kernel` may make of scores that may be large: kernels that read PEAK and REST want nothing.
 NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
@@ -41,7 +41,7 @@ Rungs = Mapping[Any, Any]
 Sums = dict[Along, list[Place]]
 
 
-class Facts(NamedTuple):
+class BackwardFacts(NamedTuple):
     """What a backward goes by besides kinds of tensors. `deterministic`: two runs shall agree bit for bit.
 
     `addressable`: the TMA unit can address the gradient of the output, or else a copy is made of it.
@@ -90,7 +90,7 @@ def kernel_spec(
 
 
 def forward(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
     tiles: Rungs,
@@ -125,13 +125,13 @@ def forward(
 
 
 def backward(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
     incoming: Incoming,
     needs: tuple[bool, bool, bool],
     tiles: Rungs,
-    facts: Facts,
+    facts: BackwardFacts,
 ) -> Found:
     """Writes gradients of q, k and v where `needs` asks for them; the strides of grad_out may be 0.
 
@@ -182,7 +182,7 @@ def backward(
 
 
 def sums_beside(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
     grad_out: Place,
@@ -204,7 +204,7 @@ def sums_beside(
 
 
 def _of_backward(
-    writer: Writer, kernels: Kernels, call: Operands, grad_out: Place, statistics: Mapping[str, Place]
+    writer: PlanWriter, kernels: Kernels, call: Operands, grad_out: Place, statistics: Mapping[str, Place]
 ) -> Callable[[KernelName], Arguments]:
     """What a kernel of the backward is given, but for its results."""
     shared = {
@@ -226,7 +226,7 @@ def _of_backward(
 
 
 def _by_query(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
     grad_q: Place | None,
@@ -243,7 +243,7 @@ def _by_query(
 
 
 def _apart(
-    writer: Writer,
+    writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
     arguments: Callable[[KernelName], Arguments],
@@ -262,7 +262,7 @@ def _apart(
 
 
 def sum_buffers(
-    writer: Writer, text: ModText | None, suffix: str, shape: tuple[Extent, ...]
+    writer: PlanWriter, text: ModText | None, suffix: str, shape: tuple[Extent, ...]
 ) -> tuple[Arguments, list[Place]]:
     """A [B, Hq, length] buffer for each of a text's terms, as arguments and in order."""
     names = [f"{term.into}{suffix}" for term in (text.terms if text else ())]

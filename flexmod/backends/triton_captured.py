@@ -16,14 +16,14 @@ from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, ordered, tile_
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
-from flexmod.plan import Extent, Place, Writer, bits
+from flexmod.plan import Extent, Place, PlanWriter, bits
 
 # What is left of 64 bits for a sum: its sign, and one bit to spare for what rounding adds to a term.
 FIXED_BITS = 62
 
 
 def sums_along_diagonals(
-    writer: Writer, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
+    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
 ) -> list[Place]:
     """Each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32; `shared` are arguments of any tile."""
     text = kernels.captures.diagonal
@@ -56,7 +56,9 @@ def joined_windows(windows: Tensor, block_m: int, block_n: int, length: int, key
     return (joined.flatten(2)[:, :, first + 1 - keys : first + length],)
 
 
-def _diagonal_lists(writer: Writer, mask: MaskSnapshot | None, tile: Tile, diagonals: Extent) -> Arguments:
+def _diagonal_lists(
+    writer: PlanWriter, mask: MaskSnapshot | None, tile: Tile, diagonals: Extent
+) -> Arguments:
     """The tiles that the mask lists on each diagonal: see `diagonal_lists`. They stay with the mask."""
     if mask is None:
         return {}
@@ -127,7 +129,7 @@ def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
 
 
 def sums_of_elements(
-    writer: Writer, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
+    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
 ) -> list[Place]:
     """The sums of all elements of captured tensors and a 0, flat float32, for each that has such a term.
 

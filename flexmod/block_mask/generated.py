@@ -29,12 +29,12 @@ from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.runs import Runs
 from flexmod.codegen.builder_kernels import BuilderKernels
 from flexmod.codegen.builder_text import BuilderTerm
-from flexmod.codegen.watch import Watch
+from flexmod.codegen.watch import IndexWatch
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.trace import Traced
 from flexmod.ir.traces import remember
 from flexmod.mask_compiler import builder, runs_module
-from flexmod.plan import Place, Plan, Writer, named
+from flexmod.plan import Place, Plan, PlanWriter, named
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.direct import kind_of_number
 from flexmod.runtime.side_by_side import compiles, in_threads
@@ -81,7 +81,7 @@ def build(
         for first in range(0, batch * heads, step):
             groups = min(step, batch * heads - first)
             group = heads, first, groups, ordered
-            part = _part(found.kernels, (queries, keys), block, grid, *group, device, interpreted)
+            part = _builder_part(found.kernels, (queries, keys), block, grid, *group, device, interpreted)
             parts.append(part.runs(traced.tensors, numbers, separate))
     kv, q = parts[0] if len(parts) == 1 else map(runs_of_parts, zip(*parts, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
@@ -103,7 +103,7 @@ def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
     return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order)
 
 
-class _Part:
+class _BuilderPart:
     """Some batches and heads of masks that differ in what they capture, nothing else."""
 
     def __init__(
@@ -170,10 +170,10 @@ class _Part:
 
     def _plan(self, tensors: Sequence[Tensor], separate: bool, watched: bool) -> Plan:
         """From captured tensors to runs; or to what `_counted_plan` takes, and the counts."""
-        writer = Writer()
+        writer = PlanWriter()
         captured = tuple(named(f"capture{number}", tensor) for number, tensor in enumerate(tensors))
         kinds = writer.empty("kinds", (self.groups, *self.grid), torch.uint8)
-        watch = Watch(writer, self.lengths, kinds) if watched else None
+        watch = IndexWatch(writer, self.lengths, kinds) if watched else None
         self._write_kinds(writer, kinds, captured, watch)
         if watch is not None:
             watch.look()
@@ -190,13 +190,13 @@ class _Part:
 
     def _counted_plan(self, room: Sequence[int], captures: bool) -> Plan:
         """From the kinds of tiles, and the rows whose runs have their places, to runs: there are `room`."""
-        writer, sketch = Writer(), Writer()
+        writer, sketch = PlanWriter(), PlanWriter()
         kinds = sketch.empty("kinds", (self.groups, *self.grid), torch.uint8)
         by_axis = self._rows(sketch)
         results = self._write_runs(writer, kinds, by_axis, room, captures, placed=True)
         return writer.plan((kinds, *by_axis), results)
 
-    def _rows(self, writer: Writer) -> tuple[Place, Place]:
+    def _rows(self, writer: PlanWriter) -> tuple[Place, Place]:
         down, across = self.grid
         return (
             writer.empty("rows", (self.groups, down, 2, 3), torch.int32),
@@ -204,14 +204,14 @@ class _Part:
         )
 
     def _launch_runs(
-        self, writer: Writer, kinds: Place, by_axis: tuple[Place, Place], given: Arguments
+        self, writer: PlanWriter, kinds: Place, by_axis: tuple[Place, Place], given: Arguments
     ) -> None:
         rows = {"KINDS": kinds, "KV_ROWS": by_axis[0], "Q_ROWS": by_axis[1]}
         self._launch(writer, runs_module(), "runs", self.runs_programs, {**self.for_runs, **rows, **given})
 
     def _write_runs(
         self,
-        writer: Writer,
+        writer: PlanWriter,
         kinds: Place,
         by_axis: tuple[Place, Place],
         room: Sequence[int],
@@ -240,7 +240,7 @@ class _Part:
         return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
 
     def _write_kinds(
-        self, writer: Writer, kinds: Place, captured: Sequence[Place], watch: Watch | None
+        self, writer: PlanWriter, kinds: Place, captured: Sequence[Place], watch: IndexWatch | None
     ) -> None:
         """What each tile is, uint8 [groups, Qb, KVb]."""
         kernels, module = self.kernels, self.kernels.module
@@ -254,7 +254,7 @@ class _Part:
         self._launch(writer, module, "elements", self.squares * self.parts, arguments)
 
     def _write_terms(
-        self, writer: Writer, module: ModuleType, captured: Sequence[Place], watch: Watch | None
+        self, writer: PlanWriter, module: ModuleType, captured: Sequence[Place], watch: IndexWatch | None
     ) -> dict[str, Place]:
         """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
         terms = self.kernels.terms
@@ -272,7 +272,7 @@ class _Part:
                 writer.call(running_sums, (made[term.name.upper()],))
         return made
 
-    def _bounds(self, writer: Writer, term: BuilderTerm) -> Place:
+    def _bounds(self, writer: PlanWriter, term: BuilderTerm) -> Place:
         name = f"bounds_of_{term.name}"
         if term.axis == "diagonal":
             return writer.empty(name, (self.groups, sum(self.lengths)), torch.int32)
@@ -287,19 +287,19 @@ class _Part:
         return is_captured(self.device)
 
     def _launch(
-        self, writer: Writer, module: ModuleType, kernel: str, programs: int, arguments: Arguments
+        self, writer: PlanWriter, module: ModuleType, kernel: str, programs: int, arguments: Arguments
     ) -> None:
         # bounds of floating-point numbers hold where each operation rounds as it does in torch
         exact = {**arguments, "enable_fp_fusion": False}
-        writer.launch(_Source(module, self.interpreted), kernel, programs, exact)
+        writer.launch(_BuilderSource(module, self.interpreted), kernel, programs, exact)
 
 
-class _Source(NamedTuple):
+class _BuilderSource(NamedTuple):
     module: ModuleType
     interpreted: bool
 
 
-_part = lru_cache(1024)(_Part)
+_builder_part = lru_cache(1024)(_BuilderPart)
 
 
 def without_full_tiles(kinds: Tensor) -> tuple[()]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.intervals import Analysis, Term
+from flexmod.ir.intervals import Analysis, BoundsTerm
 
 Sizes = tuple[int, int, int, int]
 # the bounds of terms by the names of their inputs
@@ -68,7 +68,7 @@ class Axes:
         self.device = device
         self.values = {term.low: self._evaluated(term) for term in analysis.terms}
 
-    def _evaluated(self, term: Term) -> Tensor:
+    def _evaluated(self, term: BoundsTerm) -> Tensor:
         batch, heads, queries, keys = self.sizes
         ranges = {
             "row": ((0, queries), (0, 1)),

@@ -10,7 +10,7 @@ from types import ModuleType
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.kernels import Captured
 from flexmod.codegen.mod_text import ModText, Parameter
-from flexmod.codegen.watch import Watch
+from flexmod.codegen.watch import IndexWatch
 from flexmod.plan import Place, RunNumber
 
 Numbers = Sequence[bool | int | float]
@@ -50,7 +50,7 @@ class BuilderKernels:
         """What `number_parameters` are in a plan."""
         return tuple(RunNumber(parameter.name) for _, parameter in self.number_parameters)
 
-    def captured(self, kernel: str, tensors: Sequence[Place], watch: Watch | None) -> dict[str, object]:
+    def captured(self, kernel: str, tensors: Sequence[Place], watch: IndexWatch | None) -> dict[str, object]:
         """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
         given: dict[str, object] = {}
         for text in self.texts(kernel):

@@ -10,9 +10,9 @@ import torch
 from flexmod.codegen.expressions import TRITON_DTYPES, held
 from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import Writer
+from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.graph import Graph, Node
-from flexmod.ir.intervals import Term
+from flexmod.ir.intervals import BoundsTerm
 from flexmod.ir.ops import strong
 
 
@@ -77,7 +77,7 @@ class BoundsText:
 PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
 
 
-class _Whole(Writer):
+class _Whole(TritonWriter):
     """One device function of all a graph's inputs. In a kernel captures have the names of a mask's."""
 
     def __init__(self, graph: Graph, main: str, checked: bool, signed: bool = False) -> None:
@@ -105,7 +105,7 @@ class _Whole(Writer):
         return constant.get(value, value)
 
 
-def write_term(term: Term, checked: bool = False) -> BuilderTerm:
+def write_term(term: BoundsTerm, checked: bool = False) -> BuilderTerm:
     """The text of a term: the function `name`_at of its position."""
     name = term.low.removesuffix("_low")
     text = _Whole(term.graph, f"{name}_at", checked, term.axis == "diagonal").write()

@@ -11,7 +11,7 @@ import torch
 from flexmod.codegen.expressions import literal
 from flexmod.codegen.functions import Function
 from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.triton_text import Writer
+from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.exponents import STEEP, exponent, score_bounds
 from flexmod.ir.graph import Graph, Node
 
@@ -28,7 +28,7 @@ def write_exponent(graph: Graph, checked: bool = False) -> ModText:
     steep = " | ".join(f"(gl.abs({name}) > {STEEP})" for name in of_program)
     if found.steep:
         steep = "True"
-    as_written = _Writer(graph, taken=writer.hoisted.values()).write() if of_program else None
+    as_written = _WrappingWriter(graph, taken=writer.hoisted.values()).write() if of_program else None
     parameters = (*writer.parameters.values(), *(as_written.parameters if as_written else ()))
     return replace(
         text,
@@ -50,7 +50,7 @@ def _shift(graph: Graph, parts: int) -> Literal["", "row", "tile"]:
     return "row" if any(n.op == "input" and n.value == "q_idx" for n in of_row.nodes) else "tile"
 
 
-class _Writer(Writer):
+class _WrappingWriter(TritonWriter):
     def called(self, function: Function) -> str:
         """On lines of its own where it is long: calls stand far to the right in a kernel."""
         call = super().called(function)
@@ -60,7 +60,7 @@ class _Writer(Writer):
         return f"{name}(\n{textwrap.fill(inside, 84, initial_indent=INDENT, subsequent_indent=INDENT)}\n)"
 
 
-class _ExponentWriter(_Writer):
+class _ExponentWriter(_WrappingWriter):
     def __init__(self, graph: Graph, parts: int, checked: bool) -> None:
         super().__init__(graph, "score_exponent", checked=checked)
         self.owner = "score_mod"

@@ -13,7 +13,7 @@ import torch
 from flexmod.codegen.choose import Limits
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
-from flexmod.codegen.watch import Watch
+from flexmod.codegen.watch import IndexWatch
 from flexmod.plan import Place
 
 
@@ -25,7 +25,7 @@ class Captured(NamedTuple):
 
     tensors: Sequence[Place] = ()
     numbers: Sequence[bool | int | float] = ()
-    watch: Watch | None = None
+    watch: IndexWatch | None = None
 
     def arguments(self, text: ModText) -> dict[str, object]:
         """The launch arguments that a text's parameters stand for, by name."""

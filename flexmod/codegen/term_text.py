@@ -18,11 +18,11 @@ import torch
 from flexmod.codegen.expressions import cast
 from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
-from flexmod.codegen.triton_text import Writer, together
+from flexmod.codegen.triton_text import TritonWriter, together
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import OPS, strong
-from flexmod.ir.reductions import Along, Term
+from flexmod.ir.reductions import Along, GradientTerm
 
 MAIN: dict[Along, str] = {
     "row": "score_grad_by_row",
@@ -33,7 +33,7 @@ MAIN: dict[Along, str] = {
 
 
 def write_terms(
-    found: CaptureGrad, terms: Sequence[Term], fused: bool = False, checked: bool = False
+    found: CaptureGrad, terms: Sequence[GradientTerm], fused: bool = False, checked: bool = False
 ) -> CaptureTexts:
     """The device functions for all terms of a CaptureGrad.
 
@@ -51,8 +51,8 @@ def write_terms(
     return CaptureTexts(**texts)
 
 
-class _TermWriter(Writer):
-    def __init__(self, graph: Graph, along: Along, terms: Sequence[Term], checked: bool) -> None:
+class _TermWriter(TritonWriter):
+    def __init__(self, graph: Graph, along: Along, terms: Sequence[GradientTerm], checked: bool) -> None:
         results = [graph.result] if along in ("row", "column") else []
         for term in terms:
             results += [term.gradient, *(term.indices if along == "element" else ())]
@@ -89,7 +89,7 @@ class _TermWriter(Writer):
             for node in self.graph.nodes
         )
 
-    def _place(self, main: Function, term: Term) -> tuple[str, str]:
+    def _place(self, main: Function, term: GradientTerm) -> tuple[str, str]:
         """Where the element is, and whether it is anywhere."""
         load = Node("load", term.indices, torch.float32, term.capture)
         place, guards = "", []

@@ -37,10 +37,10 @@ def write_torch(graph: Graph, name: str, names: tuple[str, ...]) -> TorchText:
 
     It returns the graph's result, or a tuple of its results. A graph whose constants were promoted has none.
     """
-    return _Writer(graph, name, names).write()
+    return _TorchWriter(graph, name, names).write()
 
 
-class _Writer:
+class _TorchWriter:
     def __init__(self, graph: Graph, name: str, captures: tuple[str, ...]) -> None:
         self.graph = graph
         self.captures = captures

@@ -55,7 +55,7 @@ def write(graph: Graph, checked: bool = False) -> ModText:
 
     `checked`: indices into captured tensors are checked, see `codegen/watch.py`.
     """
-    return Writer(graph, checked=checked).write()
+    return TritonWriter(graph, checked=checked).write()
 
 
 def home_of(node: Node) -> str:
@@ -71,7 +71,7 @@ def _is_judged(node: Node) -> bool:
     return node.dtype == torch.bool and home_of(node) == "element" and "score" not in node.home
 
 
-class Writer:
+class TritonWriter:
     """Writes one graph; `main` names the function of its results."""
 
     def __init__(

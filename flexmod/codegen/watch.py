@@ -13,13 +13,13 @@ from torch import Tensor
 
 from flexmod.codegen.mod_text import FOUND_HEAD, Check
 from flexmod.errors import CaptureBoundsError
-from flexmod.plan import Extent, Place, Writer
+from flexmod.plan import Extent, Place, PlanWriter
 
 
-class Watch:
+class IndexWatch:
     """What the kernels of one plan find, for `lengths` (queries, keys), on the device of the place `on`."""
 
-    def __init__(self, writer: Writer, lengths: tuple[Extent, Extent], on: Place) -> None:
+    def __init__(self, writer: PlanWriter, lengths: tuple[Extent, Extent], on: Place) -> None:
         self._writer, self._lengths, self._on = writer, lengths, on
         self._rooms: list[tuple[Sequence[Check], Sequence[Place], Place]] = []
 

@@ -14,12 +14,12 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.ends import End, dtype_limits
-from flexmod.ir.graph import Builder, Node
+from flexmod.ir.graph import GraphBuilder, Node
 from flexmod.ir.linear import INTEGERS
 from flexmod.ir.ops import CAST, number, strong
 
 
-def brought_to(builder: Builder, found: Bounds, source: Node, target: torch.dtype) -> Bounds:
+def brought_to(builder: GraphBuilder, found: Bounds, source: Node, target: torch.dtype) -> Bounds:
     """The bounds of a value that is brought to another dtype."""
     dtype = strong(source.dtype)
     if source.is_const:
@@ -38,7 +38,7 @@ def brought_to(builder: Builder, found: Bounds, source: Node, target: torch.dtyp
     return held(builder, found, target)
 
 
-def constant(builder: Builder, value: Any, target: torch.dtype) -> Bounds:
+def constant(builder: GraphBuilder, value: Any, target: torch.dtype) -> Bounds:
     rounded = number(value, target).item()
     if not target.is_floating_point:
         return rounded, rounded
@@ -48,13 +48,13 @@ def constant(builder: Builder, value: Any, target: torch.dtype) -> Bounds:
     return end, end
 
 
-def _as_float(builder: Builder, end: Any, target: torch.dtype) -> Any:
+def _as_float(builder: GraphBuilder, end: Any, target: torch.dtype) -> Any:
     if isinstance(end, End):
         return end.cast(target)
     return end if bounds.is_endless(end) else constant(builder, end, target)[0]
 
 
-def _truncated(builder: Builder, found: Bounds, target: torch.dtype) -> Bounds:
+def _truncated(builder: GraphBuilder, found: Bounds, target: torch.dtype) -> Bounds:
     """A floating-point number as an integer, where the dtype has it; elsewhere it is the chip's own."""
     limits = dtype_limits(target)
     if any(map(bounds.is_number, found)):
@@ -66,14 +66,14 @@ def _truncated(builder: Builder, found: Bounds, target: torch.dtype) -> Bounds:
     return bounds.choose_bounds(inside, whole, limits)
 
 
-def _whole(builder: Builder, end: Any, target: torch.dtype, span: Bounds) -> Any:
+def _whole(builder: GraphBuilder, end: Any, target: torch.dtype, span: Bounds) -> Any:
     if not isinstance(end, End):
         return int(end)
     wide = target if target in INTEGERS else torch.int32
     return End(builder, builder.node(CAST, (end.node,), wide, wide), span)
 
 
-def held(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
+def held(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
     """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
     if dtype.is_floating_point:
         # a half type times a Python number is a float32, and then rounded
@@ -92,7 +92,7 @@ def held(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
     return _ends(lambda end: end.within(*limits) if isinstance(end, End) else end, chosen)
 
 
-def without_nan(builder: Builder, found: Bounds, dtype: torch.dtype) -> Bounds:
+def without_nan(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
     """Floating-point bounds without nan: what may be one is unknown."""
     if not dtype.is_floating_point:
         return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import Builder, Node
+from flexmod.ir.graph import GraphBuilder, Node
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, promote, strong
 
 LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
@@ -26,7 +26,7 @@ class End:
     __slots__ = ("builder", "highest", "lowest", "node")
     __hash__ = object.__hash__
 
-    def __init__(self, builder: Builder, node: Node, span: bounds.Bounds | None = None) -> None:
+    def __init__(self, builder: GraphBuilder, node: Node, span: bounds.Bounds | None = None) -> None:
         self.builder = builder
         self.node = node
         self.lowest, self.highest = span or dtype_limits(strong(node.dtype))

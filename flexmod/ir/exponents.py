@@ -32,7 +32,7 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, keep
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
 from flexmod.ir.tanhs import SMALL
 
@@ -65,10 +65,10 @@ class Exponent:
 def exponent(graph: Graph, choose: bool = True) -> Exponent:
     """Of an optimized score graph. Without `choose` no slopes are split that are known at run time alone."""
     if is_small(score_bounds(graph)):
-        in_base_2 = _Rewriter(graph, choose, LOG2_E)
+        in_base_2 = _ExponentRewriter(graph, choose, LOG2_E)
         if not in_base_2.extra:
             return in_base_2.found()
-    return _Rewriter(graph, choose).found()
+    return _ExponentRewriter(graph, choose).found()
 
 
 def is_small(bounds: Bounds) -> bool:
@@ -87,7 +87,7 @@ class _Factor:
         return _Factor(self.number * number, (*self.nodes, *nodes))
 
 
-class _Rewriter:
+class _ExponentRewriter:
     """`base` is what a bounded score is to be multiplied by, `extra` counts the terms for which this is one
     multiplication of an element more."""
 
@@ -96,7 +96,7 @@ class _Rewriter:
         self.choose = choose
         self.base = base
         self.known = node_bounds(graph)
-        self.builder = Builder()
+        self.builder = GraphBuilder()
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
         self.copies: dict[Node, Node] = {}

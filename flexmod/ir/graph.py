@@ -7,9 +7,9 @@
           | op(args)                         any row of `ops.py`; casts carry their target in `value`
     Graph = results + the captures they load from
 
-Nodes are immutable and compared by identity. A Builder shares equal ones, so identity is equality within one
-graph (constants excepted, see `Builder.const`). Each Node knows the user's line that made it and its `home`:
-the set of inputs that it reads ("score" and "grad" stand for all four positions too).
+Nodes are immutable and compared by identity. A GraphBuilder shares equal ones, so identity is equality within
+one graph (constants excepted, see `GraphBuilder.const`). Each Node knows the user's line that made it and its
+`home`: the set of inputs that it reads ("score" and "grad" stand for all four positions too).
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ExpectedSize(NamedTuple):
     start: int = 0  # the first position that the mod is asked for
 
 
-class Builder:
-    """Makes Nodes and shares equal ones. One Builder a graph."""
+class GraphBuilder:
+    """Makes Nodes and shares equal ones. One for each graph."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Node] = {}
@@ -277,12 +277,12 @@ def _result(graph: Graph) -> Node:
     return graph.result
 
 
-def rebuild(graph: Graph, change: Callable[[Builder, Node, tuple[Node, ...]], Node | None]) -> Graph:
+def rebuild(graph: Graph, change: Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]) -> Graph:
     """A copy of the graph in which `change(builder, node, new_args)` may answer another Node for each one.
 
     None keeps the node, with its new arguments. This is how passes are written.
     """
-    builder = Builder()
+    builder = GraphBuilder()
     new: dict[Node, Node] = {}
     for n in graph.nodes:
         args = tuple(new[a] for a in n.args)
@@ -290,7 +290,7 @@ def rebuild(graph: Graph, change: Callable[[Builder, Node, tuple[Node, ...]], No
     return graph.of(new[r] for r in graph.results)
 
 
-def keep(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node:
+def keep(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node:
     """The node again, in another builder."""
     if node.op == "input":
         return builder.input(node.value, node.dtype)  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ rules bound exact integers and monotone roundings, and whatever they know nothin
 certain. The graph is evaluated or written as Triton like any other.
 
 What reads positions of one axis alone is not bounded by rules but *evaluated*, at every position, and its
-lowest and highest value over a tile's positions are inputs of the graph: a Term. So captured tensors are
-exact, whatever they are indexed with. The same goes for a truth value of q_idx - kv_idx alone, evaluated at
-every difference. Terms that arithmetic on the ends of a tile says as well are not made: the graph of a causal
-mask, or of a window, has none.
+lowest and highest value over a tile's positions are inputs of the graph: a BoundsTerm. So captured tensors
+are exact, whatever they are indexed with. The same goes for a truth value of q_idx - kv_idx alone, evaluated
+at every difference. Terms that arithmetic on the ends of a tile says as well are not made: the graph of a
+causal mask, or of a window, has none.
 
 Rules come in where rows and columns meet. `q_idx - kv_idx` is one linear form there, not two loose ends.
 """
@@ -29,7 +29,7 @@ from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.casts import brought_to, held, without_nan
 from flexmod.ir.ends import End, dtype_limits
-from flexmod.ir.graph import POSITIONS, UNIFORM, Builder, Graph, Home, Node, keep
+from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node, keep
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, regroup
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
@@ -42,7 +42,7 @@ MODERATE = 2**40
 
 
 @dataclass(frozen=True)
-class Term:
+class BoundsTerm:
     """A value whose bounds over a tile are inputs of the graph of bounds.
 
     axis    graph reads                        lowest and highest over
@@ -73,9 +73,9 @@ class Analysis:
     """`bounds` has the results (certain, possible) and the captures of the mask, under the same numbers."""
 
     bounds: Graph
-    terms: tuple[Term, ...]
+    terms: tuple[BoundsTerm, ...]
 
-    def of_axis(self, axis: str) -> tuple[Term, ...]:
+    def of_axis(self, axis: str) -> tuple[BoundsTerm, ...]:
         return tuple(t for t in self.terms if t.axis == axis)
 
 
@@ -106,9 +106,9 @@ class _Analyzer:
         self.known = integer_bounds(self.graph, extents, numbers, may_wrap=True)
         self.forms = Forms(self.known)
         self.extents = extents
-        self.builder = Builder()
+        self.builder = GraphBuilder()
         self.sources = Sources(self.graph, self.forms, self.known)
-        self.terms: dict[tuple[str, Node], tuple[Term, Bounds]] = {}
+        self.terms: dict[tuple[str, Node], tuple[BoundsTerm, Bounds]] = {}
         self.found: dict[Node, Bounds] = {}
         self.kept: dict[Node, Node] = {}
 
@@ -208,7 +208,7 @@ class _Analyzer:
             value = self.sources.along_diagonal(node) if axis == "diagonal" else node
             name = f"{axis}{sum(a == axis for a, _ in self.terms)}"
             graph = self.graph.of([value], "term")
-            term = Term(axis, graph, f"{name}_low", f"{name}_high")
+            term = BoundsTerm(axis, graph, f"{name}_low", f"{name}_high")
             span = self._finite(node)
             inputs = [self.builder.input(end, term.dtype) for end in (term.low, term.high)]
             low, high = (End(self.builder, one, span) for one in inputs)

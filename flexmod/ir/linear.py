@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Builder, Graph, Node, keep
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, keep
 from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
@@ -187,7 +187,7 @@ def _taken_apart(op: str, forms: list[Linear]) -> Linear | None:
 def regroup(graph: Graph, forms: Forms) -> Graph:
     """Chains of `and`, and of `or`, with what is of one kind side by side: it is then one truth value along
     its axis, whose bounds are exact."""
-    builder = Builder()
+    builder = GraphBuilder()
     new: dict[Node, Node] = {}
     for node in graph.nodes:
         chain = next((names for names in (AND, OR) if node.op in names and is_logic(node)), None)
@@ -218,7 +218,7 @@ def links(node: Node, chain: tuple[str, ...]) -> list[Node]:
     return found
 
 
-def joined(builder: Builder, op: str, nodes: list[Node]) -> Node:
+def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
     result = nodes[0]
     for node in nodes[1:]:
         result = builder.node(op, (result, node), torch.bool, None, node.where)

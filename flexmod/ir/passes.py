@@ -1,7 +1,7 @@
 """Graph -> Graph functions, in the order in which the compiler runs them.
 
-Sharing of equal nodes and the loss of dead ones need no pass of their own: a Builder shares, and a Graph is
-what its results reach.
+Sharing of equal nodes and the loss of dead ones need no pass of their own: a GraphBuilder shares, and a Graph
+is what its results reach.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from flexmod.ir.bounds import Bounds
-from flexmod.ir.graph import POSITIONS, Builder, Graph, Node, rebuild
+from flexmod.ir.graph import POSITIONS, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.integers import integer_bounds, needs_int64
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
@@ -28,7 +28,7 @@ Places = tuple[tuple[int, int | float | Bounds], ...]
 def fold(graph: Graph) -> Graph:
     """Operations on constants become constants, as torch computes them."""
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if not args or not all(a.is_const for a in args):
             return None
         if node.op == CAST:
@@ -50,7 +50,7 @@ def fold(graph: Graph) -> Graph:
 def simplify(graph: Graph) -> Graph:
     """Identities that hold exactly, and the few that a score's own rounding hides (see `_RULES`)."""
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for rule in _RULES.get(node.op, ()):
             new = rule(builder, node, args)
             if new is not None and new.dtype != node.dtype:
@@ -69,7 +69,7 @@ def _const(node: Node, *values: object) -> bool:
 def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
     """x op value -> x, for the constant on one of these sides; -0.0 is no 0, since -0.0 - -0.0 is 0.0."""
 
-    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for side in sides:
             other = args[1 - side]
             found = _const(args[side], value) and repr(args[side].value) != "-0.0"
@@ -90,7 +90,7 @@ def _integers_only(rule: Callable[..., Node | None]) -> Callable[..., Node | Non
 def _absorbing(value: bool) -> Callable[..., Node | None]:
     """x and False -> False; x or True -> True."""
 
-    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.dtype == torch.bool and any(_const(a, value) for a in args):
             return builder.const(value, torch.bool, node.where)
         return None
@@ -99,7 +99,7 @@ def _absorbing(value: bool) -> Callable[..., Node | None]:
 
 
 def _neutral(value: bool) -> Callable[..., Node | None]:
-    def rule(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.dtype == torch.bool and all(strong(a.dtype) == torch.bool for a in args):
             return _unit(value, (0, 1))(builder, node, args)
         return None
@@ -107,24 +107,24 @@ def _neutral(value: bool) -> Callable[..., Node | None]:
     return rule
 
 
-def _idempotent(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _idempotent(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     return args[0] if args[0] is args[1] and strong(args[0].dtype) == node.dtype else None
 
 
-def _choose(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _choose(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """where(True, a, b) -> a; where(c, a, a) -> a."""
     if args[0].is_const:
         return args[1] if args[0].value else args[2]
     return args[1] if args[1] is args[2] else None
 
 
-def _twice(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _twice(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """neg neg x -> x, not not x -> x."""
     inner = args[0]
     return inner.args[0] if inner.op == node.op and strong(inner.args[0].dtype) == node.dtype else None
 
 
-def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _swapped(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """-(a - b) -> b - a, of integers: floats tell 0.0 from -0.0.
 
     Not for speed alone: ptxas may lose a minus in the bounds of two distances, see `compiler_bugs`.
@@ -135,7 +135,7 @@ def _swapped(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | Non
     return builder.node("sub", inner.args[::-1], node.dtype, None, node.where)
 
 
-def _same_cast(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _same_cast(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     return args[0] if args[0].dtype == node.dtype and not _is_wrap(node) else None
 
 
@@ -144,7 +144,7 @@ def _is_wrap(node: Node) -> bool:
     return node.op == CAST and node.dtype == node.args[0].dtype == torch.int32
 
 
-def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _power(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """x ** 2 -> x * x and the like."""
     base, exponent = args
     if not exponent.is_const or strong(base.dtype) != node.dtype:
@@ -163,7 +163,7 @@ def _power(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
     return None
 
 
-def _divide_score(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+def _divide_score(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
     """score / c -> score * (1/c): one rounding more, on a value that the dot product has rounded many times.
 
     Only there: floor(q_idx / 49) must see the exact quotient. And only where c and 1/c are normal numbers of
@@ -211,7 +211,7 @@ def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
     `where(cond, score, -inf)` and `x + where(cond, y, -inf)` split when cond is free of the score. None for a
     score that is left unchanged, and None where there is no such branch.
     """
-    builder = Builder()
+    builder = GraphBuilder()
     score = rebuild(graph, lambda b, n, a: None).result
     conditions: list[Node] = []
     while True:
@@ -229,7 +229,7 @@ def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
     return left, graph.of([mask], "mask")
 
 
-def _split_once(builder: Builder, node: Node) -> tuple[Node, Node] | None:
+def _split_once(builder: GraphBuilder, node: Node) -> tuple[Node, Node] | None:
     """(value where kept, condition to keep) of a root that is -inf on one side of a condition."""
     if node.op == "where" and "score" not in node.args[0].home:
         condition, yes, no = node.args
@@ -250,7 +250,7 @@ def _split_once(builder: Builder, node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def _as_float(builder: Builder, node: Node) -> Node:
+def _as_float(builder: GraphBuilder, node: Node) -> Node:
     if node.dtype == torch.float32:
         return node
     if node.is_const:
@@ -267,7 +267,7 @@ def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
     dtypes = _dtypes_as_read(graph)
     places = {n: i for i, n in enumerate(n for n in graph.nodes if n.is_const)}
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         read = dtypes.get(node, set())
         if not node.is_const or places[node] not in slots or {torch.float64} < read:
             return None
@@ -301,7 +301,7 @@ def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
 def widen(graph: Graph) -> Graph:
     """Positions as int64, and every integer dtype that follows from theirs. Casts stay as they are."""
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "input" and node.dtype == torch.int32:
             return builder.input(node.value, torch.int64)  # type: ignore[arg-type]
         if node.op in OPS and not strong(node.dtype).is_floating_point:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from flexmod.ir.bounds import Bounds
-from flexmod.ir.graph import COLUMN, ROW, Builder, Graph, Node, rebuild
+from flexmod.ir.graph import COLUMN, ROW, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, OPS, strong
 
 # Every integer up to here is a float32.
@@ -32,7 +32,7 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     new: dict[Node, Node] = {}
     of_indices = _made_of([a for node in graph.nodes if node.op == "load" for a in node.args])
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         new.update(zip(node.args, args, strict=True))
         if node in of_indices:
             return None
@@ -79,7 +79,7 @@ def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
     return not _mixed(node) or (node.op in (*AS_FLOATS, CAST) and all(_exact(a, known) for a in node.args))
 
 
-def _as_floats(builder: Builder, node: Node, new: Mapping[Node, Node]) -> Node:
+def _as_floats(builder: GraphBuilder, node: Node, new: Mapping[Node, Node]) -> Node:
     if node.is_const:
         return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
     if not _mixed(node):

@@ -54,7 +54,7 @@ class AbstractTracer(Protocol):
     def name_of(self, tensor: torch.Tensor) -> str: ...
 
 
-class _Traced:
+class _TracedValue:
     """What the two kinds of traced value share: torch functions and methods go to the tracer."""
 
     __slots__ = ("_tracer",)
@@ -97,7 +97,7 @@ class _Traced:
         return lambda *args, **kwargs: self._tracer.call(method, (self, *args), kwargs)
 
 
-class Proxy(_Traced):
+class Proxy(_TracedValue):
     """A traced scalar: behaves like a 0-d tensor whose value is not known yet."""
 
     __slots__ = ("_node",)
@@ -157,10 +157,10 @@ def _install_operators() -> None:
         return refuse
 
     for dunder, name in BINARY.items():
-        setattr(_Traced, f"__{dunder}__", binary(name))
-        setattr(_Traced, f"__r{dunder}__", reflected(name))
+        setattr(_TracedValue, f"__{dunder}__", binary(name))
+        setattr(_TracedValue, f"__r{dunder}__", reflected(name))
     for dunder, name in UNARY.items():
-        setattr(_Traced, f"__{dunder}__", unary(name))
+        setattr(_TracedValue, f"__{dunder}__", unary(name))
     for name in CONCRETE:
         setattr(Proxy, f"__{name}__", concrete(name))
 
@@ -168,7 +168,7 @@ def _install_operators() -> None:
 _install_operators()
 
 
-class CaptureView(_Traced):
+class CaptureView(_TracedValue):
     """A captured tensor, some of its dimensions indexed: `intervals[img[kv_idx]]`. Not a scalar yet.
 
     `_indices` has one entry for each dimension of the tensor: a Node, or None where it is still free.
@@ -263,7 +263,7 @@ def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> AbstractTracer:
 
 def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:
     for value in values:
-        if isinstance(value, _Traced):
+        if isinstance(value, _TracedValue):
             return value  # type: ignore[return-value]
         if isinstance(value, (tuple, list)):
             inner = _first_traced(value)

@@ -23,7 +23,7 @@ from itertools import permutations
 
 import torch
 
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, Builder, Graph, Node, keep
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, Graph, GraphBuilder, Node, keep
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, strong
@@ -44,7 +44,7 @@ class _Range:
 
 def as_ranges(graph: Graph) -> Graph:
     """The graph with ranges in place of comparisons, where they are proven to be the same."""
-    return _Rewriter(graph).graph()
+    return _RangeRewriter(graph).graph()
 
 
 def _of_row(form: Linear) -> int:
@@ -52,12 +52,12 @@ def _of_row(form: Linear) -> int:
     return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
 
 
-class _Rewriter:
+class _RangeRewriter:
     def __init__(self, graph: Graph) -> None:
         self.old = graph
         self.known = integer_bounds(graph, dict.fromkeys(POSITIONS, 2**31), may_wrap=True)
         self.forms = Forms(self.known)
-        self.builder = Builder()
+        self.builder = GraphBuilder()
         self.new: dict[Node, Node] = {}
 
     def graph(self) -> Graph:

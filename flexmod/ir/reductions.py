@@ -26,7 +26,7 @@ Uniform = Literal["row", "column"]
 
 
 @dataclass(frozen=True, eq=False)
-class Term:
+class GradientTerm:
     """What one load adds to the gradient of a captured tensor.
 
     `capture` is the tensor's number, `gradient` the gradient of the loaded element for each score, `indices`
@@ -39,7 +39,7 @@ class Term:
     along: Along
 
 
-def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[Term, ...]:
+def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm, ...]:
     """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices allow."""
     known = _Differences(found.graph)
     results = iter(found.graph.results[1:])
@@ -47,7 +47,7 @@ def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[Term, ...]:
     for number in found.loads:
         gradient = next(results)
         indices = tuple(next(results) for _ in range(found.graph.captures[number].rank))
-        terms.append(Term(number, gradient, indices, _along(indices, known, uniform)))
+        terms.append(GradientTerm(number, gradient, indices, _along(indices, known, uniform)))
     return tuple(terms)
 
 
@@ -61,7 +61,7 @@ def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> 
     return "diagonal" if all(index in known.diagonal for index in indices) else "element"
 
 
-class _Affine(NamedTuple):
+class _AffineIndex(NamedTuple):
     """An integer q * q_idx + kv * kv_idx + (something that only b and h decide), modulo the dtype's range.
 
     `exact`: made of positions and numbers in 32 bits or more, where nothing wraps (see `passes.fitted`).
@@ -76,7 +76,7 @@ class _Differences:
     """`diagonal`: the nodes of a graph that are the same all along a diagonal, b and h given."""
 
     def __init__(self, graph: Graph) -> None:
-        self._affine: dict[Node, _Affine] = {}
+        self._affine: dict[Node, _AffineIndex] = {}
         self.diagonal: set[Node] = set()
         for node in graph.nodes:
             affine = self._affine_of(node)
@@ -96,14 +96,14 @@ class _Differences:
         found = _combined("sub", node.args, self._arguments(node))
         return found is not None and found.exact and found.q == -found.kv
 
-    def _affine_of(self, node: Node) -> _Affine | None:
+    def _affine_of(self, node: Node) -> _AffineIndex | None:
         dtype = strong(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
             return None
         if node.op == "input":
-            return _Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), True)
+            return _AffineIndex(int(node.value == "q_idx"), int(node.value == "kv_idx"), True)
         if node.op in ("const", "param"):
-            return _Affine(0, 0, True)
+            return _AffineIndex(0, 0, True)
         if node.op == CAST:
             found = self._brought(node.args[0], dtype)
             # a cast to int32 that `passes.fitted` left says that values wrap from there on
@@ -112,13 +112,13 @@ class _Differences:
             found = _combined(node.op, node.args, self._arguments(node))
             if found is not None:
                 return found._replace(exact=found.exact and dtype.itemsize >= 4)
-        return _Affine(0, 0, False) if node.home <= UNIFORM else None
+        return _AffineIndex(0, 0, False) if node.home <= UNIFORM else None
 
-    def _arguments(self, node: Node) -> list[_Affine | None]:
+    def _arguments(self, node: Node) -> list[_AffineIndex | None]:
         at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)
         return [self._brought(a, d) for a, d in zip(node.args, at, strict=True)]
 
-    def _brought(self, node: Node, dtype: DType) -> _Affine | None:
+    def _brought(self, node: Node, dtype: DType) -> _AffineIndex | None:
         """The node as an argument of this dtype. A wider one keeps only what has not wrapped before."""
         affine, source, target = self._affine.get(node), strong(node.dtype), strong(dtype)
         if affine is None or target.is_floating_point or target == torch.bool:
@@ -129,22 +129,22 @@ class _Differences:
         return affine if same or affine.exact or affine.q == affine.kv == 0 else None
 
 
-def _combined(op: str, nodes: tuple[Node, ...], found: list[_Affine | None]) -> _Affine | None:
+def _combined(op: str, nodes: tuple[Node, ...], found: list[_AffineIndex | None]) -> _AffineIndex | None:
     """The result of a sum, a difference, a negation, or a product with a number."""
     arguments = [a for a in found if a is not None]
     if len(arguments) < len(nodes):
         return None
     exact = all(a.exact for a in arguments)
     if op == "neg":
-        return _Affine(-arguments[0].q, -arguments[0].kv, exact)
+        return _AffineIndex(-arguments[0].q, -arguments[0].kv, exact)
     first, second = arguments
     if op == "mul":
         if first.q == first.kv == second.q == second.kv == 0:
-            return _Affine(0, 0, exact)
+            return _AffineIndex(0, 0, exact)
         for number, other in ((nodes[0], second), (nodes[1], first)):
             if number.is_const:
                 factor = int(number.value)  # type: ignore[call-overload]
-                return _Affine(factor * other.q, factor * other.kv, exact)
+                return _AffineIndex(factor * other.q, factor * other.kv, exact)
         return None
     sign = 1 if op == "add" else -1
-    return _Affine(first.q + sign * second.q, first.kv + sign * second.kv, exact)
+    return _AffineIndex(first.q + sign * second.q, first.kv + sign * second.kv, exact)

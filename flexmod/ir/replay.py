@@ -20,7 +20,7 @@ from flexmod.ir.trace import Traced, trace
 WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-class _Step(NamedTuple):
+class _ReplayStep(NamedTuple):
     """A node for `Replay._run`: the values that it takes, by place, and the dtypes that they are cast to."""
 
     op: str
@@ -148,19 +148,19 @@ def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
         ) from error  # fmt: skip
 
 
-def _steps(graph: Graph) -> tuple[_Step, ...]:
+def _steps(graph: Graph) -> tuple[_ReplayStep, ...]:
     places = {n: i for i, n in enumerate(graph.nodes)}
-    steps: list[_Step] = []
+    steps: list[_ReplayStep] = []
     for n in graph.nodes:
         known = (n.op, tuple([places[a] for a in n.args]), n.dtype, n.value)
         row = OPS.get(n.op)
         if row is None or n.op == CAST:
-            steps.append(_Step(*known))
+            steps.append(_ReplayStep(*known))
             continue
         at = row.argument_dtypes([a.dtype for a in n.args], n.dtype)
         half = at[0] if row.at == "result" and at[0] in HALF else None
         numbers = (row.number_dtype(d) if a.is_const else d for a, d in zip(n.args, at, strict=True))
-        steps.append(_Step(*known, row.torch, tuple(map(strong, numbers)), half))
+        steps.append(_ReplayStep(*known, row.torch, tuple(map(strong, numbers)), half))
     return tuple(steps)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import UNIFORM, Builder, Graph, Node, keep
+from flexmod.ir.graph import UNIFORM, Graph, GraphBuilder, Node, keep
 from flexmod.ir.linear import Forms, Linear
 from flexmod.ir.ops import CAST, COMPARISONS, strong
 
@@ -19,7 +19,7 @@ class Sources:
         self.graph = graph
         self.forms = forms
         self.known = known
-        self.builder = Builder()
+        self.builder = GraphBuilder()
         self.builder.adopt(graph.nodes)
         self._along: dict[Node, Node] = {}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from flexmod.ir.graph import Builder, Graph, Node, rebuild
+from flexmod.ir.graph import Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST
 
 # Scores up to this size may be computed in any order: in float32 their error stays below 2^-12.
@@ -28,7 +28,7 @@ def choose_tanhs(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
     """
     gains = _gains(graph, numbers)
 
-    def change(builder: Builder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op != "tanh" or node.dtype == torch.float64 or gains[node] <= SMALL:
             return None
         return builder.node("tanh_relative", args, node.dtype, None, node.where)

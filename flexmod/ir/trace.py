@@ -20,7 +20,7 @@ from flexmod.errors import Where
 from flexmod.internals.torch import enable_torch_function, tree_leaves
 from flexmod.ir import torch_calls
 from flexmod.ir.eager import Watch
-from flexmod.ir.graph import POSITIONS, Builder, Capture, DType, ExpectedSize, Graph, Node, dtype_name
+from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, CAST
 from flexmod.ir.proxy import CaptureView, Proxy
 from flexmod.ir.source import (
@@ -91,7 +91,7 @@ class Tracer:
     def __init__(self, mod: Callable[..., Any] | None, device: torch.device) -> None:
         self.mod = mod
         self.device = device
-        self.builder = Builder()
+        self.builder = GraphBuilder()
         self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
         self.tensors: list[torch.Tensor] = []
         self.eager = False
@@ -161,7 +161,7 @@ class Tracer:
                 self._given_names[id(tensor)] = graph.captures[number].name
                 new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
             elif n.is_const:
-                new[n] = n  # one of its own still, see `Builder.fresh_const`
+                new[n] = n  # one of its own still, see `GraphBuilder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
         for expected in graph.expected:
@@ -205,7 +205,7 @@ class Tracer:
                 operation=operation, problem=f"{number}, which needs more than 64 bits", where=user_line(),
                 advice="use a smaller integer, or a float.",
             )  # fmt: skip
-        return Builder.fresh_const(number, where=self.where())
+        return GraphBuilder.fresh_const(number, where=self.where())
 
     def _tensor_operand(self, tensor: torch.Tensor | CaptureView, operation: str) -> Node:
         rank = tensor.dim()
@@ -229,7 +229,7 @@ class Tracer:
         if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
             # the number is of the default dtype: a graph holds that, whatever is set when it is read
             nodes = [
-                Builder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
+                GraphBuilder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
                 for n in nodes
             ]
         dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), default)

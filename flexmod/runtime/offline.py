@@ -108,7 +108,7 @@ def compile(
     return read(chip, compiled.metadata.shared, dict(compiled.asm))
 
 
-class Facts(NamedTuple):
+class KernelFacts(NamedTuple):
     """What a launch is compiled for: see `compile`."""
 
     kernel: Any
@@ -118,7 +118,7 @@ class Facts(NamedTuple):
     options: Mapping[str, Any]
 
 
-def specialized(kernel: Any, arguments: Mapping[str, Any]) -> Facts:
+def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
     """What Triton would compile for a launch with these arguments; of tensors their dtypes count alone.
 
     None and the integer 1 are constants. Of other integers and of pointers it counts whether they are
@@ -139,7 +139,8 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> Facts:
         if name not in fixed and signature[name].startswith(("*", "i")):
             divisible[name] = isinstance(value, Tensor) or value is COUNTER or value % 16 == 0
     given = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    return Facts(kernel, signature, constants, divisible, {"num_warps": 4, "num_stages": STAGES, **given})
+    options = {"num_warps": 4, "num_stages": STAGES, **given}
+    return KernelFacts(kernel, signature, constants, divisible, options)
 
 
 def kind_of(value: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from flexmod import ahead, errors, explain, family_names, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
-from flexmod.backends.triton import Facts
+from flexmod.backends.triton import BackwardFacts
 from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
@@ -58,8 +58,8 @@ class Toy:
     def kernels(self, portable: Kernels) -> Any:
         return self.made.setdefault(portable, ToyKernels(portable))
 
-    def facts(self, key: Any, grad_out: Any) -> Facts:
-        return Facts()
+    def facts(self, key: Any, grad_out: Any) -> BackwardFacts:
+        return BackwardFacts()
 
     def reads_order(self, target: str) -> bool:
         return False

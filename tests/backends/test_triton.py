@@ -35,7 +35,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.render import render
 from flexmod.errors import BlockMaskPartsError
-from flexmod.plan import Writer
+from flexmod.plan import PlanWriter
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = {HALF: 2e-3, BFLOAT: 1.5e-2, SINGLE: 5e-6}
@@ -247,7 +247,7 @@ def test_expanded_lists_are_read_once() -> None:
     snapshot = case.snapshot()
     assert snapshot is not None
     places = snapshot.with_tensors(arguments.places_of_mask(snapshot))  # type: ignore[arg-type]
-    assert arguments.mask_arguments(Writer(), places, "kv")["stride_mask_b"] == 0
+    assert arguments.mask_arguments(PlanWriter(), places, "kv")["stride_mask_b"] == 0
     case.check()
 
 

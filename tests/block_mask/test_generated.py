@@ -27,9 +27,10 @@ def small_squares(monkeypatch):
     """So that there are several of them, and tiles that they leave open."""
     monkeypatch.setattr(generated, "SIDE", 4)
     monkeypatch.setattr(generated, "TILES", 8)
-    generated._part.cache_clear()  # what it remembers was of other squares, or of launches that were watched
+    # what it remembers was of other squares, or of launches that were watched
+    generated._builder_part.cache_clear()
     yield
-    generated._part.cache_clear()
+    generated._builder_part.cache_clear()
 
 
 def check(mask_mod, sizes, block, separate=True):
@@ -222,8 +223,8 @@ def test_other_tensors_of_one_kind(monkeypatch):
     """The plan of the first mask of a kind serves the others, and no two masks share what they hold."""
     made = [masks.document(torch.arange(200) // size, causal=True) for size in (50, 30, 7, 90)]
     written = []
-    plan = generated._Part._plan
-    monkeypatch.setattr(generated._Part, "_plan", lambda *given: written.append(given) or plan(*given))
+    plan = generated._BuilderPart._plan
+    monkeypatch.setattr(generated._BuilderPart, "_plan", lambda *given: written.append(given) or plan(*given))
     found = [check(mask_mod, (1, 1, 200, 200), (32, 32)) for mask_mod in made]
     assert len(written) == 1
     assert len({runs["kv"].spans.data_ptr() for runs in found}) == len(made)

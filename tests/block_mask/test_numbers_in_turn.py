@@ -89,9 +89,9 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No number is known yet; squares are small, so that there are several."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
     monkeypatch.setattr(generated, "SIDE", 4)
-    generated._part.cache_clear()
+    generated._builder_part.cache_clear()
     yield
-    generated._part.cache_clear()
+    generated._builder_part.cache_clear()
 
 
 def maker(text: str) -> Callable[[Number], Any]:

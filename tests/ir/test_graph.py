@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod.ir.graph import Builder, Capture, Graph, rebuild
+from flexmod.ir.graph import Capture, Graph, GraphBuilder, rebuild
 from flexmod.ir.trace import trace
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def mask(mod: Callable[..., Any]) -> Graph:
 
 
 def test_equal_nodes_are_one() -> None:
-    builder = Builder()
+    builder = GraphBuilder()
     q, k = builder.input("q_idx", Q), builder.input("kv_idx", K)
     assert builder.input("q_idx", Q) is q
     assert builder.node("add", (q, k), Q) is builder.node("add", (q, k), Q)
@@ -38,14 +38,14 @@ def test_equal_nodes_are_one() -> None:
     ("one", "other"), [(0, 0.0), (0.0, -0.0), (1, True), (False, 0), (math.nan, 1.0), (1, 2)]
 )
 def test_constants_that_differ_are_two(one: Any, other: Any) -> None:
-    builder = Builder()
+    builder = GraphBuilder()
     assert builder.const(one) is not builder.const(other)
     graphs = [trace(lambda s, b, h, q, k, c=c: s * c, "score").graph for c in (one, other)]
     assert graphs[0] != graphs[1]
 
 
 def test_nan_is_equal_to_itself() -> None:
-    builder = Builder()
+    builder = GraphBuilder()
     assert builder.const(math.nan) is builder.const(math.nan)
 
 

@@ -20,7 +20,7 @@ from flexmod.ir import formulas, ops
 from flexmod.ir.bounds import UNKNOWN
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import Builder, Capture, Graph
+from flexmod.ir.graph import Capture, Graph, GraphBuilder
 from flexmod.ir.ops import OPS, Op
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Tracer, trace
@@ -146,7 +146,7 @@ def test_python_numbers_as_operands(
     x = samples(dtype)
     x = x[x != 0] if kind == "int" else x
     x = x[x.isfinite() & (x.abs() < 50) & (x.abs() > 0.01)] if kind == "float" else x
-    builder = Builder()
+    builder = GraphBuilder()
     load = builder.node("load", (builder.input("q_idx", torch.int32),), dtype, 0)
     other = builder.node("param", (), type(number), 0) if promoted else builder.const(number)
     arguments = (other, load) if number_first else (load, other)
@@ -180,7 +180,7 @@ def test_casts(source: torch.dtype, target: torch.dtype, device: torch.device) -
     x = samples(torch.float32 if source.is_floating_point else source).to(source)
     if source.is_floating_point and not target.is_floating_point and target != torch.bool:
         x = x[x.isfinite() & (x.abs() < 100)]
-    builder = Builder()
+    builder = GraphBuilder()
     load = builder.node("load", (builder.input("q_idx", torch.int32),), source, 0)
     graph = Graph("score", (builder.node(ops.CAST, (load,), target, target),), (Capture("x", source, 1),))
     found = run(graph, (x.to(device),), (1, 1, len(x), 1), device=device)[0, 0, :, 0].cpu()

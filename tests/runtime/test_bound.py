@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmod.plan import Place, Size, Writer, named
+from flexmod.plan import Place, PlanWriter, Size, named
 from flexmod.runtime import bound, launch, launches
 from flexmod.runtime.bound import Bound
 
@@ -48,7 +48,7 @@ def doubled(x: Tensor, numbers: dict[str, list[Any]]) -> tuple[Tensor, None]:
 
 def bound_of(x: Tensor) -> Bound:
     """x * 3 in a grid of its length, doubled, beside a part of zeros."""
-    writer, place = Writer(), named("x", x)
+    writer, place = PlanWriter(), named("x", x)
     zeros = writer.empty("zeros", (Size("x_size0") * 2,), zeros=True)
     view = writer.view("half", zeros, (Size("x_size0"),), offset=Size("x_size0"))
     writer.launch(SOURCE, "scaled", Size("x_size0"), {"X": place, "OUT": view, "scale": 3.0, "BIAS": None})
@@ -75,7 +75,7 @@ def test_other_tensors_are_refused() -> None:
 
 
 def test_two_places_of_one_name_are_a_mistake() -> None:
-    writer = Writer()
+    writer = PlanWriter()
     writer.empty("x", (1,))
     writer.empty("x", (2,))
     with pytest.raises(AssertionError, match="two places of one name"):
@@ -86,7 +86,7 @@ def test_two_places_of_one_name_are_a_mistake() -> None:
 def test_memory_is_torchs(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not quick:
         monkeypatch.setattr(bound, "quick_empty_strided", lambda kind: None)
-    writer = Writer()
+    writer = PlanWriter()
     place = writer.empty("x", (2, 3), torch.int64, (1, 2), zeros=True)
     (made,) = Bound(writer.plan((), (place,)), (), CPU).run(())
     assert made is not None and made.stride() == (1, 2) and made.dtype == torch.int64
@@ -104,7 +104,7 @@ def counted(x: Tensor, number: int) -> tuple[Tensor]:
 
 
 def kept_by(number: int) -> Bound:
-    writer, x = Writer(), named("x", torch.ones(2))
+    writer, x = PlanWriter(), named("x", torch.ones(2))
     made = Place("made", x.shape, (1,), torch.float32)
     writer.keep(counted, (x, number), (made,))
     return Bound(writer.plan((x,), (made,)), (torch.ones(2),), CPU)
