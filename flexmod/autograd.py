@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod import config, saved, tensor_kinds, transforms
-from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.backends.table import backend
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import capture_grad
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors
 
 GENERATED = ("triton", "interpret")
-GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # tensors of `PreparedCall.backward`
+GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `BackwardInputs`
 BACKWARDS = 64  # that a call remembers
 
 
@@ -149,11 +149,12 @@ class PreparedCall:
 
         def compiler(found: Tensors) -> Callable[[], object] | None:
             out, lse, _, *kept = found
-            given = (out, None, *tensors[:3], out, lse, *kept, *tensors[3:])
+            query, key, value, *rest = tensors
+            incoming = BackwardInputs(out, None, query, key, value, out, lse, tuple(kept), tuple(rest))
             try:
                 problem = self.whole(mask, tensors[3:count], needs[3:])
                 job: Callable[[], object] | None = backend(self.backend).backward_compiler(
-                    problem, given, needs[:3], len(kept)
+                    problem, incoming.in_order(), needs[:3], len(kept)
                 )
             except Exception:  # the backward raises it, if one comes
                 return None
@@ -168,18 +169,17 @@ class PreparedCall:
         return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
 
     def backward(
-        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], kept: int, tensors: Tensors
+        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs
     ) -> Tensors:
         """Gradients of query, key, value and each captured tensor; None where `needs` does not ask.
 
-        `tensors` are grad_out, grad_lse, query, key, value, out, lse, the `kept` ones, the captured ones.
         Raises SavedTensorError.
         """
-
-        if nothing(*tensors[2:4]):
-            given: tuple[Any, ...] = (*tensors[2:5], *tensors[7 + kept :])
-            return tuple(torch.zeros_like(x) if need else None for x, need in zip(given, needs, strict=True))
-        tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
+        if nothing(given.query, given.key):
+            of = (given.query, given.key, given.value, *given.captured)
+            return tuple(torch.zeros_like(x) if need else None for x, need in zip(of, needs, strict=True))
+        kept = len(given.kept)
+        tensors = tuple([None if tensor is None else tensor.resolve_neg() for tensor in given.in_order()])
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         known = self._backward.get(case)
@@ -187,7 +187,7 @@ class PreparedCall:
         if known is None or not known.serves(mask):
             _check_readable(tensors)
             self._check_places(tensors, kept)
-            problem = self.whole(mask, tensors[7 + kept :], needs[3:])  # type: ignore[arg-type]
+            problem = self.whole(mask, BackwardInputs.of(tensors, kept).captured, needs[3:])
             tensors = (*tensors, *map(torch.resolve_neg, beside))
             bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
             if _has_kinds(mask):
@@ -205,7 +205,7 @@ class PreparedCall:
 
 
 def _check_readable(tensors: Tensors) -> None:
-    """As `PreparedCall.backward` takes them. Raises TensorKindError, FreedStorageError."""
+    """Those of a `BackwardInputs`, in order. Raises TensorKindError, FreedStorageError."""
     for number, tensor in enumerate(tensors):
         if tensor is not None:
             name = GRADIENTS.get(number, "a tensor saved for the backward")
@@ -281,7 +281,7 @@ class Attention(torch.autograd.Function):
 class Gradient(torch.autograd.Function):
     """The backward of Attention, itself a node: who differentiates it again hears that there is no more.
 
-    apply(call, mask, needs, how many are kept, then as `PreparedCall.backward` takes them)
+    apply(call, mask, needs, how many are kept, then a `BackwardInputs` in order)
     """
 
     @staticmethod
@@ -290,7 +290,7 @@ class Gradient(torch.autograd.Function):
         if transforms.is_batched(grad_out):
             raise VmapError(name="the gradient of the output")
         with no_autocast(grad_out.device.type):
-            result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
+            result: Tensors = call.backward(mask, needs, BackwardInputs.of((grad_out, *others), kept))
         return result
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmod import autograd, calls, checks, config, errors, saved, tensor_kinds
 from flexmod.backends.arguments import order_of, results, strides_in_order
-from flexmod.backends.interface import Forward
+from flexmod.backends.interface import BackwardInputs, Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.in_graph import GraphMask, held_of, masked
@@ -392,8 +392,8 @@ def _gradient(
         of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
         captured = [given.captured[place] for place in places]
         found = call.backward(
-            mask, (*needs[:3], *of_mod), len(kept),
-            (grad_out, grad_lse, query, key, value, out, lse, *kept, *captured),
+            mask, (*needs[:3], *of_mod),
+            BackwardInputs(grad_out, grad_lse, query, key, value, out, lse, kept, tuple(captured)),
         )  # fmt: skip
     grads: list[Tensor | None] = [*found[:3], *([None] * len(given.captured))]
     for place, grad in zip(places, found[3:], strict=True):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod.backends import arguments, generated
+from flexmod.backends import arguments
 from flexmod.backends.arguments import Operands, operands
 from flexmod.backends.families import Family, families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.codegen.hopper import Shape
 from flexmod.ir.reductions import Along
 from flexmod.plan import PlanWriter
@@ -69,16 +69,16 @@ def backward(
     mask: Any = None, score_captured: Mod = NOTHING, shape: Shape | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients by the kernels, and the sums for what the score_mod captures."""
-    call, tensors = _call(q, k, v, scale, mask, score_captured)
-    incoming = generated.incoming(call, out, lse, grad_out, grad_lse, len(kept))
+    call, _ = _call(q, k, v, scale, mask, score_captured)
+    captured = tuple(score_captured.tensors)
+    given = BackwardInputs(grad_out, grad_lse, q, k, v, out, lse, tuple(kept), captured)
+    incoming = arguments.incoming(call, given)
     writer, family = PlanWriter(), family_of(kernels)
     rungs = rungs_of(kernels, "backward", shape)
     found = family.backward(writer, kernels, call, incoming, needs, rungs, family.facts(k, grad_out))
     sums = [place for of in found.sums.values() for place in of]
-    given = (*call.inputs, *incoming[:4], *incoming.kept)
-    made = _run(
-        writer.plan(given, (*found[:3], *sums)), (*tensors, out, lse, grad_out, grad_lse, *kept), mask
-    )
+    plan = writer.plan((*incoming.in_order(), *call.of_mask), (*found[:3], *sums))
+    made = _run(plan, (*given.in_order(), *(mask.tensors if mask else ())), mask)
     rest = iter(made[3:])
     return Gradients(*made[:3], {along: [next(rest) for _ in of] for along, of in found.sums.items()})
 
@@ -96,7 +96,7 @@ def _run(plan: Any, tensors: Sequence[Tensor | None], mask: Any) -> tuple[Any, .
     device = next(x.device for x in tensors if x is not None)
     processors = {"PROCESSORS": arguments.processors(device)}
     with torch.no_grad():
-        return Bound(plan, tensors, device, processors).run(tensors, mask and mask.derived)
+        return Bound(plan, tensors, device, processors).run(tensors, mask)
 
 
 def reruns(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmod import create_block_mask, explain, flex_attention, masks, mods
-from flexmod.backends import generated, triton
+from flexmod.backends import arguments, generated, triton
 from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.interface import Problem
+from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
 from flexmod.plan import (
@@ -145,8 +145,11 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
             writer, rungs = PlanWriter(), FirstRungs(made)
             results: Any
             if backward:
-                incoming = generated.incoming(call, q, torch.empty(q.shape[:3]), q, None, kept=2)
-                needs, inputs = (True, True, True), (*call.inputs, *incoming[:4], *incoming.kept)
+                lse = torch.empty(q.shape[:3])
+                incoming = arguments.incoming(
+                    call, BackwardInputs(q, None, q, k, v, q, lse, (lse, lse))
+                )
+                needs, inputs = (True, True, True), (*incoming.in_order(), *call.of_mask)
                 facts = family.facts(k, q)
                 results = family.backward(writer, made, call, incoming, needs, rungs, facts)[:3]
             else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexmod.backends.interface import Problem
+from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured
@@ -69,6 +69,11 @@ class Operands:
     inputs: tuple[Place | None, ...] = ()
 
     @property
+    def of_mask(self) -> tuple[Place | None, ...]:
+        """Those of `inputs` that are the mask's."""
+        return self.inputs[3 + len(self.score_captured.tensors) :]
+
+    @property
     def extents(self) -> tuple[Extent, ...]:
         """B, HQ, M and N."""
         return (*self.q.shape[:3], self.k.shape[2])
@@ -89,29 +94,19 @@ class Operands:
         return made
 
 
-class Incoming(NamedTuple):
-    """What a backward is run on besides q, k and v: see `interface.py`."""
-
-    out: Place
-    lse: Place
-    grad_out: Place
-    grad_lse: Place | None
-    kept: tuple[Place, ...] = ()
-
-
-def incoming(
-    call: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, kept: int
-) -> Incoming:
-    """The places of what a backward of the call is run on besides its operands."""
+def incoming(call: Operands, given: BackwardInputs) -> BackwardInputs:
+    """The places of what a backward of the call is run on."""
     sizes = call.q.shape[:3]
-    rows = (sizes, contiguous(sizes), lse.dtype)
-    return Incoming(
-        named("out", out, (*sizes, out.shape[3])),
+    rows = (sizes, contiguous(sizes), given.lse.dtype)
+    return BackwardInputs(
+        named("grad_out", given.grad_out, (*sizes, given.grad_out.shape[3])),
+        None if given.grad_lse is None else named("grad_lse", given.grad_lse, sizes),
+        call.q, call.k, call.v,
+        named("out", given.out, (*sizes, given.out.shape[3])),
         Place("lse", *rows),
-        named("grad_out", grad_out, (*sizes, out.shape[3])),
-        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
-        tuple(Place(f"kept{number}", *rows) for number in range(kept)),
-    )
+        tuple(Place(f"kept{number}", *rows) for number in range(len(given.kept))),
+        tuple(call.score_captured.tensors),
+    )  # fmt: skip
 
 
 def operands(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flexmod import family_names
 from flexmod.backends import triton
-from flexmod.backends.arguments import Incoming, Operands
+from flexmod.backends.arguments import Operands
 from flexmod.backends.hopper import HopperFamily
+from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, Made
@@ -65,7 +66,7 @@ class Family(Protocol):
         """What a backward of these tensors goes by."""
 
     def backward(
-        self, writer: PlanWriter, made: Any, call: Operands, incoming: Incoming,
+        self, writer: PlanWriter, made: Any, call: Operands, incoming: BackwardInputs,
         needs: tuple[bool, bool, bool], rungs: Rungs, facts: BackwardFacts,
     ) -> Found:  # fmt: skip
         """See `triton.backward`."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from flexmod import config
 from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
-from flexmod.backends.arguments import Incoming, Operands, incoming, operands
+from flexmod.backends.arguments import Operands, incoming, operands
 from flexmod.backends.captured import gradients
 from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
-from flexmod.backends.interface import Problem
+from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import KernelSpec, Way, option
@@ -79,8 +79,7 @@ class Generated:
     def backward(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
     ) -> Bound:
-        """Bound to grad_out, grad_lse or None, query, key, value, out, lse, what the forward kept, what the
-        score_mod captures, and the tensors of the mask.
+        """Bound to a `BackwardInputs` in order, and the tensors of the mask.
 
         `kept` says how many tensors the forward kept. Its results are those of `Gradients`, one after the
         other. Raises as `forward`.
@@ -187,19 +186,14 @@ class _Compiled:
     kept: int
 
     @cached_property
-    def incoming(self) -> Incoming:
-        """The places of what comes from the forward and from autograd."""
-        grad_out, grad_lse, _, _, _, out, lse = self.tensors[:7]
-        assert out is not None and lse is not None and grad_out is not None
-        return incoming(self.call, out, lse, grad_out, grad_lse, self.kept)
+    def incoming(self) -> BackwardInputs:
+        """The places of what a backward is run on."""
+        return incoming(self.call, BackwardInputs.of(self.tensors, self.kept, 0))
 
     @cached_property
     def inputs(self) -> Results:
         """The places of `tensors`."""
-        if not self.backward:
-            return self.call.inputs
-        out, lse, grad_out, grad_lse, kept = self.incoming
-        return (grad_out, grad_lse, *self.call.inputs[:3], out, lse, *kept, *self.call.inputs[3:])
+        return (*self.incoming.in_order(), *self.call.of_mask) if self.backward else self.call.inputs
 
     @cached_property
     def extents(self) -> Mapping[str, int]:
@@ -328,7 +322,7 @@ class FirstRungs(dict[str, Any]):
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = tensors[2:5] if backward else tensors[:3]
+    query, key, value = BackwardInputs.of(tensors, 0)[2:5] if backward else tensors[:3]
     assert query is not None and key is not None and value is not None
     return query, key, value
 

@@ -14,7 +14,6 @@ from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
 from flexmod.backends.arguments import (
     Arguments,
-    Incoming,
     Operands,
     block_of,
     copied,
@@ -22,6 +21,7 @@ from flexmod.backends.arguments import (
     sizes,
     strided,
 )
+from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
@@ -135,7 +135,7 @@ def backward(
     writer: PlanWriter,
     kernels: HopperKernels,
     call: Operands,
-    incoming: Incoming,
+    incoming: BackwardInputs,
     needs: tuple[bool, bool, bool],
     rungs: Rungs,
     facts: BackwardFacts,

@@ -5,6 +5,7 @@ A backend makes the plan of a call, bound to the kinds of its tensors:
     forward(problem, tensors, *, want_max, keep) -> Bound
     backward(problem, tensors, needs, kept) -> Bound
 
+`tensors` are q, k, v and what the score mod captures, or a `BackwardInputs` in order; then those of the mask.
 Those in plain torch (`in_torch`) have plans of one step, which calls one of these; `reference` has the first:
 
     forward(problem, q, k, v, *, want_max) -> Forward
@@ -26,6 +27,7 @@ out 0, lse -inf and gradients 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +57,36 @@ class Problem:
     options: tuple[tuple[str, Any], ...] = ()
     precision: Literal["ieee", "tf32"] = "ieee"
     capture_grad: CaptureGrad | None = None
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward is run on, but for the mask: tensors, or their places in a plan. Shapes as above.
+
+    `grad_lse` may be None. `kept` comes from the forward, `captured` are those of the score mod.
+    """
+
+    grad_out: Any
+    grad_lse: Any
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    lse: Any
+    kept: tuple[Any, ...] = ()
+    captured: tuple[Any, ...] = ()
+
+    def in_order(self) -> tuple[Any, ...]:
+        """One after the other."""
+        return (*self[:7], *self.kept, *self.captured)
+
+    @classmethod
+    def of(cls, given: Sequence[Any], kept: int, captured: int | None = None) -> BackwardInputs:
+        """From what stands in order; all after the kept ones is captured, or so many."""
+        first = 7 + kept
+        last = None if captured is None else first + captured
+        grad_out, grad_lse, query, key, value, out, lse = given[:7]
+        rest = tuple(given[7:first]), tuple(given[first:last])
+        return cls(grad_out, grad_lse, query, key, value, out, lse, *rest)
 
 
 class Forward(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import Incoming, incoming, operands
+from flexmod.backends.arguments import incoming, operands
 from flexmod.backends.families import families, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
-from flexmod.backends.interface import Problem
+from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import BackwardFacts, Rungs
 from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
@@ -60,8 +60,7 @@ class VariantCall:
             results = family.forward(writer, made, call, taken, want_max=False, keep=keep)
         else:
             given = self._incoming
-            first = (given.grad_out, None, *call.inputs[:3], given.out, given.lse, *given.kept)
-            inputs = (*first, *call.inputs[3:])
+            inputs = (*given.in_order(), *call.of_mask)
             found = family.backward(writer, made, call, given, (True, True, True), taken, BackwardFacts())
             graph = self._made.score.score if self._made.score else None
             graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
@@ -92,9 +91,10 @@ class VariantCall:
         return named
 
     @cached_property
-    def _incoming(self) -> Incoming:
+    def _incoming(self) -> BackwardInputs:
         given = self._tensors
-        return incoming(self.call, given["out"], given["lse"], given["grad_out"], None, kept=2)
+        out, lse = given["out"], given["lse"]
+        return incoming(self.call, BackwardInputs(given["grad_out"], None, *self._qkv, out, lse, (lse, lse)))
 
 
 def plans_of(made: Variant) -> dict[str, Plan]:

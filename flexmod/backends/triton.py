@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flexmod.backends.arguments import (
     Arguments,
-    Incoming,
     Operands,
     block_of,
     grad_lse_arguments,
@@ -23,6 +22,7 @@ from flexmod.backends.arguments import (
     sizes,
     strided,
 )
+from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
@@ -128,7 +128,7 @@ def backward(
     writer: PlanWriter,
     kernels: Kernels,
     call: Operands,
-    incoming: Incoming,
+    incoming: BackwardInputs,
     needs: tuple[bool, bool, bool],
     tiles: Rungs,
     facts: BackwardFacts,
@@ -271,7 +271,7 @@ def sum_buffers(
 
 
 def statistics_arguments(
-    spec: KernelSpec, incoming: Incoming, delta: Place, pitch: Extent, weights: Mapping[str, object]
+    spec: KernelSpec, incoming: BackwardInputs, delta: Place, pitch: Extent, weights: Mapping[str, object]
 ) -> tuple[Extent, Arguments]:
     """The grid and the arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
 
