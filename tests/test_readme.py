@@ -65,7 +65,8 @@ def test_every_kernel_option_is_documented() -> None:
 
 
 def test_every_switch_is_documented() -> None:
-    assert first_column("debugging.md#Settings") == {config.DEBUG, config.CACHE_DIR, config.CHECK_BOUNDS}
+    switches = {config.DEBUG, config.CACHE_DIR, config.CHECK_BOUNDS, config.COMPILE_THREADS}
+    assert first_column("debugging.md#Settings") == switches
 
 
 def test_every_mask_is_documented() -> None:

@@ -15,6 +15,7 @@ from flexmod import config, masks, mods
 from flexmod.cli import main
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.command_errors import WarmFolderError
+from flexmod.runtime import side_by_side
 from flexmod.warm import checked_folder, warm
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +115,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*command[:-1], "sm_80"]) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == changed
     assert config.cache_dir() == before
+
+
+def test_threads_fill_it_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels in the same order, and the same machine code."""
+    found = []
+    for count in (1, 4):
+        monkeypatch.setattr(side_by_side, "threads", lambda count=count: count)
+        folder = tmp_path / str(count)
+        built = [*warm(folder, mods.softcap(30.0), masks.causal(), head_dim=64, targets=["sm_90", "sm_80"])]
+        code = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.cubin")}
+        found.append(([(target, one.kernel, one.template, one.tile) for target, one in built], code))
+    assert found[0] == found[1] and len(found[0][0]) == 8
 
 
 def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,8 @@ def share_compiles(module: ModuleType) -> None:
 def _compile(key: str, compile_kernel: Compile) -> Any:
     folder = config.cache_dir()
     find_compiled(folder)
-    if compiles_always():
-        return compile_kernel()
     with _lock_of(key):
-        return _compile_alone(folder, key, compile_kernel)
+        return compile_kernel() if compiles_always() else _compile_alone(folder, key, compile_kernel)
 
 
 def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:

@@ -50,14 +50,19 @@ def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         return [job() for job in jobs]
     tasks = [_Task(job) for job in jobs]
     left = deque(tasks[1:])
-    count = min(threads(), len(jobs)) - 1
-    others = [threading.Thread(target=_work, args=(left,), name="flexmod compiles") for _ in range(count)]
-    for thread in others:
-        thread.start()
-    tasks[0].run()
-    _work(left)
-    for thread in others:
-        thread.join()
+    others: list[threading.Thread] = []
+    with suppress(RuntimeError):  # the system starts no more threads
+        while len(others) + 1 < min(threads(), len(jobs)):
+            thread = threading.Thread(target=_work, args=(left,), name="flexmod compiles")
+            thread.start()
+            others.append(thread)
+    try:
+        tasks[0].run()
+        _work(left)
+    finally:
+        left.clear()  # after Ctrl-C nobody begins another
+        for thread in others:
+            thread.join()
     return [task.outcome.result() for task in tasks]
 
 
@@ -70,6 +75,8 @@ class _Task:
             self.outcome.set_result(self.job())
         except BaseException as error:
             self.outcome.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
 
 def _work(left: deque[_Task]) -> None:

@@ -94,6 +94,24 @@ def test_the_first_error_is_raised(count: int, threads: Callable[[int], None]) -
     assert not [t for t in threading.enumerate() if t.name == "flexmod compiles"]
 
 
+def test_ctrl_c_begins_no_further_job(threads: Callable[[int], None]) -> None:
+    threads(2)
+    began: list[int] = []
+
+    def interrupted() -> None:
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    def job() -> None:
+        began.append(1)
+        time.sleep(0.3)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads([interrupted, *[job] * 5])
+    assert len(began) == 1
+    assert not [t for t in threading.enumerate() if t.name == "flexmod compiles"]
+
+
 def test_errors_of_a_background_job_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         raise ValueError
@@ -102,7 +120,9 @@ def test_errors_of_a_background_job_are_dropped(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -110,6 +130,8 @@ def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     ran: list[int] = []
     later(lambda: ran.append(1))
     assert ran == []
+    threads(4)
+    assert in_threads([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("job", [None, "a job"])
@@ -341,3 +363,32 @@ def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> No
 """
     found, *_ = python(tmp_path, body)
     assert sorted(name for name, *_ in found) == HOPPER
+
+
+BUILD = """
+    from benchmarks.host_path import H200
+    from flexmod.block_mask import generated
+    from flexmod.block_mask.mask_mod import trace_mask
+    ids = torch.arange(256, dtype=torch.int32) // 50
+    traced = trace_mask({mask}, torch.device("cpu"))
+    with mock.patch.object(generated, "target_of", lambda device: H200):
+        generated.build(traced, (1, 1, 256, 256), (128, 128), torch.device("cpu"), True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "kernels"),
+    [
+        ("masks.causal()", ["elements", "runs", "squares"]),
+        ("masks.document(ids, causal=True)", ["elements", "order", "runs", "squares", "terms"]),
+    ],
+)
+def test_kernels_that_build_a_mask(mask: str, kernels: list[str], tmp_path: Path) -> None:
+    """Before the first is launched; their launches find them all."""
+    found, launchers, launched = python(tmp_path, BUILD.format(mask=mask))
+    names = [f"{name}_kernel" for name in kernels]
+    assert sorted(name for name, *_ in found) == sorted(launchers) == names
+    assert {*launched} == {*names} and len({thread for _, thread, *_ in found}) > 1
+    in_turn, launchers, _ = python(tmp_path, BUILD.format(mask=mask), 1)
+    assert launchers == [] and {thread for _, thread, *_ in in_turn} == {"main"}
+    assert {name: code for name, _, code, _ in found} == {name: code for name, _, code, _ in in_turn}
