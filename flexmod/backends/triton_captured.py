@@ -105,7 +105,7 @@ def diagonal_lists(
     """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
 
     `parts` are those of `Held.by_row`. A diagonal holds the tiles (m, m * block_m / block_n + a constant), of
-    falling constants as in `schedule.diagonal_order`. The full tiles come last, where they are separate.
+    falling constants as in `diagonal_of_tiles`. The full tiles come last, where they are separate.
     Nothing here waits for the device.
     """
     (length, keys), (q_block, kv_block) = lengths, block

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexmod.codegen import prelude, schedule
+from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, lowest_peak
@@ -126,9 +126,6 @@ def _environment() -> jinja2.Environment:
         parameters=parameters,
         device_functions=prelude.texts,
         unspecialized=_unspecialized,
-        query_order=schedule.query_order,
-        key_order=schedule.key_order,
-        diagonal_order=schedule.diagonal_order,
         as_tuple=_as_tuple,
     )
     return environment

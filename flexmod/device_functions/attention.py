@@ -1,4 +1,9 @@
-"""What the portable kernels of attention call."""
+"""What the portable kernels of attention call.
+
+A grid is flat. The tiles of one head follow each other, so that programs that run together share its keys and
+values in the L2; heads of one group are neighbors for the same reason. Where a mask is at work the long rows
+(causal: the last queries, the first keys) go first, so that the short ones fill the tail.
+"""
 
 import triton
 import triton.language as tl
@@ -6,6 +11,72 @@ import triton.language as tl
 # e^x = 2^(x * LOG2E), and what float32 cannot hold of that number.
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-08)
+
+
+@triton.jit
+def tile_of_queries(HQ, length, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Batch entry, query head and first query of this program's tile of `length` queries."""
+    program = tl.program_id(0)
+    tiles = (length + TILE - 1) // TILE
+    if LAST_FIRST:
+        start = (tiles - 1 - program % tiles) * TILE
+    else:
+        start = (program % tiles) * TILE
+    head = program // tiles % HQ
+    batch = program // tiles // HQ
+    return batch, head, start
+
+
+@triton.jit
+def tile_of_keys(HKV, N, TILE: tl.constexpr):
+    """Batch entry, head and first key of this program's tile of keys."""
+    program = tl.program_id(0)
+    tiles = (N + TILE - 1) // TILE
+    start = (program % tiles) * TILE
+    head = program // tiles % HKV
+    batch = program // tiles // HKV
+    return batch, head, start
+
+
+@triton.jit
+def diagonal_of_tiles(HQ, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Batch entry and query head of this program, and its diagonal of tiles: start_n - start_m, its number,
+    how many there are.
+
+    Neighbors meet the same queries with neighboring keys at the same time.
+    """
+    program = tl.program_id(0)
+    key_tiles = (N + BLOCK_N - 1) // BLOCK_N
+    diagonals = key_tiles + ((M + BLOCK_M - 1) // BLOCK_M - 1) * (BLOCK_M // BLOCK_N)
+    diagonal = program % diagonals
+    offset = (key_tiles - 1 - diagonal) * BLOCK_N
+    head = program // diagonals % HQ
+    batch = program // diagonals // HQ
+    return batch, head, offset, diagonal, diagonals
+
+
+@triton.jit
+def first_of_runs(of_row, RUNS, FIRST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The tiles in a row's runs of blocks: how many. Then the first one: its run, its start, the run's end.
+
+    of_row [6]  the row's entry of ROWS, which describes the runs from number FIRST on
+    """
+    steps = tl.load(of_row + FIRST) * (BLOCK // TILE)
+    run = RUNS + tl.cast(tl.load(of_row + (FIRST + 2)), tl.int64) * 2
+    start = tl.load(run, mask=steps > 0, other=0) * BLOCK
+    stop = tl.load(run + 1, mask=steps > 0, other=0) * BLOCK
+    return steps, run, start, stop
+
+
+@triton.jit
+def next_of_runs(step, steps, run, start, stop, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile after that of a step, one step ahead of its use: its run, its start, the run's end."""
+    following = start + TILE
+    ended = (following == stop) & (step + 1 < steps)
+    run += tl.where(ended, 2, 0)
+    following = tl.where(ended, tl.load(run, mask=ended, other=0) * BLOCK, following)
+    stop = tl.where(ended, tl.load(run + 1, mask=ended, other=0) * BLOCK, stop)
+    return run, following, stop
 
 
 @triton.jit

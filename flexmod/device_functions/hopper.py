@@ -2,6 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flexmod.runtime.gluon import add_tile, stores_read
 
 
 @gluon.jit
@@ -9,6 +12,15 @@ def advance(slot, phase, STAGES: gl.constexpr):
     """The next slot of a ring, and the phase of its barriers, which turns when the ring begins anew."""
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def in_sections(number, tiles, batches, heads, SECTION: gl.constexpr):
+    """Head of a tile, counted over all batch entries, and its place there. SECTION heads run side by side."""
+    section = number // (SECTION * tiles) * SECTION
+    together = gl.minimum(SECTION, batches * heads - section)
+    rest = number - section * tiles
+    return section + rest % together, rest // together
 
 
 @gluon.jit
@@ -124,3 +136,23 @@ def add_diagonals(term, distance, SUMS, line, M, N):
     gl.atomic_add(SUMS + line + place, ahead, mask=(place > -N) & (place < M), sem="relaxed")
     place -= 32
     gl.atomic_add(SUMS + line + place, behind, mask=(place > -N) & (place < M), sem="relaxed")
+
+
+@gluon.jit
+def as_held(tile, ROW: gl.constexpr):
+    """[64, columns] as rows of ROW numbers, in the order in which four warps hold them in registers.
+
+    By eight columns: warp, thread // 4, thread % 4, row // 8 % 2, column % 2. round_kernel undoes it.
+    """
+    columns: gl.constexpr = tile.shape[1]
+    parts = tile.reshape([4, 2, 8, columns // 8, 4, 2])
+    return gl.permute(parts, (3, 0, 2, 4, 1, 5)).reshape([64 // ROW * columns, ROW])
+
+
+@gluon.jit
+def add_to_sum(SUM_GRAD_Q, block, first: gl.constexpr, grad_q, own_grad_q, ROW: gl.constexpr):
+    """Adds [64, columns] of dQ, from column `first` on, to what is summed of a block of 64 queries."""
+    stores_read()
+    own_grad_q.reshape([64 // ROW * grad_q.shape[1], ROW]).store(as_held(grad_q, ROW))
+    fence_async_shared()
+    add_tile(SUM_GRAD_Q, [block, 64 // ROW * first, 0], own_grad_q)

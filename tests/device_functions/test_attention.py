@@ -31,6 +31,78 @@ def test_a_tile_lies_where_its_strides_say(order: tuple[int, ...], device: torch
     assert torch.equal(out, x[1, 2, 5:9])
 
 
+PLACE = """
+
+@triton.jit
+def run(OUT, HQ, HKV, M, N, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    out = OUT + tl.program_id(0) * 11
+    batch, head, start = tile_of_queries(HQ, M, TILE, LAST_FIRST)
+    tl.store(out, batch)
+    tl.store(out + 1, head)
+    tl.store(out + 2, start)
+    batch, head, start = tile_of_keys(HKV, N, TILE)
+    tl.store(out + 3, batch)
+    tl.store(out + 4, head)
+    tl.store(out + 5, start)
+    batch, head, offset, diagonal, diagonals = diagonal_of_tiles(HQ, M, N, 2 * TILE, TILE)
+    tl.store(out + 6, batch)
+    tl.store(out + 7, head)
+    tl.store(out + 8, offset)
+    tl.store(out + 9, diagonal)
+    tl.store(out + 10, diagonals)
+"""
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_each_tile_is_a_programs(last_first: bool, device: torch.device) -> None:
+    """2 batch entries, 3 query heads, 2 of keys, 5 tiles of queries, 4 of keys; 8 diagonals of tiles."""
+    out = torch.empty(36, 11, dtype=torch.int32, device=device)
+    given = {"HQ": 3, "HKV": 2, "M": 70, "N": 50, "TILE": 16, "LAST_FIRST": last_first}
+    kernel(loaded("attention", PLACE), "run", out)[(36,)](out, **given)
+    rows = out.tolist()
+    starts = [0, 16, 32, 48, 64][:: -1 if last_first else 1]
+    assert [row[:3] for row in rows[:30]] == [[b, h, m] for b in range(2) for h in range(3) for m in starts]
+    tiles = [[b, h, n] for b in range(2) for h in range(2) for n in (0, 16, 32, 48)]
+    assert [row[3:6] for row in rows[:16]] == tiles
+    # start_n - start_m of tiles of 32 queries and 16 keys: the last keys beside the first queries come first
+    offsets = [48, 32, 16, 0, -16, -32, -48, -64]
+    found = [row[6:] for row in rows]
+    expected = [[b, h, x, n, 8] for b in range(2) for h in range(3) for n, x in enumerate(offsets)]
+    assert found == expected[:36]
+
+
+WALK = """
+
+@triton.jit
+def run(OUT, OF_ROW, RUNS, FIRST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    steps, run, start, stop = first_of_runs(OF_ROW, RUNS, FIRST, TILE, BLOCK)
+    tl.store(OUT, steps)
+    for step in range(0, steps):
+        tl.store(OUT + 1 + step, start)
+        run, start, stop = next_of_runs(step, steps, run, start, stop, TILE, BLOCK)
+"""
+
+
+@pytest.mark.parametrize(
+    "runs", [[], [(0, 1)], [(2, 5)], [(0, 2), (3, 4), (7, 9)], [(1, 2), (2, 3)]], ids=str
+)
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_walk_over_runs_meets_each_tile_once(
+    first: int, runs: list[tuple[int, int]], device: torch.device
+) -> None:
+    """Other runs stand before them, and numbers behind them that are none."""
+    blocks = [block for run in runs for block in range(*run)]
+    of_row = torch.full((6,), -99)
+    of_row[first : first + 3] = torch.tensor([len(blocks), len(runs), 2])
+    table = torch.tensor([(90, 91), (92, 93), *runs, (-99, -99)])
+    out = torch.full((40,), -1, dtype=torch.int32, device=device)
+    run = kernel(loaded("attention", WALK), "run", out)
+    given = (x.to(torch.int32).to(device).contiguous() for x in (of_row, table))
+    run[(1,)](out, *given, FIRST=first, TILE=32, BLOCK=64)
+    starts = [block * 64 + half for block in blocks for half in (0, 32)]
+    assert out.tolist() == [len(starts), *starts, *[-1] * (39 - len(starts))]
+
+
 def test_a_compensated_sum_keeps_what_rounding_takes(device: torch.device) -> None:
     """1 and 4096 terms that float32 would all lose beside it."""
     total, lost = torch.ones(64, device=device), torch.zeros(64, device=device)

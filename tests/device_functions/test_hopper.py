@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_gluon.language import names
@@ -135,6 +137,35 @@ def test_tiles_by_the_order_of_their_rows(hopper: dict[str, Any]) -> None:
     starts = [hopper["nth_tile"](place, -1, ordered, 0, 0, TILE, BLOCK) for place in range(6)]
     assert starts == [256, 320, 0, 64, 128, 192]
     assert hopper["nth_tile"](3, 77, plain, 0, 0, TILE, BLOCK) == 77
+
+
+@pytest.mark.parametrize("heads", [1, 8, 11, 16])
+def test_sections_of_heads_run_side_by_side(hopper: dict[str, Any], heads: int) -> None:
+    """Each tile of each head once; those of one place follow each other, of 8 heads or what is left."""
+    found = [hopper["in_sections"](number, 5, 1, heads, 8) for number in range(5 * heads)]
+    expected = [
+        (head, place)
+        for section in range(0, heads, 8)
+        for place in range(5)
+        for head in range(section, min(section + 8, heads))
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize("row", [32, 64])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_sums_lie_as_warps_hold_them(hopper: dict[str, Any], columns: int, row: int) -> None:
+    """A thread's numbers of eight columns lie side by side: rows 8 apart, two columns each."""
+    tile = np.arange(64 * columns).reshape(64, columns)
+    held = hopper["as_held"](tile, row)
+    assert held.shape == (64 * columns // row, row)
+    flat = held.ravel()
+    for eight in range(0, columns, 8):
+        for warp, lane in itertools.product(range(4), range(32)):
+            start = (eight // 8 * 4 + warp) * 128 + lane * 4
+            first, column = 16 * warp + lane // 4, eight + lane % 4 * 2
+            expected = tile[[first, first, first + 8, first + 8], [column, column + 1] * 2]
+            assert flat[start : start + 4].tolist() == expected.tolist()
 
 
 def test_a_note_carries_a_number(hopper: dict[str, Any]) -> None:
