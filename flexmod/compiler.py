@@ -202,15 +202,18 @@ class _Skeleton:
         return bool(differing)
 
     def of_parameters(self, graph: Graph, numbers: Numbers) -> Graph:
-        """The graph with its promoted constants as parameters, one for all numbers of these types."""
+        """The graph with its promoted constants as parameters.
+
+        It is one object for all numbers of these types, where each of them becomes a parameter.
+        """
         if not self._promoted:
             return graph
-        if graph.lines:
-            return promote_constants(graph, self._promoted)
         types = tuple([type(number) for number in numbers])
-        found = self._graphs.get(types)
+        found = None if graph.lines else self._graphs.get(types)
         if found is None:
-            found = self._graphs[types] = promote_constants(graph, self._promoted)
+            found = promote_constants(graph, self._promoted)
+            if not graph.lines and self._promoted == set(_places_of(found)):
+                self._graphs[types] = found
         return found
 
 
@@ -253,9 +256,10 @@ def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
     """
     exact = tuple([(place, numbers[place]) for place in _places_of(graph)])
     if graph.kind == "mask":
-        alike = tuple([(place, _span(number)) for place, number in exact])
-        if not _needs_int64(graph, extents, alike):
-            return alike
+        for span in (_span, _span_of_bits):
+            alike = tuple([(place, span(number)) for place, number in exact])
+            if not _needs_int64(graph, extents, alike):
+                return alike
     return exact
 
 
@@ -276,6 +280,15 @@ def _span(number: bool | int | float) -> Any:
     if type(number) is int and 0 < abs(number) <= LARGEST_ALIKE:
         return (1, LARGEST_ALIKE) if number > 0 else (-LARGEST_ALIKE, -1)
     return number
+
+
+def _span_of_bits(number: bool | int | float) -> Any:
+    """The integers of the number's sign that have at most as many bits."""
+    span = _span(number)
+    if type(number) is not int or span is number:
+        return span
+    largest = (1 << number.bit_length()) - 1
+    return (1, largest) if number > 0 else (-largest, -1)
 
 
 @lru_cache(KERNELS)

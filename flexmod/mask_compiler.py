@@ -17,44 +17,30 @@ from flexmod.codegen.builder_kernels import Builder, BuilderKernels
 from flexmod.codegen.builder_text import write_bounds, write_term
 from flexmod.codegen.render import render_builder
 from flexmod.ir import intervals
-from flexmod.ir.graph import UNIFORM, Graph
-from flexmod.ir.ops import COMPARISONS, strong
+from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents, Places, fitted
-
-# What the bounds of a tile lose nothing on where a side is no constant but an argument.
-KEEP_BOUNDS = COMPARISONS | {"add", "sub", "neg", "minimum", "maximum"}
 
 
 def builder(graph: Graph, extents: Extents) -> Builder:
     """The kernels that build the block mask of a mask_mod's graph."""
     graph, checked = compiler.own_graph(graph), config.check_bounds()
     promoted, numbers = compiler.CONSTANTS.promote(graph)
-    if promoted is not graph and _bounds_serve(promoted):
+    if promoted is not graph:
         places = compiler.known_places(promoted, numbers, extents)
         kernels = _builder_of_parameters(promoted, extents, places, checked)
-        return Builder(kernels, (numbers,) * (2 + len(kernels.terms)))
+        if kernels is not None:
+            return Builder(kernels, (numbers,) * (2 + len(kernels.terms)))
     return _builder_of_numbers(graph, extents, compiler.CONSTANTS.version, checked)
 
 
 @lru_cache(compiler.GRAPHS)
-def _bounds_serve(graph: Graph) -> bool:
-    """Are the bounds of tiles as close with the graph's parameters as with its numbers?"""
-    made_of_parameters: set[object] = set()
-    for node in graph.nodes:
-        given = [a in made_of_parameters for a in node.args]
-        if node.op == "param" or any(given) and node.home <= UNIFORM:
-            made_of_parameters.add(node)
-        elif any(given) and (
-            node.op not in KEEP_BOUNDS or any(strong(a.dtype).is_floating_point for a in node.args)
-        ):
-            return False
-    return True
-
-
-@lru_cache(compiler.GRAPHS)
-def _builder_of_parameters(graph: Graph, extents: Extents, places: Places, checked: bool) -> BuilderKernels:
-    """Those for all numbers that the parameters may take."""
+def _builder_of_parameters(
+    graph: Graph, extents: Extents, places: Places, checked: bool
+) -> BuilderKernels | None:
+    """Those for all numbers that the parameters may take; None where bounds are closer with each number."""
     analysis = intervals.analyze(fitted(graph, extents, places), extents, places)
+    if not analysis.serves:
+        return None
     mask = compiler.lower(graph, extents, places, split=False, checked=checked)
     return _builder_kernels(analysis.bounds, analysis.terms, mask)
 

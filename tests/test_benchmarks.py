@@ -63,6 +63,19 @@ def test_calls_of_the_host_path_are_known(template, monkeypatch):
             assert sum(counts) == (template == "hopper" and kernels > 0)
 
 
+def test_masks_of_the_host_path_are_known(monkeypatch):
+    """So are those of masks: three kernels, two more where tensors are captured."""
+    launches = []
+    call = Direct.__call__
+    monkeypatch.setattr(Direct, "__call__", lambda self, room: launches.append(self) or call(self, room))
+    with host_path.on_an_h200():
+        for name, run in host_path.mask_cases().items():
+            for _ in range(4):
+                launches.clear()
+                run()
+            assert len(launches) == (5 if "tensor" in name else 3), name
+
+
 def test_a_peer_that_fails_is_dropped():
     calls = []
 

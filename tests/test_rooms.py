@@ -37,7 +37,7 @@ ir.positions
 ir.passes
 ir.tanhs
 ir.exponents
-ir.ends ir.linear ir.casts ir.sources ir.intervals
+ir.ends ir.linear ir.parameters ir.casts ir.sources ir.intervals
 ir.ranges
 ir.derivative
 ir.reductions

@@ -33,6 +33,7 @@ from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, regroup
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
+from flexmod.ir.parameters import serves
 from flexmod.ir.passes import Extents, Places, optimize, simplify
 from flexmod.ir.sources import Sources
 
@@ -70,10 +71,14 @@ class BoundsTerm:
 
 @dataclass(frozen=True)
 class Analysis:
-    """`bounds` has the results (certain, possible) and the captures of the mask, under the same numbers."""
+    """`bounds` has the results (certain, possible) and the captures of the mask, under the same numbers.
+
+    `serves`: they are as close with the graph's parameters as with the numbers that these stand for.
+    """
 
     bounds: Graph
     terms: tuple[BoundsTerm, ...]
+    serves: bool = True
 
     def of_axis(self, axis: str) -> tuple[BoundsTerm, ...]:
         return tuple(t for t in self.terms if t.axis == axis)
@@ -119,7 +124,8 @@ class _Analyzer:
         graph = simplify(self.graph.of(nodes, "bounds"))
         names = {n.value for n in graph.nodes if n.op == "input"}
         terms = (term for term, _ in self.terms.values())
-        return Analysis(graph, tuple(t for t in terms if {t.low, t.high} & names))
+        used = tuple(t for t in terms if {t.low, t.high} & names)
+        return Analysis(graph, used, serves(self.graph, self.forms, self._by_rules()))
 
     def _needed(self) -> list[Node]:
         """The nodes whose bounds rules make, arguments first: what stands in a term is not asked for."""
@@ -131,6 +137,10 @@ class _Analyzer:
             elif plan == "linear":
                 wanted.update(self._form(node).others)
         return [n for n in self.graph.nodes if n in wanted]
+
+    def _by_rules(self) -> list[Node]:
+        """The nodes whose bounds rules make from those of other nodes."""
+        return [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
 
     def _node(self, end: Any) -> Node:
         return end.node if isinstance(end, End) else self.builder.const(bool(end), torch.bool)

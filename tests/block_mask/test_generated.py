@@ -141,7 +141,26 @@ def of_documents(n):
     return lambda b, h, q_idx, kv_idx: (SMALL[q_idx] == SMALL[kv_idx]) & (q_idx - kv_idx < n)
 
 
-OF_A_NUMBER = [window, prefix, ahead_of, band, clamped, scaled, chunked, steep, of_documents]
+def up_to_a_half(n):
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= n + 0.5) & (q_idx >= kv_idx)
+
+
+def dilated(n):
+    return lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx) % (abs(n) + 1) == 0) & (q_idx >= kv_idx)
+
+
+def of_products(n):
+    return lambda b, h, q_idx, kv_idx: (q_idx * n - kv_idx * n).abs() <= 90
+
+
+def of_both(n):
+    return lambda b, h, q_idx, kv_idx: q_idx % (abs(n) + 3) >= kv_idx // (abs(n) + 1)
+
+
+OF_A_NUMBER = [
+    window, prefix, ahead_of, band, clamped, scaled, chunked, steep, of_documents, up_to_a_half, dilated,
+    of_products, of_both,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OF_A_NUMBER)
@@ -169,13 +188,18 @@ def test_a_number_that_changes(make, monkeypatch):
         assert torch.equal(opened.pop(), before)
 
 
-@pytest.mark.parametrize("make", [window, prefix, ahead_of, band, clamped, of_documents])
-def test_a_number_that_changes_is_analyzed_no_more(make, monkeypatch):
+SERVED = [
+    window, prefix, ahead_of, band, clamped, chunked, steep, of_documents, up_to_a_half, dilated, of_both
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "last"), [*((make, 2**29) for make in SERVED), (scaled, 63)])
+def test_a_number_that_changes_is_analyzed_no_more(make, last, monkeypatch):
     sizes = (1, 2, 200, 190)
-    for number in (30, 31):
+    for number in (30, 31, 32, 33):
         check(make(number), sizes, (16, 16))
     monkeypatch.setattr(mask_compiler.intervals, "analyze", None)
-    found = {builder(traced(make(number), sizes).graph, sizes).kernels for number in (32, 50, 2**29)}
+    found = {builder(traced(make(number), sizes).graph, sizes).kernels for number in (32, 50, last)}
     assert len(found) == 1
 
 

@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import host_path
 from block_mask.test_refine import MODS
 from flexmod import compiler, create_block_mask, create_mask, errors
 from flexmod.block_mask import generated
 from flexmod.block_mask.mask_mod import trace_mask
+from flexmod.runtime import jit
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 50, 70)
@@ -79,9 +81,11 @@ FLOATING = {
     "floor": "(q * 1.0) // n >= k",
     "larger": "torch.maximum(q * 1.0, n - k) >= 30",
     "power": "(q * 1.0) ** n >= k",
+    "read twice": "(DOUBLES[k] >= n) & (q * 1.0 >= n)",
     "both": "(q >= k * n) & ((q - k) * 1.0 < n + 3)",
 }
 TABLE = torch.arange(10) * 9
+DOUBLES = torch.arange(100).double() / 7
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def maker(text: str) -> Callable[[Number], Any]:
-    scope = {"torch": torch, "TABLE": TABLE}
+    scope = {"torch": torch, "TABLE": TABLE, "DOUBLES": DOUBLES}
     made: Callable[[Number], Any] = eval(f"lambda n: lambda b, h, q, k: {text}", scope)
     return made
 
@@ -155,7 +159,22 @@ def test_numbers_of_several_types(text: str) -> None:
     check(maker(text), (40, 40.0, 3, True, 3.5, 2**31, False, 1, 2**40, 1.0))
 
 
-@settings(max_examples=25, deadline=None)
+def test_launches_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later numbers of a kind go into launches that are there."""
+    started, launched = [], []
+    monkeypatch.setattr(host_path._Launch, "__call__", lambda self, *arguments: launched.append(arguments))
+    with host_path.on_an_h200():
+        start = jit.start
+        monkeypatch.setattr(jit, "start", lambda *given: started.append(given) or start(*given))
+        for number, by_triton in ((4000, 3), (4001, 3), (4002, 0), (77777, 0), (2**31, 3), (1, 0)):
+            started.clear()
+            launched.clear()
+            create_block_mask(maker(WHOLE["window"])(number), None, None, 50, 70, device="cpu")
+            assert len(started) == by_triton, number
+            assert by_triton or sum(number in arguments for arguments in launched) >= 2
+
+
+@settings(max_examples=15, deadline=None)
 @given(MODS, MODS, st.lists(st.sampled_from((*SMALL, *LARGE)), min_size=3, max_size=4))
 def test_random_masks(first: str, second: str, numbers: Sequence[int]) -> None:
     scope = {"torch": torch, "ids": torch.arange(100).flip(0) // 13}

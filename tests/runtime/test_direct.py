@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexmod.runtime import counters
 from flexmod.runtime.counters import COUNTER, filled
-from flexmod.runtime.direct import KEPT, Direct
+from flexmod.runtime.direct import KEPT, Direct, kind_of_number
 from flexmod.runtime.gluon import layout_of
 
 DEVICE = torch.device("cuda", 0)
@@ -83,6 +83,23 @@ def test_pointers() -> None:
         head = (5, 1, 1, 7, 99, False, True, None, None, (4, 1, 1024), None, None, None)
         pointers = [tensor.data_ptr() for tensor in tensors]
         assert launcher.calls[-1] == (*head, pointers[1], 3, None, pointers[0], 0.5)
+
+
+def test_numbers() -> None:
+    """Each launch has its own; others stay what they were."""
+    launcher = CudaLauncher(descriptors=False)
+    tensor = torch.zeros(4)
+    launch = Direct(compiled(launcher), DEVICE, (5,), [tensor, 3, 40, 0.5, True], {0: 0, 2: 1, 3: 2, 4: 3})
+    for numbers in ([41, 0.25, False], [-(2**31), float("inf"), True]):
+        launch([tensor, *numbers])
+        assert launcher.calls[-1][-5:] == (tensor.data_ptr(), 3, *numbers)
+
+
+def test_kinds_of_numbers() -> None:
+    """What Triton types them as."""
+    assert [kind_of_number(number) for number in (0, 2**31 - 1, -(2**31))] == [32, 32, 32]
+    assert [kind_of_number(number) for number in (2**31, -(2**31) - 1, 2**63 - 1)] == [64, 64, 64]
+    assert [kind_of_number(number) for number in (1, True, 1.0)] == [32, bool, float]
 
 
 @pytest.mark.parametrize("triton", ["3.6", "3.9"])
