@@ -40,10 +40,10 @@ def compile_only(function, grid, device, arguments):
 
 stand_in_driver.install()
 batch, heads, length = {sizes}
+mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")
 with on_an_h200(), mock.patch.object(jit, "start", compile_only):
     made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad=True)
     q, k, v = made(), made(), made()
-    mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")
     out = flexmod.flex_attention(q, k, v, {score}, mask)
     torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 print(json.dumps(stand_in_driver.compiled))

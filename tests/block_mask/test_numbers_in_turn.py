@@ -162,10 +162,10 @@ def test_numbers_of_several_types(text: str) -> None:
 def test_launches_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later numbers of a kind go into launches that are there."""
     started, launched = [], []
-    monkeypatch.setattr(host_path._Launch, "__call__", lambda self, *arguments: launched.append(arguments))
-    with host_path.on_an_h200():
+    with host_path.on_an_h200(), monkeypatch.context() as inside:
         start = jit.start
-        monkeypatch.setattr(jit, "start", lambda *given: started.append(given) or start(*given))
+        inside.setattr(host_path._Launch, "__call__", lambda self, *arguments: launched.append(arguments))
+        inside.setattr(jit, "start", lambda *given: started.append(given) or start(*given))
         for number, by_triton in ((4000, 3), (4001, 3), (4002, 0), (77777, 0), (2**31, 3), (1, 0)):
             started.clear()
             launched.clear()

@@ -213,6 +213,7 @@ def compile_only(function, grid, device, arguments):
 stand_in_driver.install()
 stand_in_driver.Driver.launcher_cls = staticmethod(lambda src, metadata: launchers.append(src.name))
 triton.knobs.compilation.listener = listen
+mask = flexmod.create_block_mask(masks.causal(), None, None, 256, 256, device="cpu")
 with contextlib.ExitStack() as stack:
     threads = side_by_side.threads
     stack.enter_context(on_an_h200())
@@ -223,7 +224,6 @@ with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(place, name, value))
     made = lambda: torch.randn(1, 2, 256, 64, dtype=torch.float16, requires_grad=True)
     q, k, v = made(), made(), made()
-    mask = flexmod.create_block_mask(masks.causal(), None, None, 256, 256, device="cpu")
     slopes = torch.rand(2, requires_grad=True)
     attend = lambda: flexmod.flex_attention(q, k, v, {score}, mask, kernel_options={options})
     {body}
@@ -318,7 +318,7 @@ def test_a_fault_of_the_backward_is_raised_by_the_backward(tmp_path: Path) -> No
     body = STEP.format(then="print('forward', file=sys.stderr)").replace(
         "out = attend()",
         "from flexmod.backends import families\n"
-        "    fault = mock.patch.object(families._Hopper, 'backward', side_effect=ZeroDivisionError)\n"
+        "    fault = mock.patch.object(families.HopperFamily, 'backward', side_effect=ZeroDivisionError)\n"
         "    fault.start(); out = attend(); assert len(compiled) == 1",
     )
     with pytest.raises(AssertionError, match=r"^forward\n(.|\n)*ZeroDivisionError"):
