@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flexmod import calls
+from flexmod import config as switches
 
 hypothesis.settings.register_profile("flexmod", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flexmod")
@@ -55,6 +56,22 @@ def device() -> torch.device:
 def nothing_known() -> None:
     """No test meets a call that another has made known: one that watches what runs would see it played."""
     calls.forget()
+
+
+@pytest.fixture
+def switch() -> Iterator[Callable[[str, object], None]]:
+    """`switch(config.DEBUG, 1)` sets a switch of flexmod's for this process and its children.
+
+    All are forgotten when the environment is as before: a thread that compiles may read them at any time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+
+        def set_to(name: str, value: object) -> None:
+            patch.setenv(name, str(value))
+            switches.config.cache_clear()
+
+        yield set_to
+    switches.config.cache_clear()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,8 @@ ids = torch.arange(LENGTH, dtype=torch.int32) // 7
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
-    config.config.cache_clear()
-    yield
-    config.config.cache_clear()
+def checked(switch: Callable[[str, object], None]) -> None:
+    switch(config.CHECK_BOUNDS, 1)
 
 
 def attend(
@@ -158,17 +155,15 @@ def test_backward_and_captured_gradients() -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_a_derivative_that_loads_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_derivative_that_loads_outside(switch: Callable[[str, object], None]) -> None:
     """What the forward lets pass while checks are off, the backward reports when they are on."""
-    monkeypatch.setenv(config.CHECK_BOUNDS, "0")
-    config.config.cache_clear()
+    switch(config.CHECK_BOUNDS, 0)
 
     def scaled(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return s * short[kv_idx]
 
     out = attend(scaled)
-    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
-    config.config.cache_clear()
+    switch(config.CHECK_BOUNDS, 1)
     with pytest.raises(CaptureBoundsError, match=r"short, of shape \(30,\).* with 39 in dimension 0"):
         out.sum().backward()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,15 +78,12 @@ def test_cache_folder_that_is_a_file(tmp_path: Path) -> None:
         config.read({config.CACHE_DIR: str(file)})
 
 
-def test_process_switches_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config.config.cache_clear()
-    try:
-        monkeypatch.setenv(config.DEBUG, "2")
-        monkeypatch.setenv(config.CACHE_DIR, str(tmp_path))
-        assert config.debug_level() == 2
-        monkeypatch.setenv(config.DEBUG, "3")
-        assert config.debug_level() == 2
-        assert config.cache_dir() == tmp_path
-    finally:
-        monkeypatch.undo()
-        config.config.cache_clear()
+def test_process_switches_are_read_once(
+    switch: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    switch(config.DEBUG, 2)
+    switch(config.CACHE_DIR, tmp_path)
+    assert config.debug_level() == 2
+    monkeypatch.setenv(config.DEBUG, "3")
+    assert config.debug_level() == 2
+    assert config.cache_dir() == tmp_path

@@ -648,23 +648,19 @@ def test_a_table_beyond_its_end_is_found_at_positions(backend: str) -> None:
             call(first)
 
 
-def test_checked_kernels_look_at_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
-    config.config.cache_clear()
+def test_checked_kernels_look_at_positions(switch: Callable[[str, object], None]) -> None:
+    switch(config.CHECK_BOUNDS, 1)
     query, key, value = inputs(1, 32, 32)
     table = torch.zeros(LENGTH)
 
     def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + table[q_idx]
 
-    try:
-        options = {"kernel_options": {"BACKEND": "INTERPRET"}}
-        flex_attention(query, key, value, score, q_offset=64, **options)
-        for first in (65, torch.tensor([65])):
-            with pytest.raises(errors.CaptureBoundsError, match="is indexed with 96 in dimension 0"):
-                flex_attention(query, key, value, score, q_offset=first, **options)
-    finally:
-        config.config.cache_clear()
+    options = {"kernel_options": {"BACKEND": "INTERPRET"}}
+    flex_attention(query, key, value, score, q_offset=64, **options)
+    for first in (65, torch.tensor([65])):
+        with pytest.raises(errors.CaptureBoundsError, match="is indexed with 96 in dimension 0"):
+            flex_attention(query, key, value, score, q_offset=first, **options)
 
 
 def test_a_handle_of_another_batch_is_refused() -> None:

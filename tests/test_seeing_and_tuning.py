@@ -7,6 +7,7 @@ import linecache
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,13 @@ def sines(count: int) -> Any:
 
 
 @pytest.mark.parametrize("level", DEBUG_LINES)
-def test_debug_levels(level: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FLEXMOD_DEBUG", str(level))
-    config.config.cache_clear()
-    try:
-        q, k, v = (x.requires_grad_() for x in make_case(q_len=16).inputs)
-        out = flex_attention(q, k, v, sines(3 + level), kernel_options={"BACKEND": "INTERPRET"})
-        out.sum().backward()
-    finally:
-        monkeypatch.undo()
-        config.config.cache_clear()
+def test_debug_levels(
+    level: int, switch: Callable[[str, object], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    switch(config.DEBUG, level)
+    q, k, v = (x.requires_grad_() for x in make_case(q_len=16).inputs)
+    out = flex_attention(q, k, v, sines(3 + level), kernel_options={"BACKEND": "INTERPRET"})
+    out.sum().backward()
     printed = capfd.readouterr()
     assert printed.out == ""
     assert [line for line in DEBUG_LINES[level] if line not in printed.err] == []
@@ -279,15 +277,10 @@ def test_templates_that_may_be_chosen_anywhere() -> None:
 
 
 def test_debug_says_why_the_portable_template_runs(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    switch: Callable[[str, object], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FLEXMOD_DEBUG", "1")
-    config.config.cache_clear()
-    try:
-        attend({})
-    finally:
-        monkeypatch.undo()
-        config.config.cache_clear()
+    switch(config.DEBUG, 1)
+    attend({})
     said = [line for line in capfd.readouterr().err.splitlines() if "template" in line]
     assert said == [
         f"flexmod: {way} not on the template 'hopper': Triton's interpreter is no Hopper chip (sm_90)"

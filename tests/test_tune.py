@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,9 @@ SETTING = Setting(1, 1, 64, 16, torch.float16, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
-    config.config.cache_clear()
-    yield tmp_path / "tuned"
-    monkeypatch.undo()
-    config.config.cache_clear()
+def folder(tmp_path: Path, switch: Callable[[str, object], None]) -> Path:
+    switch(config.CACHE_DIR, tmp_path)
+    return tmp_path / "tuned"
 
 
 @pytest.fixture

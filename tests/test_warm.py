@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 # A call as on an H200, whose launches compile and run nothing: prints each kernel, and whether it was found.
 CALL = """
-import json, sys
+import contextlib, json, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from unittest import mock
 import torch, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
-from flexmod.runtime import jit
+from flexmod.runtime import jit, side_by_side
 from flexmod.runtime.counters import COUNTER
 
 def compile_only(function, grid, device, arguments):
@@ -41,7 +41,12 @@ def compile_only(function, grid, device, arguments):
 stand_in_driver.install()
 batch, heads, length = {sizes}
 mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")
-with on_an_h200(), mock.patch.object(jit, "start", compile_only):
+threads, compiled = side_by_side.threads, jit.compiled
+with (
+    on_an_h200(), mock.patch.multiple(jit, start=compile_only, compiled=compiled),
+    mock.patch.object(side_by_side, "threads", threads),
+    mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+):
     made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad=True)
     q, k, v = made(), made(), made()
     out = flexmod.flex_attention(q, k, v, {score}, mask)
@@ -55,6 +60,7 @@ def called(folder: Path, triton_folder: Path, **facts: object) -> list[tuple[str
         **os.environ,
         config.CACHE_DIR: str(folder),
         "TRITON_CACHE_DIR": str(triton_folder),
+        config.COMPILE_THREADS: "4",
         "OMP_NUM_THREADS": "1",
     }
     script = CALL.format(root=str(ROOT), tests=str(ROOT / "tests"), **facts)

@@ -43,7 +43,8 @@ def load(text: str, name: str) -> ModuleType:
 
     Returns:
         the module; the same object for the same text and name among the last KEPT. `module.__file__` is the
-        path of the source, `<name>_<first 12 hex digits of the hash>.py`.
+        path of the source, `<name>_<first 12 hex digits of the hash>.py`, which is written into the cache
+        folder of the first load and into that of this one.
 
     Raises:
         whatever the text raises when it runs.
@@ -61,6 +62,8 @@ def load(text: str, name: str) -> ModuleType:
             # what uses the module may ask for its lines as long as it lives
             _users[str(path)] += 1
             weakref.finalize(module, _dead.append, str(path)).atexit = False
+        elif Path(str(module.__file__)).parent != config.cache_dir():
+            _write(stem + ".py", text)  # `flexmod warm` fills another folder
         _modules.move_to_end(stem)
         while len(_modules) > KEPT:
             _drop_oldest()

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -38,18 +38,16 @@ def add_one(X, N, BLOCK: tl.constexpr):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, switch: Callable[[str, object], None]) -> Iterator[Path]:
     """A cache folder of the test's own, and a process that has loaded nothing."""
     path = tmp_path / "kernels"
-    monkeypatch.setenv(config.CACHE_DIR, str(path))
+    switch(config.CACHE_DIR, path)
     forget()
     yield path
-    monkeypatch.undo()
     forget()
 
 
 def forget() -> None:
-    config.config.cache_clear()
     cache._modules.clear()
     cache._warn_once.cache_clear()
 
@@ -68,6 +66,16 @@ def test_a_readable_file_is_written(folder: Path) -> None:
     assert stem == "add_one"
     assert len(digest) == 12
     assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_it_is_written_into_the_folder_of_each_load(
+    folder: Path, tmp_path: Path, switch: Callable[[str, object], None]
+) -> None:
+    """`flexmod warm` fills another folder in a process that has the module."""
+    module = cache.load(KERNEL, "kernel")
+    switch(config.CACHE_DIR, tmp_path / "others")
+    assert cache.load(KERNEL, "kernel") is module and file_of(module).parent == folder
+    assert (tmp_path / "others" / file_of(module).name).read_text() == KERNEL
 
 
 def test_source_is_found() -> None:
@@ -113,11 +121,10 @@ def test_text_that_raises_leaves_nothing_behind() -> None:
     assert not [name for name in sys.modules if name.startswith("flexmod_generated.broken")]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, switch: Callable[[str, object], None]) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
-    monkeypatch.setenv(config.CACHE_DIR, str(blocker / "kernels"))
-    config.config.cache_clear()
+    switch(config.CACHE_DIR, blocker / "kernels")
     with pytest.warns(RuntimeWarning, match="cannot write to its cache folder .*Not a directory") as caught:
         module = cache.load(KERNEL, "kernel")
         cache.load(KERNEL + "\n", "kernel")

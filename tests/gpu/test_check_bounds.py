@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +21,8 @@ TEMPLATES = ["portable", "auto"]
 
 
 @pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
-    config.config.cache_clear()
-    yield
-    config.config.cache_clear()
+def checked(switch: Callable[[str, object], None]) -> None:
+    switch(config.CHECK_BOUNDS, 1)
 
 
 def numbers(count: int) -> Tensor:
@@ -61,7 +58,7 @@ def test_outside(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_inside(template: str) -> None:
+def test_inside(switch: Callable[[str, object], None], template: str) -> None:
     """Nothing is reported of padding, and results and gradients are those of kernels that do not check."""
     table, slopes, ids = numbers(LENGTH), numbers(4), torch.arange(LENGTH, device=DEVICE) // 77
 
@@ -73,26 +70,21 @@ def test_inside(template: str) -> None:
 
     found = []
     for setting in ("1", "0"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(config.CHECK_BOUNDS, setting)
-            config.config.cache_clear()
-            out, inputs = attend(score_mod, template, mask_mod)
-            found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-        config.config.cache_clear()
+        switch(config.CHECK_BOUNDS, setting)
+        out, inputs = attend(score_mod, template, mask_mod)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for ours, plain in zip(*found, strict=True):
         # dQ of Hopper's backward is added up in any order
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_backward(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+def test_backward(switch: Callable[[str, object], None], template: str) -> None:
     """The forward ran unchecked; the backward's own kernels find it."""
     short = numbers(990)
-    monkeypatch.setenv(config.CHECK_BOUNDS, "0")
-    config.config.cache_clear()
+    switch(config.CHECK_BOUNDS, 0)
     out, inputs = attend(lambda s, b, h, q_idx, kv_idx: s * short[kv_idx], template)
-    monkeypatch.setenv(config.CHECK_BOUNDS, "1")
-    config.config.cache_clear()
+    switch(config.CHECK_BOUNDS, 1)
     with pytest.raises(CaptureBoundsError, match="is indexed with 999 in dimension 0"):
         out.sum().backward()
 
