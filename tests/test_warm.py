@@ -96,10 +96,10 @@ def test_a_process_compiles_nothing(
     facts = {"score": score, "mask": mask, "dim": dim, "dtype": dtype}
     for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
         found = called(there, tmp_path / f"triton{number}", sizes=sizes, **facts)
-        assert found == [(name, True) for name in kernels]
+        assert sorted(found) == sorted((name, True) for name in kernels)
     # and without the folder, all of them: the kernels above were found in it
     bare = called(tmp_path / "bare", tmp_path / "triton-bare", sizes=(2, 2, 256), **facts)
-    assert bare == [(name, False) for name in kernels]
+    assert sorted(bare) == sorted((name, False) for name in kernels)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,10 +105,9 @@ def exponential(x):
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0, and no infinity is left
     # no weight is above 1, were a large score rounded otherwise in another kernel
     x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    product = x * LOG2E
-    lost = tl.fma(x, LOG2E, -product) + x * LOG2E_REST
-    whole = tl.floor(product + 0.5)
-    rest = product - whole + lost
+    whole = tl.floor(x * LOG2E + 0.5)
+    # by one rounding, which the compiler cannot undo: it may fuse a product with any sum
+    rest = tl.fma(x, LOG2E, -whole) + x * LOG2E_REST
     series = 1.5252733804059841e-05 * rest + 1.5403530393381608e-04
     series = series * rest + 1.3333558146428443e-03
     series = series * rest + 9.618129107628477e-03

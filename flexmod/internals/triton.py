@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
+from triton.runtime.jit import JITCallable
 
 # compiles without a launch
 
@@ -44,6 +46,7 @@ def compile_for(
     `signature` has Triton's types of the run-time parameters. `divisible` has those that a launch looks at,
     and whether they are multiples of 16. A launch that sees the same finds this kernel in Triton's cache.
     """
+    settle_key(kernel)
     names = [name for name in kernel.arg_names if name in divisible]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
@@ -95,6 +98,7 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
         return
 
     def compile_one(kind: str, signature: Any, device: int, *arguments: Any, **options: Any) -> Any:
+        settle_key(function)
         facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
         key = hashlib.sha256(str(facts).encode()).hexdigest()
 
@@ -108,6 +112,23 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
         return run(key, compile_kernel)
 
     function._do_compile = compile_one
+
+
+def settle_key(function: Any) -> None:
+    """Has a jit function the same `cache_key` in every process, whichever kernels were compiled before.
+
+    The key covers constants of the functions that it calls, but only those of functions that have a key
+    already. So each gets its own before those that call it.
+    """
+    if not isinstance(function, JITCallable) or function.hash is not None:
+        return
+    code, names = function.fn.__code__, function.__globals__
+    used = [names[name] for name in code.co_names if name in names]
+    modules = [one for one in used if isinstance(one, ModuleType)]
+    for called in [*used, *(getattr(one, name, None) for one in modules for name in code.co_names)]:
+        if called is not function:
+            settle_key(called)
+    function.cache_key  # noqa: B018 - found by the lookup
 
 
 def has_compiled(function: Any, device: int | None) -> bool:

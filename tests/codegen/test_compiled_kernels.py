@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flexmod.codegen import cache
+from flexmod.internals.triton import settle_key
 from flexmod.locks import file_lock
 
 ROOT = Path(__file__).parents[2]
@@ -288,3 +290,38 @@ def test_a_cache_of_tritons_that_cannot_be_written(tmp_path: Path) -> None:
         f"RuntimeWarning: flexmod cannot use the compiled kernels of {folder / 'flexmod' / 'compiled'} "
         "(Permission denied): they are compiled again. Set TRITON_CACHE_DIR to a folder that can be written."
     ) in complaints
+
+
+CALLED = '''
+import triton
+import triton.language as tl
+
+FIVE = tl.constexpr(5)
+
+
+@triton.jit
+def five():
+    return FIVE
+
+
+@triton.jit
+def doubled(x):
+    return x * 2 + five()
+
+
+@triton.jit
+def kernel(X):
+    tl.store(X, doubled(tl.load(X)))
+'''
+
+
+def test_a_kernels_key_depends_on_no_other_kernel() -> None:
+    """Nor on which of the functions that it calls were compiled before: other processes find it."""
+    keys = set()
+    for name, before in (("first", ()), ("second", ("five",)), ("third", ("doubled",))):
+        module = cache.load(CALLED, f"of the {name}")
+        for called in before:
+            settle_key(getattr(module, called))
+        settle_key(module.kernel)
+        keys.add(module.kernel.cache_key)
+    assert len(keys) == 1

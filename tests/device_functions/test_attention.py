@@ -109,7 +109,7 @@ def test_a_compensated_sum_keeps_what_rounding_takes(device: torch.device) -> No
     term = torch.full((64,), 2.0**-25, device=device)
     for _ in range(4096):
         total, lost = of_two("compensated(a, b, c)", total, lost, term)
-    assert torch.equal(total, torch.full((64,), 1 + 2.0**-13))
+    assert torch.equal(total, torch.full((64,), 1 + 2.0**-13, device=device))
 
 
 def of_two(call: str, *given: Tensor) -> tuple[Tensor, Tensor]:
