@@ -23,7 +23,7 @@ from flexmod.backends.of_variant import VariantCall
 from flexmod.backends.triton import Rungs
 from flexmod.codegen.choose import Chosen, Verdict, choose
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import KernelName, Tile, Way
+from flexmod.codegen.spec import Direction, KernelName, Tile
 from flexmod.errors import (
     MisaddressedProductsError,
     NoPtxError,
@@ -89,22 +89,24 @@ def all_jobs(variant: Variant, target: str) -> list[Job]:
 def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
     named(target)
     call, found = VariantCall(variant), []
-    for way in get_args(Way):
-        kernels = kernels_on(variant, way, target)
-        for name, step in {step.kernel: step for step in call.plan(way, kernels).launches()}.items():
+    for direction in get_args(Direction):
+        kernels = kernels_on(variant, direction, target)
+        for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
             source: Any = step.source
             work = partial(_built, call, kernels, name, target)
             found.append((Job(target, name, source.family, source, work), step))
     return found
 
 
-def kernels_on(variant: Variant, way: Way, target: str) -> Made:
+def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
     """Those that a call runs on a chip, as torch's switch for determinism stands.
 
     Raises TemplateError where the variant's options insist on a family's and they cannot be.
     """
-    family, _ = serving(variant.spec_of(way), way, target, dict(variant.options))
-    return family.kernels(variant.kernels(way, fused=family.fused, family=family_of(target)))
+    family, _ = serving(variant.spec_of(direction), direction, target, dict(variant.options))
+    return family.kernels(
+        variant.kernels(direction, reduce_in_backward=family.reduce_in_backward, family=family_of(target))
+    )
 
 
 def ptx(variant: Variant, target: str) -> Named[str]:
@@ -150,7 +152,7 @@ def compiled(
 
     Of several launches that differ, the one that needs most.
     """
-    plan = call.plan(_way_of(kernels, name), kernels, rungs)
+    plan = call.plan(_direction_of(kernels, name), kernels, rungs)
     reports = {}
     for step in plan.launches(name):
         facts = offline.specialized(getattr(step.source.module, step.name), call.arguments(plan, step))
@@ -162,14 +164,14 @@ def compiled(
     return max(reports.values(), key=lambda report: (not report.fits, report.local))
 
 
-def _way_of(kernels: Made, name: str) -> Way:
+def _direction_of(kernels: Made, name: str) -> Direction:
     return "backward" if kernels.spec.backward and name != "forward" else "forward"
 
 
 def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
     """As a launch settles on a rung."""
-    way = _way_of(kernels, name)
-    step = call.plan(way, kernels).launches(name)[0]
+    direction = _direction_of(kernels, name)
+    step = call.plan(direction, kernels).launches(name)[0]
     source: Any = step.source
     if step.rung is None:  # no tile to choose
         return Built(name, source.family, None, compiled(call, kernels, name, target))

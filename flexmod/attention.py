@@ -206,7 +206,7 @@ def _attend(
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
     score = calls.NO_SCORE if score_mod is None else calls.score_of(score_mod)
-    asked = calls.Asked(score, scale, enable_gqa, options, want_max)
+    asked = calls.CallOptions(score, scale, enable_gqa, options, want_max)
     return calls.attend(query, key, value, block_mask, asked, library.dispatch)
 
 

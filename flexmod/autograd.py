@@ -92,13 +92,13 @@ class PreparedCall:
         return tuple(number in numbers for number in range(len(graph.captures)))
 
     def whole(
-        self, mask: MaskSnapshot | None, captured: Sequence[Tensor], wanted: Sequence[bool] = ()
+        self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()
     ) -> Problem:
-        """The problem with its mask, the tensors of its score mod, and the derivatives by those `wanted`."""
+        """The problem with its mask, the tensors of its score mod, and derivatives by `grad_captures`."""
         score = self.problem.score
         if score is None:
             return replace(self.problem, mask=mask)
-        numbers = tuple(number for number, want in enumerate(wanted) if want)
+        numbers = tuple(number for number, want in enumerate(grad_captures) if want)
         return replace(
             self.problem,
             score=Traced(score.graph, tuple(captured)),
@@ -168,9 +168,7 @@ class PreparedCall:
         lse = query.new_full(shape, -torch.inf, dtype=real)
         return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
 
-    def backward(
-        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs
-    ) -> Tensors:
+    def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
         """Gradients of query, key, value and each captured tensor; None where `needs` does not ask.
 
         Raises SavedTensorError.

@@ -80,16 +80,16 @@ class Benchmark:
         lengths = sorted({row.seq for row in self.rows})
         colors = iter(OTHERS)
         styles = {n: OURS if n == "flexmod" else {"color": next(colors), "linewidth": 1.4} for n in names}
-        for way, axis in zip(("forward", "backward"), axes, strict=True):
+        for direction, axis in zip(("forward", "backward"), axes, strict=True):
             for name in names:
                 own = [row for row in self.rows if row.timing.attention == name]
-                rates = [getattr(row.timing, f"{way}_tflops") for row in own]
+                rates = [getattr(row.timing, f"{direction}_tflops") for row in own]
                 axis.plot([row.seq for row in own], rates, label=name, marker="o", **styles[name])
             axis.set_xscale("log", base=2)
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
-            axis.set_title(way, fontsize="medium")
+            axis.set_title(direction, fontsize="medium")
             axis.set_xlabel("length")
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("TFLOP/s of the tiles that are kept")

@@ -58,7 +58,7 @@ def score_of(score_mod: Callable[..., Any]) -> Score:
     return Score(lambda device: find(score_mod, "score", device, seen), seen)
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """What a call asks for, apart from its tensors and its mask. See `flex_attention`."""
 
     score: Score
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
     want_max: bool
 
 
-class Ready(NamedTuple):
+class CheckedCall(NamedTuple):
     """A call that is known.
 
     `own`: the mask of the score mod's -inf branches. `places`: of the tensors that the score mod captures,
@@ -102,12 +102,12 @@ class Ready(NamedTuple):
 
 
 # runs a checked call: query, key, value, the traced score_mod, the mask
-Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, Asked], Forward]
+Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, CallOptions], Forward]
 
-_without_mask: dict[object, Ready] = {}  # and calls of operations, whose facts have the mask
-_by_mask: WeakKeyDictionary[SnapshotName, dict[object, Ready]] = WeakKeyDictionary()
+_without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose facts have the mask
+_by_mask: WeakKeyDictionary[SnapshotName, dict[object, CheckedCall]] = WeakKeyDictionary()
 _in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
-NO_CALLS: dict[object, Ready] = {}
+NO_CALLS: dict[object, CheckedCall] = {}
 
 
 def forget() -> None:
@@ -117,7 +117,7 @@ def forget() -> None:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked, dispatch: Dispatch
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions, dispatch: Dispatch
 ) -> Forward:
     """Attention, as it is asked for: a call that is known, or a new one.
 
@@ -141,14 +141,16 @@ def attend(
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
 
 
-def known(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: Asked) -> Ready | None:
+def known(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions
+) -> CheckedCall | None:
     """What is known of a call; None if it is new."""
     mask = _snapshot(block_mask)
     memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
     return memory.get(_facts(query, key, value, mask, asked))
 
 
-def of_operation(facts: object, device: torch.device, make: Callable[[], Ready]) -> Ready:
+def of_operation(facts: object, device: torch.device, make: Callable[[], CheckedCall]) -> CheckedCall:
     """A call of an operation of torch.library; `facts` say all that it depends on, None if nothing can."""
     ready = None if facts is None else _without_mask.get(facts)
     if ready is None:
@@ -159,7 +161,7 @@ def of_operation(facts: object, device: torch.device, make: Callable[[], Ready])
 
 
 def _facts(
-    query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: Asked
+    query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: CallOptions
 ) -> tuple[object, ...] | None:
     """All that a call depends on, but for what tensors hold; None where that cannot be told."""
     score, scale, enable_gqa, options, want_max = asked
@@ -204,9 +206,9 @@ def _attend_anew(
     key: Tensor,
     value: Tensor,
     mask: MaskSnapshot | None,
-    asked: Asked,
+    asked: CallOptions,
     facts: object,
-    memory: dict[object, Ready],
+    memory: dict[object, CheckedCall],
     dispatch: Dispatch,
 ) -> Forward:
     """Checks a call, and runs it. It is known from then on, where it has `facts`."""
@@ -243,7 +245,7 @@ def _attend_anew(
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
         captured = source.tensors if source is not None and call.problem.score is not None else ()
-        ready = Ready(call, own, known.places if known is not None and captured else (), autocast)
+        ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
         if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
             remember(memory, facts, ready, KNOWN)
         if not dispatched:
@@ -275,7 +277,7 @@ def checked(
     value: Tensor,
     source: Traced | None,
     mask: MaskSnapshot | None,
-    asked: Asked,
+    asked: CallOptions,
     track: bool,
 ) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
     """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""

@@ -109,10 +109,10 @@ def _cast_of(tensor: Tensor) -> str:
 def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     """The mask's shape, device and captures against the call."""
     _same_device("query", query, "block_mask", mask.device)
-    held = mask.held.tensors()
+    held = mask.storage.tensors()
     tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
-    if len(mask.held.batch) != 2:
-        shape = (*mask.held.batch, *mask.held.grid)
+    if len(mask.storage.batch) != 2:
+        shape = (*mask.storage.batch, *mask.storage.grid)
         raise errors.BlockMaskPartsError(
             problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
             advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
@@ -127,7 +127,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
             call=_rebuild_call(mask, lengths), layout=swapped,
         )  # fmt: skip
     for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
-        size = mask.held.batch[dim]
+        size = mask.storage.batch[dim]
         if size not in (1, query.shape[dim]):
             raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
         if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
@@ -137,7 +137,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
 
 
 def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
-    batch, heads = (size if size > 1 else None for size in mask.held.batch)
+    batch, heads = (size if size > 1 else None for size in mask.storage.batch)
     device = str(mask.device)
     return (
         f"create_block_mask(mask_mod, {batch}, {heads}, {lengths[0]}, {lengths[1]}, device={device!r}, "

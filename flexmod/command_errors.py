@@ -44,7 +44,9 @@ class TuneDeviceError(FlexmodError, ValueError):
 
 
 class NotTunedError(FlexmodError, ValueError):
-    what = "kernel option tuned is True, but nothing was tuned for the {way} of this variant on {device}."
+    what = (
+        "kernel option tuned is True, but nothing was tuned for the {direction} of this variant on {device}."
+    )
     instead = (
         "run flexmod tune with the same mods, dtype and head dimension (what it finds is in {folder}), or "
         "leave the option out."

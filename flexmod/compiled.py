@@ -18,6 +18,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.launched import MaskSnapshot, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
+from flexmod.inspection import CALL, Inspection, Latest
 from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import Seen, tensor_key
 from flexmod.ir.offsets import OffsetLike, Positions, positions_in, positions_of, stated
@@ -28,7 +29,6 @@ from flexmod.ir.traces import Known, remember
 from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
-from flexmod.shown import CALL, Latest, Shown
 from flexmod.variant import EXTENTS, spec_for
 
 MASKS = 64  # that a handle remembers, by lengths
@@ -85,7 +85,7 @@ def compile(
     return CompiledAttention(*given, dtype, head_dim, value_dim, stated(q_offset, kv_offset))
 
 
-class CompiledAttention(Shown):
+class CompiledAttention(Inspection):
     """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it.
 
     A copy attends as this handle does: its mods are what they were when they were traced. copy.deepcopy
@@ -170,7 +170,7 @@ class CompiledAttention(Shown):
                 block_mask = masks.block_mask(query, key)
                 if is_captured(query.device):
                     self._in_graphs[id(block_mask)] = block_mask
-        asked = calls.Asked(score, self._scale, self._enable_gqa, self._options, want_max)
+        asked = calls.CallOptions(score, self._scale, self._enable_gqa, self._options, want_max)
         result = calls.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value)
         ready = None if facts is None else calls.known(query, key, value, block_mask, asked)
@@ -419,7 +419,7 @@ class _KnownCall(NamedTuple):
 
 
 def _bound(
-    ready: calls.Ready,
+    ready: calls.CheckedCall,
     block_mask: BlockMask | None,
     variant: _TracedMods,
     masks: _Masks | None,

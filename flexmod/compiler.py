@@ -129,28 +129,32 @@ def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
 
 
 @lru_cache(GRAPHS)
-def capture_grad(graph: Graph, wanted: tuple[int, ...]) -> CaptureGrad:
-    """The derivatives of a lowered score_mod by the score and by the captures `wanted`, optimized."""
-    found = stage("derive", lambda: differentiate_captures(graph, wanted))
+def capture_grad(graph: Graph, grad_captures: tuple[int, ...]) -> CaptureGrad:
+    """The derivatives of a lowered score_mod by the score and by the captures `grad_captures`, optimized."""
+    found = stage("derive", lambda: differentiate_captures(graph, grad_captures))
     return replace(found, graph=optimize(found.graph))
 
 
 @lru_cache(GRAPHS)
-def capture_terms(graph: Graph, wanted: tuple[int, ...], fused: bool = False) -> tuple[GradientTerm, ...]:
-    """What each load of the captures `wanted` adds to their gradients, and how that is summed.
+def capture_terms(
+    graph: Graph, grad_captures: tuple[int, ...], reduce_in_backward: bool = False
+) -> tuple[GradientTerm, ...]:
+    """What each load of the captures `grad_captures` adds to their gradients, and how that is summed.
 
-    `fused`: for a backward that makes the sums itself, by column also where b and h alone index.
+    `reduce_in_backward`: for a backward that makes the sums itself, by column also where b and h alone index.
     """
-    return terms_of(capture_grad(graph, wanted), "column" if fused else "row")
+    return terms_of(capture_grad(graph, grad_captures), "column" if reduce_in_backward else "row")
 
 
 @lru_cache(GRAPHS)
 def capture_texts(
-    graph: Graph, wanted: tuple[int, ...], fused: bool = False, checked: bool = False
+    graph: Graph, grad_captures: tuple[int, ...], reduce_in_backward: bool = False, checked: bool = False
 ) -> CaptureTexts:
     """`capture_terms` as device functions."""
-    terms = capture_terms(graph, wanted, fused)
-    return stage("write", lambda: write_terms(capture_grad(graph, wanted), terms, fused, checked))
+    terms = capture_terms(graph, grad_captures, reduce_in_backward)
+    return stage(
+        "write", lambda: write_terms(capture_grad(graph, grad_captures), terms, reduce_in_backward, checked)
+    )
 
 
 class Constants:
@@ -298,14 +302,14 @@ def kernels_for(
     mask: Lowered | None,
     options: tuple[tuple[str, Any], ...] = (),
     interpreted: bool = False,
-    wanted: tuple[int, ...] = (),
-    fused: bool = False,
+    grad_captures: tuple[int, ...] = (),
+    reduce_in_backward: bool = False,
     family: Family = "",
 ) -> Kernels:
     """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
 
-    `wanted` are the captures of the score_mod that a backward makes gradients of; `fused`: by a
-    family's own backward.
+    `grad_captures`: captures of the score_mod that get gradients, `reduce_in_backward`: in the backward
+    kernel of a family.
     `family`: of the chips that the portable kernels may use instructions of.
     """
     score_text = score.text if score else None
@@ -313,10 +317,10 @@ def kernels_for(
     grad_text = score.grad_text if score and spec.backward else None
     exponent = score.exponent_text if score and not spec.backward else None
     captures = NO_CAPTURES
-    if wanted and score and score.score:
-        captures = capture_texts(score.score, wanted, fused, score.checked)
+    if grad_captures and score and score.score:
+        captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)
     # its own dK/dV kernel does not run beside that of another family
-    portable = replace(captures, column=None) if fused else captures
+    portable = replace(captures, column=None) if reduce_in_backward else captures
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
         score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,

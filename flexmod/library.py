@@ -20,9 +20,9 @@ from flexmod import autograd, calls, checks, config, errors, saved, tensor_kinds
 from flexmod.backends.arguments import order_of, results, strides_in_order
 from flexmod.backends.interface import BackwardInputs, Forward
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Held
-from flexmod.block_mask.in_graph import GraphMask, held_of, masked
+from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
 from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.internals.torch import assume_constant, version_of
 from flexmod.ir.constants import decoded, encoded
@@ -52,7 +52,7 @@ class OperationConstants:
 
     score: str
     mask: str
-    form: str  # of the mask: "none", "held", "graph" or "lists", torch's own
+    form: str  # of the mask: "none", "storage", "graph" or "lists", torch's own
     names: tuple[str, ...]
     flags: tuple[bool, bool]  # separate, full_tiles_padded
     enable_gqa: bool
@@ -110,7 +110,7 @@ def dispatch(
     value: Tensor,
     source: Traced | None,
     mask: MaskSnapshot | None,
-    asked: calls.Asked,
+    asked: calls.CallOptions,
 ) -> Forward:
     """A checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
@@ -149,10 +149,10 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
             raise errors.MaskCaptureGradientError(name="a tensor")
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        return _held_parts(mask._held, traced, known, mask.full_tiles_padded, device)
+        return _storage_parts(mask._storage, traced, known, mask.full_tiles_padded, device)
     if isinstance(mask, MaskSnapshot):
         known = [numbered(mask.mod.graph)[1], *mask.BLOCK_SIZE, *mask.seq_lengths]
-        return _held_parts(mask.held, mask.mod, known, mask.full_tiles_padded, device)
+        return _storage_parts(mask.storage, mask.mod, known, mask.full_tiles_padded, device)
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
         names = tuple([name for name in LISTS if getattr(mask, name) is not None])
         tiles = [getattr(mask, name) for name in names]
@@ -161,13 +161,13 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
     raise errors.NotABlockMask(type=type(mask).__name__)
 
 
-def _held_parts(
-    held: Held, traced: Traced, known: list[int], padded: bool, device: torch.device
+def _storage_parts(
+    storage: TileStorage, traced: Traced, known: list[int], padded: bool, device: torch.device
 ) -> Parts:
     """`known`: the number of the graph, block and lengths."""
-    names, tiles, numbers = held.taken_apart()
+    names, tiles, numbers = storage.taken_apart()
     mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
-    return Parts("held", names, (held._separate, padded), mod, tiles, [*known, *numbers])
+    return Parts("storage", names, (storage._separate, padded), mod, tiles, [*known, *numbers])
 
 
 class Given(NamedTuple):
@@ -221,7 +221,7 @@ def _put_together(
 def _made_ready(
     query: Tensor, key: Tensor, value: Tensor, given: Given, variant: OperationConstants,
     mask: MaskSnapshot | None, track: bool,
-) -> calls.Ready:  # fmt: skip
+) -> calls.CheckedCall:  # fmt: skip
     source, places = None, tuple[int, ...]()
     checks.check_tensors(query, key, value, variant.enable_gqa)
     lists = {"captured": given.captured, "tiles": given.tiles, "mask_captured": given.mask_captured}
@@ -231,9 +231,9 @@ def _made_ready(
         numbers = given.integers, given.reals
         source, places = traced_of(variant.score, given.captured, *numbers, query.device)
     options = KernelOptions(variant.backend, variant.tiles)
-    asked = calls.Asked(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
+    asked = calls.CallOptions(calls.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max)
     call, own = calls.checked(query, key, value, source, mask, asked, track)
-    return calls.Ready(call, own, places if call.problem.score is not None else ())
+    return calls.CheckedCall(call, own, places if call.problem.score is not None else ())
 
 
 def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> BlockMask | None:
@@ -243,15 +243,15 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     graph, *numbers = given.numbers
     block, lengths, rest = (numbers[0], numbers[1]), (numbers[2], numbers[3]), numbers[4:]
     grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
-    if variant.form == "held":
-        held = Held.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
+    if variant.form == "storage":
+        storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
         traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
-        return masked(held, lengths, block, traced, variant.flags[1])
+        return masked(storage, lengths, block, traced, variant.flags[1])
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
         traced, _ = mod.traced(captured, *known, device)
-        return masked(held_of(given.tiles, traced.graph, (rest[0], rest[1]), grid), lengths, block, traced)
+        return masked(storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid), lengths, block, traced)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod.run((b, h, q_idx, kv_idx), captured, known)
@@ -428,12 +428,11 @@ def _gradients(
     query: Tensor, key: Tensor, value: Tensor, given: Given, needs: Sequence[bool]
 ) -> list[_ResultLayout]:
     """Those of `_gradient`."""
+
     def laid_out(x: Tensor, strides: Sequence[Any]) -> _ResultLayout:
         return _ResultLayout(x, x.shape, strides, x.dtype)
 
-    of_call = [
-        laid_out(x, strides_in_order(x.shape, x.shape[3], order_of(x))) for x in (query, key, value)
-    ]
+    of_call = [laid_out(x, strides_in_order(x.shape, x.shape[3], order_of(x))) for x in (query, key, value)]
     of_mod = [laid_out(x, contiguous(x.shape)) for x in given.captured]
     return [layout for layout, need in zip((*of_call, *of_mod), needs, strict=True) if need]
 

@@ -89,7 +89,7 @@ def _said(facts: Any) -> str:
 
 def _copied(mask: MaskSnapshot) -> MaskSnapshot:
     """With copies of tensors of inference mode that a user can reach: these know nothing of writes."""
-    reachable = mask.tensors if mask.held.form == "lists" else mask.mod.tensors
+    reachable = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
     if not any(tensor.is_inference() for tensor in reachable):
         return mask
     count = len(mask.tensors) - len(reachable)

@@ -26,7 +26,7 @@ from flexmod.codegen.functions import fresh
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
 from flexmod.codegen.render import head_lines, render
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, Way
+from flexmod.codegen.spec import Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.torch_text import TorchText, write_torch
 from flexmod.compiler import build, capture_grad, capture_terms
@@ -58,7 +58,7 @@ PARTS = {
 }  # fmt: skip
 # Names that the template has at the places where captured tensors have theirs.
 TAKEN = {
-    "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "rest", "peak", "total", "row", "column",
+    "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "rest", "row_max", "total", "row", "column",
     "length", "dtype", "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h",
     "q_idx", "kv_idx", "score", "keep", "kept", "start", "positions", "pairs", "full", "partial",
     "exact", "dense",
@@ -261,7 +261,7 @@ class _File:
             chosen["delta"] = chosen["dq"]
         return list(chosen.items())
 
-    def statements(self, way: Way) -> str:
+    def statements(self, direction: Direction) -> str:
         """What a forward or a backward allocates and launches, with the tiles that TILES names."""
         names = {"query": "q", "key": "k", "value": "v", "scale": "scale"}
         names |= {f"grad_{name}": f"grad_{names[name]}" for name in ("query", "key", "value")}
@@ -273,7 +273,7 @@ class _File:
                 names[part.format(axis)] = f"mask.{blocks}.{name}"
         small = self.kernels.small_scores and not self.kernels.spec.exact
         rungs = dict.fromkeys(get_args(KernelName), IN_THE_FILE)
-        plan = self.call.plan(way, self.kernels, rungs, keep=not small, captured=False)
+        plan = self.call.plan(direction, self.kernels, rungs, keep=not small, captured=False)
         return PlanText(names).statements(plan, indent=12)
 
     @cached_property

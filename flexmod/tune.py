@@ -19,7 +19,7 @@ from torch import Tensor
 from flexmod.attention import flex_attention
 from flexmod.backends.families import INTERPRETER, PORTABLE, serving
 from flexmod.codegen.kernels import Made
-from flexmod.codegen.spec import SMALLEST_TILE, KernelName, Tile, Way
+from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, Tile
 from flexmod.command_errors import TuneDeviceError
 from flexmod.mod_names import Mods, Setting
 from flexmod.peers import block_mask_of, median_ms, random_inputs
@@ -41,7 +41,7 @@ class Search(NamedTuple):
     """Choices for one kernel, `part`; `wanted` are the operands whose gradients it makes."""
 
     part: str
-    way: Way
+    direction: Direction
     wanted: tuple[int, ...]
     choices: Sequence[Choice]
 
@@ -111,7 +111,7 @@ def tune(
         check_device(setting.device)
     found = Tuning(name, setting)
     bench = _Bench(mods, setting, options)
-    for _, searches in itertools.groupby(_searches(mods, setting), key=lambda search: search.way):
+    for _, searches in itertools.groupby(_searches(mods, setting), key=lambda search: search.direction):
         best, keys = Choice(), set[tuned.Key]()
         for search in searches:
             trials = found.trials[search.part] = []
@@ -151,7 +151,7 @@ class _Bench:
 
     def trial(self, search: Search, choice: Choice, shown: Choice, keys: set[tuned.Key]) -> Trial:
         """Time a choice; its first result is held to that of flexmod's own, which comes first."""
-        with tuned.trying(search.way, choice) as seen:
+        with tuned.trying(search.direction, choice) as seen:
             try:
                 call = self._call(search)
                 results = call()
@@ -172,7 +172,7 @@ class _Bench:
                 keys.update(applied.key for applied in seen)
 
     def _call(self, search: Search) -> Callable[[], list[Tensor]]:
-        prefix = "fwd_" if search.way == "forward" else "bwd_"
+        prefix = "fwd_" if search.direction == "forward" else "bwd_"
         options = {**self.options, f"{prefix}tuned": True}
 
         # a backward makes the gradients of all that require them
@@ -183,7 +183,7 @@ class _Bench:
             assert isinstance(out, Tensor)
             return out
 
-        if search.way == "forward":
+        if search.direction == "forward":
             return lambda: [forward()]
         out, wanted = forward(), [(q, k, v)[n] for n in search.wanted]
         return lambda: list(torch.autograd.grad(out, wanted, self.grad_out, retain_graph=True))
@@ -200,23 +200,23 @@ def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     """What there is to choose on the device, flexmod's own choice first."""
     made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
     target = target_of(setting.device).name if setting.device.type == "cuda" else INTERPRETER
-    ways: tuple[Way, ...] = ("forward", "backward")
-    for way in ways:
-        family, _ = serving(made.spec_of(way), way, target)
-        kernels: Any = family.kernels(made.kernels(way, fused=family.fused))
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        family, _ = serving(made.spec_of(direction), direction, target)
+        kernels: Any = family.kernels(made.kernels(direction, reduce_in_backward=family.reduce_in_backward))
         if family is not PORTABLE:
-            rungs = (Choice({way: rung}) for rung in kernels.choices(way))
-            yield Search(way, way, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])
+            rungs = (Choice({direction: rung}) for rung in kernels.choices(direction))
+            yield Search(direction, direction, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])
             continue
         parts: dict[KernelName, tuple[int, ...]] = {"forward": ()}
-        if way == "backward":
+        if direction == "backward":
             parts = {"dq": (0,), "dkdv": (1, 2)}
         for part, wanted in parts.items():
             rungs = kernels.ladder(part)
             tiles = dict.fromkeys(
                 [*rungs, *sorted(_tiles(kernels.spec.mask_block), key=lambda t: _far(t, rungs[0]))]
             )
-            yield Search(part, way, wanted, [Choice(), *(Choice({part: tile}) for tile in tiles)])
+            yield Search(part, direction, wanted, [Choice(), *(Choice({part: tile}) for tile in tiles)])
 
 
 def _tiles(block: tuple[int, int] | None) -> Iterator[Tile]:

@@ -13,7 +13,7 @@ import torch
 
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.prelude import Family
-from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.compiler import Lowered, kernels_for, lower
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
@@ -37,18 +37,24 @@ class Variant:
     learned: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
-    def spec_of(self, way: Way) -> KernelSpec:
-        return replace(self.spec, backward=way == "backward")
+    def spec_of(self, direction: Direction) -> KernelSpec:
+        return replace(self.spec, backward=direction == "backward")
 
-    def kernels(self, way: Way, fused: bool = False, family: Family = "") -> Kernels:
+    def kernels(self, direction: Direction, reduce_in_backward: bool = False, family: Family = "") -> Kernels:
         """The portable kernels of one direction, for a family of chips.
 
-        `fused`: those beside a backward that makes the sums for captures itself.
+        `reduce_in_backward`: those beside a backward that makes the sums for captures itself.
         """
-        wanted = self.learned if way == "backward" else ()
-        spec = self.spec_of(way)
+        grad_captures = self.learned if direction == "backward" else ()
+        spec = self.spec_of(direction)
         return kernels_for(
-            spec, self.score, self.mask, self.options, wanted=wanted, fused=fused, family=family
+            spec,
+            self.score,
+            self.mask,
+            self.options,
+            grad_captures=grad_captures,
+            reduce_in_backward=reduce_in_backward,
+            family=family,
         )
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask import runs, tiles
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import TileStorage
 from flexmod.codegen.mod_text import ModText, Parameter
 from flexmod.ir.graph import Capture, Graph
 from flexmod.ir.trace import Traced
@@ -111,11 +111,11 @@ class Lists:
     def snapshot(self, captured: Sequence[Tensor] = ()) -> MaskSnapshot:
         """As a call has it; the mask_mod captures these tensors."""
         names = {name: getattr(self, name) for name in tiles.LISTS}
-        held = Held.of_lists(names)
+        held = TileStorage.of_lists(names)
         if self.form == "runs":
             by_axis: Any = {axis: self._runs(axis) for axis in ("kv", "q")}
             separate = self.full_kv_indices is not None
-            held = Held(held.batch, held.grid, by_axis, {}, separate)
+            held = TileStorage(held.batch, held.grid, by_axis, {}, separate)
         captures = tuple(Capture(f"t{n}", x.dtype, x.dim(), False) for n, x in enumerate(captured))
         traced = Traced(Graph("mask", (), captures), tuple(captured))
         return MaskSnapshot(held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, traced)

@@ -211,7 +211,7 @@ def test_a_mask_that_captures_a_tensor_twice_captures_one() -> None:
 # what pickles of masks name; one that was written before finds it under the same name
 NAMED = {
     "block_mask.derived.Combined", "block_mask.derived.Complement", "block_mask.derived.Listed",
-    "block_mask.format.BlockMask", "block_mask.held.Held", "block_mask.rebase.Affine",
+    "block_mask.format.BlockMask", "block_mask.storage.TileStorage", "block_mask.rebase.Affine",
     "block_mask.rebase.Rebased", "block_mask.rebase.Same", "block_mask.runs.Runs", "errors.Where",
     "ir.composed.Mask", "ir.graph.Capture", "ir.graph.ExpectedSize", "ir.graph._unpickled",
     "ir.offsets.MaskAt", "ir.offsets.Positions", "ir.replay.MaskReplay", "ir.trace.Traced",

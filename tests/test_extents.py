@@ -70,7 +70,7 @@ def test_one_block_for_all(block: int | tuple[int, int], form: str) -> None:
     inputs, mask = tensors(1, 2, 150, 137), built(block)
     if form == "lists":
         mask.kv_indices = mask.kv_indices.clone()
-    assert mask.held.form == form
+    assert mask.storage.form == form
     truth = gradients(built(16), "REFERENCE")
     for backend in BACKENDS:
         for found, expected in zip(gradients(mask, backend), truth, strict=True):

@@ -145,7 +145,7 @@ WORDS = """
     mask_mod score_mod mask_mod_row score_mod_in_torch mask_mod_in_torch forward_kernel dq_kernel
     Attention Blocks Mask NamedTuple Tensor attention build_mask launch main times add_at listed blocks
     TILES LONGEST LOG2E D DV Q_BLOCK KV_BLOCK BLOCK_M BLOCK_N M N Q K V OUT HQ HKV
-    q k v out lse scale peak total mask acc x x_of_mask x_of_score x_size0 x_stride0 self cls ctx device _
+    q k v out lse scale row_max total mask acc x x_of_mask x_of_score x_size0 x_stride0 self cls ctx device _
 """
 TAKEN = WORDS.split()
 

@@ -119,7 +119,7 @@ def test_a_planted_name_is_found(line: str, name: str, tmp_path: Path) -> None:
         "import torch.nn.functional",
         "from triton.testing import do_bench",
         "from torch.utils.weak import WeakIdKeyDictionary",
-        "self._held",
+        "self._storage",
         "row._replace(a=1)",
         "sys._getframe(1)",
         "x.__dict__",

@@ -49,5 +49,5 @@ def test_names_are_there(path: Path, holder: str, name: str) -> None:
 
 
 def test_names_are_found() -> None:
-    text = "with mock.patch.object(launch, 'settle', None):\n    monkeypatch.setattr(a.b, 'c', 1)\n"
-    assert replaced(text) == [("launch", "settle"), ("a.b", "c")]
+    text = "with mock.patch.object(launch, 'choose_tile', None):\n    monkeypatch.setattr(a.b, 'c', 1)\n"
+    assert replaced(text) == [("launch", "choose_tile"), ("a.b", "c")]

@@ -43,7 +43,7 @@ ir.derivative
 ir.reductions
 ir.constants ir.kept ir.record
 plan
-block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.held block_mask.rebase
+block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.storage block_mask.rebase
 block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
 block_mask.data block_mask.combine block_mask.cuts block_mask.facts block_mask.pictures
 block_mask.format
@@ -74,7 +74,7 @@ autograd
 calls
 library
 attention
-shown compiled
+inspection compiled
 masks mods
 packed
 sinks
@@ -108,7 +108,7 @@ EXAMPLES = {
     "ahead": ['head_dim=128), "sm_90"):'],
     "explain": ['such as "hopper forward"', '("hopper forward")'],
     "ir.approximate": ["(sm_75 and newer;"],
-    "shown": ['e.g. "sm_90".'],
+    "inspection": ['e.g. "sm_90".'],
     "warm": ['targets=["sm_90"]):'],
 }
 

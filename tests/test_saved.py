@@ -230,7 +230,7 @@ def test_tensors_of_inference_mode_are_copied() -> None:
         sizes = (None, None, LENGTH, LENGTH, "cpu", BLOCK)
         mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window[q_idx], *sizes)
         assert mask.kv_num_blocks is not None
-    assert mask.held.form == "lists"
+    assert mask.storage.form == "lists"
 
     def attend() -> Tensor:
         return flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s * scale[q_idx], mask)
@@ -384,7 +384,7 @@ def test_lists_of_64_bits_become_those_of_32(backend: str) -> None:
     wanted = case.warm()
     for name in LISTS:
         setattr(case.mask, name, getattr(case.mask, name).long())
-    assert case.mask.kv_indices.dtype == torch.int32 and case.mask.held.form == "lists"
+    assert case.mask.kv_indices.dtype == torch.int32 and case.mask.storage.form == "lists"
     same(case.warm(), wanted)
 
 
@@ -414,6 +414,6 @@ def test_a_snapshot_is_made_once() -> None:
     assert mask.kv_indices is not None and mask.snapshot() is first
     mask.kv_indices.copy_(mask.kv_indices.clone())
     second = mask.snapshot()
-    assert second is not first and mask.snapshot() is second and first.held.form == "runs"
+    assert second is not first and mask.snapshot() is second and first.storage.form == "runs"
     mask.kv_indices.data = mask.kv_indices.clone()
     assert mask.snapshot() is not second

@@ -152,14 +152,14 @@ def test_the_users_functions_are_quoted() -> None:
 
 
 def test_functions_that_a_mask_is_combined_of_are_quoted() -> None:
-    class Held:
+    class TileStorage:
         def __init__(self, function: Any) -> None:
             self.function = function
 
         def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return self.function(b, h, q_idx, kv_idx)
 
-    both = and_masks(Held(masks.causal()), masks.sliding_window(9))
+    both = and_masks(TileStorage(masks.causal()), masks.sliding_window(9))
     lines = [line.strip() for quote in quotes([both]) for line in quote]
     assert "def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:" in lines
     assert "return q_idx >= kv_idx" in lines

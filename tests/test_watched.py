@@ -464,7 +464,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def tiles_of(mask: Any) -> list[weakref.ref[Tensor]]:
-    return [weakref.ref(tensor) for tensor in mask.held.tensors()]
+    return [weakref.ref(tensor) for tensor in mask.storage.tensors()]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
@@ -502,8 +502,8 @@ def test_a_mask_that_a_graph_makes_is_for_the_graph_alone(capturing: list[bool])
     assert torch.equal(attend(*tensors), wanted)
     (bound,) = attend._bound.values()
     assert bound.mask is not None
-    made = {id(tensor) for mask in attend._in_graphs.values() for tensor in mask.held.tensors()}
-    assert made and not made & {id(tensor) for tensor in bound.mask.held.tensors()}
+    made = {id(tensor) for mask in attend._in_graphs.values() for tensor in mask.storage.tensors()}
+    assert made and not made & {id(tensor) for tensor in bound.mask.storage.tensors()}
 
 
 WAYS = ["eager", "handle", "operation"]
@@ -547,9 +547,7 @@ def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], way:
 
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(
-    capturing: list[bool], way: str
-) -> None:
+def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: list[bool], way: str) -> None:
     def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.where(q - k <= 19, s, -math.inf)
 

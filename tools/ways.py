@@ -25,9 +25,9 @@ from torch import Tensor
 
 import flexmod
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import TileStorage
 from flexmod.codegen.mod_text import ModText
 from flexmod.compiler import Lowered
 from flexmod.ir.graph import Graph
@@ -75,7 +75,7 @@ def ways(query: Tensor, score_mod: Any, mask_mod: Any) -> list[Way]:
         return holds
 
     def of_mask(value: Any) -> bool:
-        return isinstance(value, (BlockMask, MaskSnapshot, Held, Runs))
+        return isinstance(value, (BlockMask, MaskSnapshot, TileStorage, Runs))
 
     return [
         Way("query", of_query, []),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.interface import BackwardInputs, Problem
-from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import Axis
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.trace import Traced
@@ -141,13 +141,11 @@ def captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
     return tuple(named(f"{mod}_capture{number}", tensor) for number, tensor in enumerate(tensors))
 
 
-def places_of_mask(
-    mask: MaskSnapshot, lists: Callable[[str, Tensor], Place] = fixed
-) -> tuple[Place, ...]:
+def places_of_mask(mask: MaskSnapshot, lists: Callable[[str, Tensor], Place] = fixed) -> tuple[Place, ...]:
     """Places for all tensors of a mask, in their order."""
-    names = mask.held.parts()
-    make = lists if mask.held.form == "lists" else named
-    tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.held.tensors(), strict=True))
+    names = mask.storage.parts()
+    make = lists if mask.storage.form == "lists" else named
+    tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.storage.tensors(), strict=True))
     return (*tiles, *captured_places("mask", mask.mod))
 
 
@@ -188,19 +186,19 @@ def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) ->
     """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
     if mask is None:
         return {}
-    if axis == "q" and not mask.held.by_column:
+    if axis == "q" and not mask.storage.by_column:
         raise BlockMaskPartsError(
             problem="block_mask has no q_num_blocks and q_indices, and a gradient is summed up by keys",
             advice="build it with create_block_mask, or from_kv_blocks(..., compute_q_blocks=True)",
         )
-    runs = mask.held.runs(axis)
+    runs = mask.storage.runs(axis)
     if runs is not None:
         rows: Any = runs.rows
         return {
             f"{axis.upper()}_ROWS": rows, f"{axis.upper()}_RUNS": runs.spans, **mask_strides(rows.shape[:3])
         }  # fmt: skip
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
-    return _list_arguments(writer, axis, names, [mask.held.list(name) for name in names])
+    return _list_arguments(writer, axis, names, [mask.storage.list(name) for name in names])
 
 
 def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list[Any]) -> Arguments:

@@ -20,7 +20,7 @@ from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import KernelSpec, Way, template
+from flexmod.codegen.spec import Direction, KernelSpec, template
 from flexmod.compiler import CONSTANTS
 from flexmod.errors import TemplateError
 from flexmod.plan import Place, PlanWriter
@@ -31,30 +31,34 @@ Places = tuple[Place | None, ...]
 class Family(Protocol):
     """`name` is what kernel option TEMPLATE calls it, `title` what a sentence does.
 
-    `target`: a chip for which `explain` shows it. `fused`: its backward sums by column what b and h alone
-    index.
+    `target`: a chip for which `explain` shows it. `reduce_in_backward`: its backward kernel reduces gradients
+    of captures that b and h alone index.
     """
 
     name: str
     title: str
     target: str
-    fused: bool
+    reduce_in_backward: bool
 
     def obstacle(
-        self, spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any], *, deterministic: bool
+        self,
+        spec: KernelSpec,
+        direction: Direction,
+        target: str,
+        options: Mapping[str, Any],
+        *,
+        deterministic: bool,
     ) -> str | None:
         """Why it does not make these kernels for a chip; None where it does."""
 
-    def call_obstacle(
-        self, q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None
-    ) -> str | None:
+    def call_obstacle(self, q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None) -> str | None:
         """Why its kernels do not take these tensors, and the columns of this mask."""
 
     def kernels(self, portable: Kernels) -> Made:
         """Its kernels for what the portable ones were made for; the same object for the same ones.
 
-        All but portable kernels have `text`, the source of their module, and `choices(way)`, the rungs that
-        tuning tries. Their `limits` give way.
+        All but portable kernels have `text`, the source of their module, and `choices(direction)`, the rungs
+        that tuning tries.
         """
 
     def forward(
@@ -76,7 +80,7 @@ class Family(Protocol):
 
 
 class _Portable:
-    name, title, target, fused = family_names.PORTABLE, "portable Triton kernels", "", False
+    name, title, target, reduce_in_backward = family_names.PORTABLE, "portable Triton kernels", "", False
     forward = staticmethod(triton.forward)
     backward = staticmethod(triton.backward)
 
@@ -124,32 +128,36 @@ def reads_order(target: str) -> bool:
 
 
 def obstacle(
-    family: Family, spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any] | None = None
+    family: Family,
+    spec: KernelSpec,
+    direction: Direction,
+    target: str,
+    options: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Why a family does not make these kernels for a chip, as torch's switch for determinism stands.
 
     Raises TemplateError where the options insist on it.
     """
     given = options or {}
-    asked = template(given, way)
+    asked = template(given, direction)
     why = family.obstacle(
-        spec, way, target, given, deterministic=torch.are_deterministic_algorithms_enabled()
+        spec, direction, target, given, deterministic=torch.are_deterministic_algorithms_enabled()
     )
     if why is None and asked not in ("auto", family.name):
         why = "kernel option TEMPLATE asks for another"
     if why is not None:
-        check_not_asked_for(family, way, given, why)
+        check_not_asked_for(family, direction, given, why)
     return why
 
 
-def check_not_asked_for(family: Family, way: Way, options: Mapping[str, Any], why: str) -> None:
+def check_not_asked_for(family: Family, direction: Direction, options: Mapping[str, Any], why: str) -> None:
     """Raises TemplateError where the options insist on a family that cannot serve."""
-    if template(options, way) == family.name:
-        raise TemplateError(template=family.name, way=way, why=why)
+    if template(options, direction) == family.name:
+        raise TemplateError(template=family.name, direction=direction, why=why)
 
 
 def serving(
-    spec: KernelSpec, way: Way, target: str, options: Mapping[str, Any] | None = None
+    spec: KernelSpec, direction: Direction, target: str, options: Mapping[str, Any] | None = None
 ) -> tuple[Family, dict[str, str]]:
     """The first family without an obstacle on a chip, and why the ones before it do not serve, by name.
 
@@ -157,7 +165,7 @@ def serving(
     """
     passed: dict[str, str] = {}
     for family in _known:
-        why = obstacle(family, spec, way, target, options)
+        why = obstacle(family, spec, direction, target, options)
         if why is None:
             return family, passed
         passed[family.name] = why

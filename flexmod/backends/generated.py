@@ -24,7 +24,7 @@ from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, 
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import KernelSpec, Way, option
+from flexmod.codegen.spec import Direction, KernelSpec, option
 from flexmod.codegen.watch import IndexWatch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
 from flexmod.ir.graph import Graph
@@ -65,7 +65,7 @@ class Generated:
         in a thread, while the compiler is at work.
 
         Raises:
-            NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.settle`.
+            NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.choose_tile`.
             BlockSizeError, OptionValueError: see `ladder`.
             BlockMaskPartsError: see `mask_arguments`.
         """
@@ -96,38 +96,41 @@ class Generated:
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
         family = next(one for one, why in self._families("backward", compiled) if why is None)
-        made, write = family.kernels(compiled.make(family.fused)), _backward_writer(compiled, needs)
+        made, write = (
+            family.kernels(compiled.make(family.reduce_in_backward)),
+            _backward_writer(compiled, needs),
+        )
         rungs = FirstRungs(made)
         plan = compiled.plan(lambda writer, call: write(family, made, writer, call, rungs))
         jobs = side_by_side.compiles(plan, compiled.tensors, compiled.qkv[0].device, compiled.extents)
         return partial(side_by_side.in_threads, jobs) if jobs else None
 
-    def _families(self, way: Way, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
+    def _families(self, direction: Direction, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
         """The families in order, and why each does not take the call."""
         (q, k, v), options = compiled.qkv, dict(compiled.problem.options)
-        mask = compiled.problem.mask if way == "backward" else None
+        mask = compiled.problem.mask if direction == "backward" else None
         target = INTERPRETER if self.interpreted else target_of(q.device).name
         for family in families():
-            why = obstacle(family, compiled.spec, way, target, options)
+            why = obstacle(family, compiled.spec, direction, target, options)
             yield family, why or family.call_obstacle(q, k, v, mask)
 
     def _served(
-        self, way: Way, compiled: _Compiled, write: Write, meanwhile: Meanwhile | None = None
+        self, direction: Direction, compiled: _Compiled, write: Write, meanwhile: Meanwhile | None = None
     ) -> Bound:
         """The plan of the first family that takes the call and has a rung that does, bound."""
         options = dict(compiled.problem.options)
-        for family, why in self._families(way, compiled):
+        for family, why in self._families(direction, compiled):
             if why is None:
-                made = family.kernels(compiled.make(family.fused))
+                made = family.kernels(compiled.make(family.reduce_in_backward))
                 try:
-                    return compiled.settled(
+                    return compiled.chosen(
                         made, lambda *given, f=family, m=made: write(f, m, *given), meanwhile
                     )
                 except launch.NoRung as none:
                     why = str(none)
-            check_not_asked_for(family, way, options, why)
+            check_not_asked_for(family, direction, options, why)
             if config.debug_level() >= 1:
-                print(f"flexmod: {way} not on the template {family.name!r}: {why}", file=sys.stderr)
+                print(f"flexmod: {direction} not on the template {family.name!r}: {why}", file=sys.stderr)
         raise AssertionError("the portable family takes every call")
 
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, kept: int = 0) -> _Compiled:
@@ -138,18 +141,25 @@ class Generated:
         spec = triton.kernel_spec(
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
         )
-        wanted = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
+        grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
         family = "" if self.interpreted else family_of(target_of(q.device).name)
 
-        def make(fused: bool) -> Kernels:
-            return kernels_for(spec, *lowered, problem.options, self.interpreted, wanted, fused, family)
+        def make(reduce_in_backward: bool) -> Kernels:
+            return kernels_for(
+                spec, *lowered, problem.options, self.interpreted, grad_captures, reduce_in_backward, family
+            )
 
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
-            self._tune(problem, spec, [family.kernels(make(family.fused)) for family in families()], q.device)
+            self._tune(
+                problem,
+                spec,
+                [family.kernels(make(family.reduce_in_backward)) for family in families()],
+                q.device,
+            )
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        return _Compiled(make, spec, problem, tuple(tensors), qkv, call, score, wanted, backward, kept)
+        return _Compiled(make, spec, problem, tuple(tensors), qkv, call, score, grad_captures, backward, kept)
 
     def _tune(
         self, problem: Problem, spec: KernelSpec, kernels: Sequence[Made], device: torch.device
@@ -170,8 +180,8 @@ class Generated:
 class _Compiled:
     """A call, and the kernels that its mods make: what its plans are written with.
 
-    `make(fused)` makes the portable kernels, or those beside a backward that makes sums by column itself;
-    `wanted` are the captures that get gradients. `tensors` are what a plan is bound to.
+    `make(reduce_in_backward)` makes the portable kernels; with True, without the reductions that another
+    backward does itself. `grad_captures` get gradients. `tensors` are what a plan is bound to.
     """
 
     make: Callable[[bool], Kernels]
@@ -181,7 +191,7 @@ class _Compiled:
     qkv: tuple[Tensor, Tensor, Tensor]
     call: Operands
     score: Mod | None
-    wanted: tuple[int, ...]
+    grad_captures: tuple[int, ...]
     backward: bool
     kept: int
 
@@ -207,10 +217,10 @@ class _Compiled:
         call, watch = watched(writer, self.call, config.check_bounds())
         results = write(writer, call)
         if watch is not None:
-            watch.look()
+            watch.raise_if_out_of_bounds()
         return writer.plan(self.inputs, results)
 
-    def settled(
+    def chosen(
         self,
         made: Made,
         write: Callable[[PlanWriter, Operands, Rungs], Results],
@@ -236,7 +246,7 @@ class _Compiled:
                 def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
                     return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
 
-                rungs[name] = launch.settle(source, name, self.qkv[0].device, arguments)
+                rungs[name] = launch.choose_tile(source, name, self.qkv[0].device, arguments)
         return Bound(plan(rungs), self.tensors, self.qkv[0].device, self.extents)
 
     def _results(self, plan: Plan) -> tuple[Tensor | None, ...]:
@@ -250,10 +260,12 @@ class _Compiled:
         tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
         return sample(step, tensors, self.extents)
 
-    def with_captured(self, writer: PlanWriter, call: Operands, found: Found, fused: bool) -> Results:
+    def with_captured(
+        self, writer: PlanWriter, call: Operands, found: Found, reduce_in_backward: bool
+    ) -> Results:
         """The gradients that a backward found, and those of captured tensors."""
         graph = self.score.lowered.score if self.score else None
-        return with_captured(writer, call, found, graph, self.wanted, fused)
+        return with_captured(writer, call, found, graph, self.grad_captures, reduce_in_backward)
 
 
 def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Write:
@@ -263,7 +275,7 @@ def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Wri
     def write(family: Family, made: Made, writer: PlanWriter, call: Operands, rungs: Rungs) -> Results:
         facts = family.facts(key, grad_out)
         found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
-        return compiled.with_captured(writer, call, found, family.fused)
+        return compiled.with_captured(writer, call, found, family.reduce_in_backward)
 
     return write
 
@@ -282,20 +294,20 @@ def with_captured(
     call: Operands,
     found: Found,
     score: Graph | None,
-    wanted: tuple[int, ...],
-    fused: bool,
+    grad_captures: tuple[int, ...],
+    reduce_in_backward: bool,
 ) -> Results:
-    """Writes the gradients of the captured tensors `wanted`, which its sums give, beside a backward's.
+    """Writes the gradients of the captured tensors `grad_captures`, which its sums give, beside a backward's.
 
-    `fused`: the backward made the sums itself.
+    `reduce_in_backward`: the backward made the sums itself.
     """
-    if not (wanted and score):
+    if not (grad_captures and score):
         return found[:3]
     captured = call.score_captured
-    terms = _Terms(capture_terms(score, wanted, fused))
+    terms = _Terms(capture_terms(score, grad_captures, reduce_in_backward))
     grads = [
         Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
-        if number in wanted
+        if number in grad_captures
         else None
         for number, place in enumerate(captured.tensors)
     ]

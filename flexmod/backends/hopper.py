@@ -23,8 +23,8 @@ from flexmod.backends.arguments import (
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
-from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import Axis
 from flexmod.codegen.hopper import (
     NAME,
     TARGET,
@@ -79,7 +79,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
     rows: Any = q.shape[0] * q.shape[1] * _pitch(q.shape[2], by_column)
     if rows >= 2**31:
         return "2^31 rows of queries or more"
-    if by_column is not None and not by_column.held.by_column:
+    if by_column is not None and not by_column.storage.by_column:
         return "block_mask has no q_num_blocks and q_indices"
     return None
 
@@ -165,7 +165,7 @@ def backward(
     if not kernels.portable.small_scores:
         saved = dict(zip(kernels.portable.kept, incoming.kept, strict=True))
         large = writer.view("large", zeros, (batch * heads,), offset=product(blocks))
-        made = {"PEAKS": writer.like("peaks", lse2), "LARGE": large}
+        made = {"ROW_MAXIMA": writer.like("row_maxima", lse2), "LARGE": large}
     buffers, sums = _sums(writer, kernels, call)
     weights = {"LSE2": lse2, **saved, **made}
     programs, statistics = triton.statistics_arguments(spec, incoming, delta, pitch, weights)
@@ -230,9 +230,7 @@ def _copied(writer: PlanWriter, place: Place) -> Place:
     return made
 
 
-def _sums(
-    writer: PlanWriter, kernels: HopperKernels, call: Operands
-) -> tuple[Arguments, triton.Sums]:
+def _sums(writer: PlanWriter, kernels: HopperKernels, call: Operands) -> tuple[Arguments, triton.Sums]:
     """What the fused kernel's sums for captures go into: arguments, and by how they are summed."""
     text = kernels.portable.captures.column
     batch, heads, length, keys = call.extents
@@ -248,7 +246,7 @@ def _sums(
 
 
 def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Arguments:
-    runs = mask.held.runs(axis) if mask else None
+    runs = mask.storage.runs(axis) if mask else None
     return {} if runs is None else {f"{axis.upper()}_ORDER": runs.order if wanted else None}
 
 
@@ -282,7 +280,7 @@ def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
 class HopperFamily:
     """See `families.Family`."""
 
-    name, title, target, fused = NAME, "kernels made for Hopper", TARGET, True
+    name, title, target, reduce_in_backward = NAME, "kernels made for Hopper", TARGET, True
     obstacle = staticmethod(obstacle)
     call_obstacle = staticmethod(call_obstacle)
     kernels = staticmethod(hopper_kernels)

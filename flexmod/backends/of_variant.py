@@ -15,12 +15,12 @@ from flexmod.backends.families import families, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import BackwardFacts, Rungs
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import LISTS
 from flexmod.codegen.kernels import Made
-from flexmod.codegen.spec import Way
+from flexmod.codegen.spec import Direction
 from flexmod.ir.trace import Traced
 from flexmod.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
 from flexmod.runtime.launches import sample
@@ -44,7 +44,13 @@ class VariantCall:
         self.call = operands(*self._qkv, problem, (), (), _list)
 
     def plan(
-        self, way: Way, made: Made, rungs: Rungs = NO_RUNGS, *, keep: bool = True, captured: bool = True
+        self,
+        direction: Direction,
+        made: Made,
+        rungs: Rungs = NO_RUNGS,
+        *,
+        keep: bool = True,
+        captured: bool = True,
     ) -> Plan:
         """The plan of a forward or a backward on these kernels; the first rungs where none are given.
 
@@ -55,7 +61,7 @@ class VariantCall:
         writer, taken = PlanWriter(), FirstRungs(made, rungs)
         checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
         call, watch = watched(writer, self.call, checks)
-        if way == "forward":
+        if direction == "forward":
             inputs = call.inputs
             results = family.forward(writer, made, call, taken, want_max=False, keep=keep)
         else:
@@ -65,11 +71,13 @@ class VariantCall:
             graph = self._made.score.score if self._made.score else None
             graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
             if captured:
-                results = with_captured(writer, call, found, graph, self._made.learned, family.fused)
+                results = with_captured(
+                    writer, call, found, graph, self._made.learned, family.reduce_in_backward
+                )
             else:
                 results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
         if watch is not None:
-            watch.look()
+            watch.raise_if_out_of_bounds()
         return writer.plan(inputs, results)
 
     def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
@@ -87,7 +95,7 @@ class VariantCall:
         for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):
             named |= {f"{mod}_capture{number}": _unfilled(tensor) for number, tensor in enumerate(tensors)}
         if self._mask is not None:
-            named |= dict(zip(self._mask.held.parts(), self._mask.held.tensors(), strict=True))
+            named |= dict(zip(self._mask.storage.parts(), self._mask.storage.tensors(), strict=True))
         return named
 
     @cached_property
@@ -100,29 +108,33 @@ class VariantCall:
 def plans_of(made: Variant) -> dict[str, Plan]:
     """What a call of a variant does, on the kernels of each family that takes it; sizes are names."""
     call, found = VariantCall(made), dict[str, Plan]()
-    for way in get_args(Way):
+    for direction in get_args(Direction):
         for family in reversed(families()):
-            if obstacle(family, made.spec_of(way), way, family.target) is None:
-                kernels = family.kernels(made.kernels(way, fused=family.fused))
-                found[f"{family.name} {way}"] = call.plan(way, kernels)
+            if obstacle(family, made.spec_of(direction), direction, family.target) is None:
+                kernels = family.kernels(
+                    made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
+                )
+                found[f"{family.name} {direction}"] = call.plan(direction, kernels)
     return found
 
 
 def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
     """The modules of families before the last, as `Explanation.sources`, and which runs where."""
     sources, lines = {}, []
-    for way in get_args(Way):
+    for direction in get_args(Direction):
         whys, runs = [], []
         for family in families()[:-1]:
-            why = obstacle(family, made.spec_of(way), way, family.target)
+            why = obstacle(family, made.spec_of(direction), direction, family.target)
             if why is not None:
                 whys.append(why)
                 continue
-            kernels: Any = family.kernels(made.kernels(way, fused=family.fused))
-            sources[f"{family.name} {way}"] = kernels.text
-            runs.append(f"{family.name} on {family.target}, {kernels.ladder(way)[0]} first")
+            kernels: Any = family.kernels(
+                made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
+            )
+            sources[f"{family.name} {direction}"] = kernels.text
+            runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]
-        lines.append(f"{way} template: {'; '.join(said)}")
+        lines.append(f"{direction} template: {'; '.join(said)}")
     return sources, tuple(lines)
 
 
@@ -154,8 +166,10 @@ def _mask_of(made: Variant) -> MaskSnapshot | None:
         return Runs(empty(2, 2, 4, 2, 3), empty(4, 2), empty(16) if made.mask_tensors else None)
 
     if made.spec.mask_form == "lists":
-        held = Held.of_lists({name: empty(16, 16, 16, *[16] * name.endswith("indices")) for name in LISTS})
+        storage = TileStorage.of_lists(
+            {name: empty(16, 16, 16, *[16] * name.endswith("indices")) for name in LISTS}
+        )
     else:
-        held = Held((2, 2), (4, 4), {"kv": runs(), "q": runs()}, {})
+        storage = TileStorage((2, 2), (4, 4), {"kv": runs(), "q": runs()}, {})
     traced = Traced(made.mask.score, made.mask_tensors)
-    return MaskSnapshot(held, (LENGTH, LENGTH), made.spec.mask_block, False, traced)
+    return MaskSnapshot(storage, (LENGTH, LENGTH), made.spec.mask_block, False, traced)

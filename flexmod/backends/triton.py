@@ -32,8 +32,8 @@ from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
 from flexmod.ir.reductions import Along
 from flexmod.plan import Extent, Place, PlanWriter
 
-# What `statistics_kernel` may make of scores that may be large: kernels that read PEAK and REST want nothing.
-NO_PEAKS: Arguments = dict.fromkeys(("LSE2", "PEAK", "REST", "PEAKS", "LARGE"))
+# Results of `statistics_kernel` where scores may be large; None for kernels that read ROW_MAX and REST.
+NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))
 
 
 Rungs = Mapping[Any, Any]
@@ -80,7 +80,7 @@ def kernel_spec(
         head_dim=q.shape[3],
         value_dim=v.shape[3],
         mask_block=None if mask is None else block_of(mask),
-        mask_form="runs" if mask is None else mask.held.form,
+        mask_form="runs" if mask is None else mask.storage.form,
         full_tiles_padded=mask is not None and mask.full_tiles_padded,
         precision=precision if q.dtype is torch.float32 else "ieee",
         positive_scale=scale > 0,
@@ -155,7 +155,7 @@ def backward(
         writer.launch(kernels, "delta", grid(batch, heads, length, tile.block_m), given, tile)
     else:
         programs, given = statistics_arguments(
-            kernels.spec, incoming, delta, length, weights if by_lse else NO_PEAKS
+            kernels.spec, incoming, delta, length, weights if by_lse else NO_ROW_MAXIMA
         )
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
@@ -275,7 +275,7 @@ def statistics_arguments(
 ) -> tuple[Extent, Arguments]:
     """The grid and the arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
 
-    These are LSE2 alone where scores are small, else those of NO_PEAKS.
+    These are LSE2 alone where scores are small, else those of NO_ROW_MAXIMA.
     """
     batch, heads, length = incoming.lse.shape
     rows = statistics_rows(spec)

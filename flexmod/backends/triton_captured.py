@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import Arguments, Operands, mask_strides
-from flexmod.block_mask.held import Form, Held
 from flexmod.block_mask.launched import MaskSnapshot, columns_of
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import Form, TileStorage
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.schedule import diagonal_count, grid
@@ -62,17 +62,17 @@ def _diagonal_lists(
     """The tiles that the mask lists on each diagonal: see `diagonal_lists`. They stay with the mask."""
     if mask is None:
         return {}
-    held, parts = mask.held, mask.held.by_row()
+    storage, parts = mask.storage, mask.storage.by_row()
     rows = tile_count(mask.seq_lengths[0], tile.block_m)
     shape = (*_batch_of(parts), diagonals)
     names = ["diagonal_counts", "diagonal_tiles"]
-    names += ["full_diagonal_counts", "full_diagonal_tiles"] if held.separate else []
+    names += ["full_diagonal_counts", "full_diagonal_tiles"] if storage.separate else []
     makes: list[Place] = []
     for name in names:
         sides = (*shape, rows) if name.endswith("tiles") else shape
         makes.append(Place(name, sides, (), torch.int32))
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
-    layout = (held.form, columns_of(held, lengths, block), lengths, block, held.separate)
+    layout = (storage.form, columns_of(storage, lengths, block), lengths, block, storage.separate)
     writer.keep(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes)
     full: Sequence[Place | None] = makes[2:] or (None, None)
     return {
@@ -86,7 +86,7 @@ def _diagonal_lists(
 
 
 def _batch_of(parts: Sequence[Any]) -> tuple[Extent, ...]:
-    """Batch entries and heads of the table of tiles: one where all are the same, see `Held.table`."""
+    """Batch entries and heads of the table of tiles: one where all are the same, see `TileStorage.table`."""
     return tuple(
         1 if all(part.strides[dim] == 0 for part in parts) else parts[0].shape[dim] for dim in (0, 1)
     )
@@ -104,8 +104,8 @@ def diagonal_lists(
 ) -> tuple[Tensor, ...]:
     """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
 
-    `parts` are those of `Held.by_row`. A diagonal holds the tiles (m, m * block_m / block_n + a constant), of
-    falling constants as in `diagonal_of_tiles`. The full tiles come last, where they are separate.
+    `parts` come from `TileStorage.by_row`. A diagonal holds the tiles (m, m * block_m / block_n + constant);
+    constants fall as in `diagonal_of_tiles`. The full tiles come last, where they are separate.
     Nothing here waits for the device.
     """
     (length, keys), (q_block, kv_block) = lengths, block
@@ -125,7 +125,9 @@ def diagonal_lists(
 def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
     if form == "runs":
         return Runs(*parts).table(columns)
-    return Held.of_lists({**dict.fromkeys(LISTS), **dict(zip(LISTS, parts, strict=False))}).table(columns)
+    return TileStorage.of_lists({**dict.fromkeys(LISTS), **dict(zip(LISTS, parts, strict=False))}).table(
+        columns
+    )
 
 
 def sums_of_elements(

@@ -12,9 +12,9 @@ from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import in_graph
 from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, length, positive
+from flexmod.block_mask.storage import TileStorage
 from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
@@ -84,16 +84,16 @@ def create_block_mask(
         return in_graph.outside(mask_mod, traced, sizes, block, here, separate_full_blocks)
     with transforms.paused():
         tiles = find_tiles(traced, sizes, block, here, separate_full_blocks)
-        return BlockMask.of_held(tiles, sizes[2:], block, mask_mod, traced)
+        return BlockMask.of_storage(tiles, sizes[2:], block, mask_mod, traced)
 
 
-def _find_again(mask: BlockMask, traced: Traced) -> Held:
+def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
     """The tiles of a mask, as its traced mask_mod says."""
     check_captures(traced, mask.device)
-    batch, heads = mask.held.batch
+    batch, heads = mask.storage.batch
     sizes = (batch, heads, *mask.seq_lengths)
     with transforms.paused():
-        return find_tiles(traced, sizes, mask.BLOCK_SIZE, mask.device, mask.held.separate)
+        return find_tiles(traced, sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate)
 
 
 BlockMask.find_tiles = staticmethod(_find_again)

@@ -42,7 +42,7 @@ def complement(mask: AnyMask) -> AnyMask:
     was = mask.table()
     table = FULL - was
     # a partial tile is known to be one where its mask_mod says so, and no padding does
-    if not (mask.classified and mask.held.separate):
+    if not (mask.classified and mask.storage.separate):
         table[was == PARTIAL] = OPEN
     _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
     return _finished(mask, table, _batch(mask), mask.seq_lengths, _at(mask, Complement(_elements(mask))))
@@ -64,7 +64,7 @@ def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
     table[..., : kept.shape[-2], : kept.shape[-1]] = kept
     if mask.classified:
         _reopen_ragged(table, lengths, mask.BLOCK_SIZE)
-    return _finished(mask, table, mask.held.batch, lengths, mask.mask_mod)
+    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod)
 
 
 def _finished(
@@ -83,11 +83,11 @@ def _finished(
         fits = Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
     alike = [m for m in (mask, other) if m is not None]
-    separate = all(m.held.separate for m in alike)
+    separate = all(m.storage.separate for m in alike)
     keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
     made = type(mask).of_table(
         table if separate else table.clamp(max=PARTIAL), batch, lengths, mask.BLOCK_SIZE, mask_mod, traced,
-        separate=separate, by_column=any(m.held.by_column for m in alike),
+        separate=separate, by_column=any(m.storage.by_column for m in alike),
     )  # fmt: skip
     made._classified = mask_mod is not mask.mask_mod or mask.classified
     return made
@@ -119,12 +119,12 @@ def _at(mask: MaskData, mask_mod: MaskMod) -> MaskMod:
 
 
 def _batch(mask: MaskData) -> tuple[int, int]:
-    batch, heads = mask.held.batch
+    batch, heads = mask.storage.batch
     return batch, heads
 
 
 def _check_dimensions(mask: MaskData) -> None:
-    if len(mask.held.batch) != 2:
+    if len(mask.storage.batch) != 2:
         raise BlockMaskCombineError(
             problem=f"one has the shape {mask.shape}, without dimensions for batch and head",
             advice="give its lists dimensions for B and H, of size 1 where the mask is the same for each",

@@ -22,7 +22,7 @@ from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 
 def sliced(mask: AnyMask, index: Any) -> AnyMask:
     """mask[b, h, q], which sees the positions of the whole. Raises BlockMaskIndexError."""
-    shape = (*mask.held.batch, mask.held.grid[0])
+    shape = (*mask.storage.batch, mask.storage.grid[0])
     b, h, q = selection.of(index, shape)
     size = mask.BLOCK_SIZE[0]
     query = selection.length_of(q, shape[-1], mask.seq_lengths[0], size)
@@ -56,7 +56,7 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
     rows, columns = map(tiles.tile_count, lengths, mask.BLOCK_SIZE)
     table = mask.table()[..., :rows, :columns].clone()
     tiles.keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
-    return _of_table(mask, table, mask.held.batch, lengths, mask.mask_mod)
+    return _of_table(mask, table, mask.storage.batch, lengths, mask.mask_mod)
 
 
 def _of_table(
@@ -65,8 +65,8 @@ def _of_table(
     """A part of `mask`, of its part of the table."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     part = type(mask).of_table(
-        table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.held.separate,
-        by_column=mask.held.by_column, full_tiles_padded=mask.full_tiles_padded,
+        table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.storage.separate,
+        by_column=mask.storage.by_column, full_tiles_padded=mask.full_tiles_padded,
     )  # fmt: skip
     part._classified = mask.classified
     return part

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.held import Held, ListPart
 from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
+from flexmod.block_mask.storage import ListPart, TileStorage
 from flexmod.block_mask.tiles import LISTS, Parts
 from flexmod.errors import FakeTensorError
 from flexmod.ir.composed import Derived, Mask
@@ -51,9 +51,9 @@ class MaskData:
     q_indices = ListPart()
     full_q_num_blocks = ListPart()
     full_q_indices = ListPart()
-    # (mask, its traced mask_mod) -> its tiles, as `held`; the builder puts itself here
+    # (mask, its traced mask_mod) -> its tiles, as `storage`; the builder puts itself here
     find_tiles: ClassVar[Callable[..., Any]]
-    _held: Held
+    _storage: TileStorage
     _seq_lengths: tuple[int, int]
     _block_size: tuple[int, int]
     _mask_mod: MaskMod
@@ -74,9 +74,9 @@ class MaskData:
     _in_graphs: tuple[Any, ...] = ()
 
     @classmethod
-    def of_held(
+    def of_storage(
         cls: type[AnyMask],
-        held: Held,
+        storage: TileStorage,
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
         mask_mod: MaskMod,
@@ -85,7 +85,7 @@ class MaskData:
     ) -> AnyMask:
         """A mask of tiles that need no look, with the graph of its mask_mod."""
         mask = cls.__new__(cls)
-        mask._held = held
+        mask._storage = storage
         mask._snapshot = None
         mask._block_size = block_size
         mask._seq_lengths = seq_lengths
@@ -112,15 +112,15 @@ class MaskData:
         full_tiles_padded: bool = False,
     ) -> AnyMask:
         """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
-        held = Held.of_table(table, batch, separate, by_column)
-        return cls.of_held(held, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
+        storage = TileStorage.of_table(table, batch, separate, by_column)
+        return cls.of_storage(storage, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
 
     @property
-    def held(self) -> Held:
+    def storage(self) -> TileStorage:
         """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
-        if self._held.outdated:
-            self._held = self._held.as_lists()
-        return self._held
+        if self._storage.outdated:
+            self._storage = self._storage.as_lists()
+        return self._storage
 
     def snapshot(self) -> MaskSnapshot:
         """The mask as a call launches from it: what is assigned later does not change it.
@@ -128,24 +128,29 @@ class MaskData:
         The last one while nothing has changed. Raises as `look` and `refresh` do.
         """
         self.refresh()
-        held, last = self.held, self._snapshot
+        storage, last = self.storage, self._snapshot
         if (
             last is not None
-            and last.held is held
+            and last.storage is storage
             and last.mod is self._traced
             and last.seq_lengths is self._seq_lengths
             and last.BLOCK_SIZE is self._block_size
             and last.full_tiles_padded is self.full_tiles_padded
-            and last.lists == held.written()
+            and last.lists == storage.written()
         ):
             return last
         self.look()
         made = MaskSnapshot(
-            held, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced, held.written()
+            storage,
+            self._seq_lengths,
+            self._block_size,
+            self.full_tiles_padded,
+            self._traced,
+            storage.written(),
         )
         if last is not None and made.is_like(last):  # what calls know of it holds still
             made = replace(made, name=last.name)
-        if self._seen == (held, made.lists):  # not so in lists that nobody could look at
+        if self._seen == (storage, made.lists):  # not so in lists that nobody could look at
             self._snapshot = made
         return made
 
@@ -168,12 +173,12 @@ class MaskData:
     @property
     def classified(self) -> bool:
         """Are the tiles what mask_mod says, and not lists that were given beside it?"""
-        return self._classified and self.held.form == "runs"
+        return self._classified and self.storage.form == "runs"
 
     @property
     def traced(self) -> Traced:
         """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
-        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
+        batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
         return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
 
     @property
@@ -220,19 +225,19 @@ class MaskData:
         self.full_tiles_padded = check_values(self._parts(LISTS), lengths, block)
         self._seen = now
 
-    def _lists_now(self) -> tuple[Held, tuple[object, ...]]:
-        held = self.held
-        return held, held.written()
+    def _lists_now(self) -> tuple[TileStorage, tuple[object, ...]]:
+        storage = self.storage
+        return storage, storage.written()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch dimensions, queries, keys."""
-        return (*self.held.batch, *self.seq_lengths)
+        return (*self.storage.batch, *self.seq_lengths)
 
     @property
     def device(self) -> torch.device:
         """Where its tiles are."""
-        return self.held.device
+        return self.storage.device
 
     @property
     def q_offset(self) -> int | Tensor:
@@ -253,7 +258,7 @@ class MaskData:
         """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
         which the mask is the same.
         """
-        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
+        return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}
@@ -275,8 +280,8 @@ class MaskData:
         if (watched is None and not self._described) or torch.compiler.is_compiling():
             return False
         if self._on_gpu and is_captured(self.device):
-            if not any(held is self._held for held in self._in_graphs):
-                self._in_graphs += (self._held,)
+            if not any(known is self._storage for known in self._in_graphs):
+                self._in_graphs += (self._storage,)
             return False
         described = any(tensor_key(tensor) != kind for tensor, kind in self._described)
         changed = described or (watched is not None and not watched.unchanged())
@@ -286,17 +291,17 @@ class MaskData:
         again = described or self._traced.read or not same
         traced = trace_mask(self.mask_mod, self.device) if again else self._traced
         watched = _watched(traced)  # before tiles are found: a write meanwhile counts
-        held = self.find_tiles(self, traced)
+        storage = self.find_tiles(self, traced)
         if again:
             self._know(traced)
-        self._held, self.full_tiles_padded, self._watched = held, False, watched
+        self._storage, self.full_tiles_padded, self._watched = storage, False, watched
         self._seen = self._lists_now()
         return True
 
     def __copy__(self: AnyMask) -> AnyMask:
         """The same tensors; what is assigned to one mask is not assigned to the other."""
         new = object.__new__(type(self))
-        new.__setstate__({**self._state(), "_held": copy.copy(self.held)})
+        new.__setstate__({**self._state(), "_storage": copy.copy(self.storage)})
         return new
 
     def __deepcopy__(self: AnyMask, memo: dict[int, Any]) -> AnyMask:
@@ -330,7 +335,7 @@ class MaskData:
         these are all.
         """
         self.refresh()
-        if any(getattr(tensor, "fake_mode", None) for tensor in self.held.tensors()):
+        if any(getattr(tensor, "fake_mode", None) for tensor in self.storage.tensors()):
             raise FakeTensorError(
                 problem="block_mask has fake tensors, shapes without values, and is copied or pickled",
                 advice="build it again, outside of the FakeTensorMode",

@@ -83,12 +83,12 @@ class Cells:
 
 def sparsity(mask: MaskData) -> float:
     """How much of the score matrix lies outside of the listed tiles, in per cent."""
-    return 100 * (1 - mask.held.listed() * math.prod(mask.BLOCK_SIZE) / mask.numel())
+    return 100 * (1 - mask.storage.listed() * math.prod(mask.BLOCK_SIZE) / mask.numel())
 
 
 def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     """The facts of a mask. Elements of partial tiles are counted where there are no more than `budget`."""
-    table, batch, traced = mask.table(), mask.held.batch, mask.traced
+    table, batch, traced = mask.table(), mask.storage.batch, mask.traced
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:
         table = table[None]

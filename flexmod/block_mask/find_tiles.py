@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from flexmod.block_mask import refine
-from flexmod.block_mask.held import Held
+from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import PARTIAL, tile_count
 from flexmod.errors import DeviceMismatch
 from flexmod.ir.host_numbers import captures_on_device, is_host_number
@@ -29,7 +29,7 @@ def find_tiles(
     block: tuple[int, int],
     device: torch.device,
     separate: bool,
-) -> Held:
+) -> TileStorage:
     """The tiles of a mask_mod for (B, H, Q_LEN, KV_LEN), its captures checked (`check_captures`).
 
     `separate` False lists full tiles as partial. Raises CallSizeError, and what bounds and kernels raise.
@@ -39,11 +39,11 @@ def find_tiles(
     if has_kernels(device):
         by_axis = _generated().build(moved, sizes, block, device, separate)
         grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-        return Held(sizes[:2], grid, by_axis, {}, separate)
+        return TileStorage(sizes[:2], grid, by_axis, {}, separate)
     table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)
-    return Held.of_table(table, sizes[:2], separate)
+    return TileStorage.of_table(table, sizes[:2], separate)
 
 
 @cache

@@ -16,9 +16,9 @@ from flexmod.block_mask import combine, cuts, pictures, tiles
 from flexmod.block_mask.data import MaskData, fresh
 from flexmod.block_mask.derived import How
 from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
 from flexmod.block_mask.parts import block_pair, check_values, checked_lists, length
+from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import moved
@@ -83,7 +83,7 @@ class BlockMask(MaskData):
             "q_num_blocks": q_num_blocks, "q_indices": q_indices,
             "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
         }  # fmt: skip
-        self._held = Held.of_lists(checked_lists(parts))
+        self._storage = TileStorage.of_lists(checked_lists(parts))
         self._snapshot = None
         self._block_size = block_pair(BLOCK_SIZE)
         self.seq_lengths = seq_lengths
@@ -141,7 +141,7 @@ class BlockMask(MaskData):
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
         self.refresh()
-        return (self.table() != EMPTY).to(torch.int32).expand(*self.held.batch, -1, -1)
+        return (self.table() != EMPTY).to(torch.int32).expand(*self.storage.batch, -1, -1)
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The parts in order: seq_lengths, the eight lists, torch's four dq_ parts, BLOCK_SIZE, mask_mod.
@@ -205,8 +205,13 @@ class BlockMask(MaskData):
         mask = fresh(self)
         mask_mod = moved(mask.mask_mod, device)
         traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, torch.device(device))
-        new = mask.of_held(
-            mask.held.to(device), mask.seq_lengths, mask.BLOCK_SIZE, mask_mod, traced, mask.full_tiles_padded
+        new = mask.of_storage(
+            mask.storage.to(device),
+            mask.seq_lengths,
+            mask.BLOCK_SIZE,
+            mask_mod,
+            traced,
+            mask.full_tiles_padded,
         )
         new._classified = mask._classified
         for name in FLASH_PARTS:
@@ -289,7 +294,7 @@ class BlockMask(MaskData):
 
     def _one(self, b: int, h: int) -> BlockMask:
         mask = fresh(self)
-        return mask[b, h] if mask.held.batch else mask
+        return mask[b, h] if mask.storage.batch else mask
 
 
 def from_torch(mask: Any) -> BlockMask:

@@ -24,9 +24,9 @@ from torch import Tensor
 from flexmod import config
 from flexmod.backends.families import reads_order
 from flexmod.block_mask import tiles
-from flexmod.block_mask.held import Axis
 from flexmod.block_mask.launched import is_captured
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import Axis
 from flexmod.codegen.builder_kernels import BuilderKernels
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.codegen.watch import IndexWatch
@@ -176,7 +176,7 @@ class _BuilderPart:
         watch = IndexWatch(writer, self.lengths, kinds) if watched else None
         self._write_kinds(writer, kinds, captured, watch)
         if watch is not None:
-            watch.look()
+            watch.raise_if_out_of_bounds()
         if not separate:
             writer.call(without_full_tiles, (kinds,))
         by_axis = self._rows(writer)

@@ -12,9 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexmod import tensor_kinds
 from flexmod.block_mask.find_tiles import find_tiles
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Axis, Held
 from flexmod.block_mask.mask_mod import MaskMod, noop_mask
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import Axis, TileStorage
 from flexmod.block_mask.tiles import tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
@@ -78,8 +78,8 @@ def outside(
     with tensor_kinds.naming_fake(dict(zip(captures, traced.tensors, strict=True))):
         tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-    held = held_of(tiles, traced.graph, sizes[:2], grid)
-    return BlockMask.of_held(held, sizes[2:], block, mask_mod, traced)
+    storage = storage_of(tiles, traced.graph, sizes[:2], grid)
+    return BlockMask.of_storage(storage, sizes[2:], block, mask_mod, traced)
 
 
 def _tiles_of(
@@ -115,12 +115,12 @@ def build_tiles(
                      traced.tensors, strict=True))  # fmt: skip
     tensor_kinds.check_readable(named)
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
-    held = find_tiles(traced, whole, (block[0], block[1]), device, separate)
-    rows, columns = held.grid
+    storage = find_tiles(traced, whole, (block[0], block[1]), device, separate)
+    rows, columns = storage.grid
     most = most_runs(whole, rows, columns)
     found: list[Tensor] = []
     for axis, lines in (("kv", rows), ("q", columns)):
-        runs = held.runs(axis)  # type: ignore[arg-type]
+        runs = storage.runs(axis)  # type: ignore[arg-type]
         assert runs is not None
         spans = runs.spans.new_zeros(most, 2)
         spans[: len(runs.spans)] = runs.spans
@@ -172,14 +172,16 @@ def _even(tiles: int) -> int:
     return tiles + tiles % 2
 
 
-def held_of(tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]) -> Held:
+def storage_of(
+    tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]
+) -> TileStorage:
     """The tiles of a GraphMask as a mask holds them: once, where they are the same along a dimension."""
     b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
     by_axis: dict[Axis, Runs | None] = {
         "kv": Runs(tiles[0][b, h], tiles[1]),
         "q": Runs(tiles[2][b, h], tiles[3]),
     }
-    return Held(batch, grid, by_axis, {})
+    return TileStorage(batch, grid, by_axis, {})
 
 
 # By the indices of a mask: the state of its lists when they were checked, and what the check found.
@@ -187,14 +189,18 @@ _checked = WeakTensorKeyDictionary()
 
 
 def masked(
-    held: Held, lengths: tuple[int, int], block: tuple[int, int], traced: Traced, padded: bool = False
+    storage: TileStorage,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    traced: Traced,
+    padded: bool = False,
 ) -> BlockMask:
     """A BlockMask whose mask_mod nobody asks for. Lists are checked once in each of their states.
 
     Raises as `BlockMask.look` does.
     """
-    mask = BlockMask.of_held(held, lengths, block, noop_mask, traced, padded)
-    lists = mask.held.written()
+    mask = BlockMask.of_storage(storage, lengths, block, noop_mask, traced, padded)
+    lists = mask.storage.written()
     if lists:
         now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))
         if known[0] == now:

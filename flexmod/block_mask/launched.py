@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.held import Held, state
+from flexmod.block_mask.storage import TileStorage, state
 from flexmod.block_mask.tiles import tile_count
 from flexmod.internals.torch import version_of
 from flexmod.ir.fingerprint import tensor_key
@@ -31,7 +31,7 @@ class MaskSnapshot:
     the lists when they were checked. `derived` is for what backends make of the tiles, by their own keys.
     """
 
-    held: Held
+    storage: TileStorage
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     full_tiles_padded: bool
@@ -47,13 +47,13 @@ class MaskSnapshot:
     @cached_property
     def traced(self) -> Traced:
         """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
-        batch, heads = self.held.batch[-2:] if len(self.held.batch) > 1 else (1, 1)
+        batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
         return Traced(fitted(self.mod.graph, (batch, heads, *self.seq_lengths)), self.mod.tensors)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that kernels read: the tiles, and what mask_mod captures."""
-        return (*self.held.tensors(), *self.mod.tensors)
+        return (*self.storage.tensors(), *self.mod.tensors)
 
     @cached_property
     def kinds(self) -> tuple[object, ...]:
@@ -64,15 +64,15 @@ class MaskSnapshot:
     def names(self) -> tuple[str, ...]:
         """What a user calls each of `tensors`."""
         captures = [f"{capture.name}, captured by mask_mod," for capture in self.mod.graph.captures]
-        return (*self.held.names(), *captures)
+        return (*self.storage.names(), *captures)
 
     @property
     def device(self) -> torch.device:
-        return self.held.device
+        return self.storage.device
 
     def table(self) -> Tensor:
         """See `BlockMask.table`."""
-        return self.held.table(columns_of(self.held, self.seq_lengths, self.BLOCK_SIZE))
+        return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
 
     def capture_kinds(self) -> tuple[object, ...] | None:
         """The kinds of captured tensors as they are now; None where one has no kind."""
@@ -82,10 +82,10 @@ class MaskSnapshot:
     def states(self) -> list[object]:
         """Another value after a write to a tensor that is launched from, in the order of `tensors`."""
         found: list[object]
-        if self.held.form == "lists":
-            found = list(self.held.written())
+        if self.storage.form == "lists":
+            found = list(self.storage.written())
         else:
-            found = [version_of(tensor) for tensor in self.held.tensors()]
+            found = [version_of(tensor) for tensor in self.storage.tensors()]
         return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
 
     @cached_property
@@ -96,8 +96,8 @@ class MaskSnapshot:
     @cached_property
     def structure(self) -> tuple[object, ...]:
         """All but the tensors."""
-        held = (self.held.form, self.held.batch, self.held.separate, self.held.names())
-        return held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph
+        storage = (self.storage.form, self.storage.batch, self.storage.separate, self.storage.names())
+        return storage, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph
 
     @cached_property
     def facts(self) -> int:
@@ -111,12 +111,12 @@ class MaskSnapshot:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> MaskSnapshot:
         """The snapshot with others in place of `tensors`, of the same shapes."""
-        count = len(self.held.tensors())
+        count = len(self.storage.tensors())
         tiles, captured = tuple(tensors[:count]), tuple(tensors[count:])
         mod = Traced(self.mod.graph, captured)
-        if all(new is old for new, old in zip(tiles, self.held.tensors(), strict=True)):
+        if all(new is old for new, old in zip(tiles, self.storage.tensors(), strict=True)):
             return replace(self, mod=mod)
-        return replace(self, held=self.held.with_tensors(tiles), mod=mod, lists=(), derived={})
+        return replace(self, storage=self.storage.with_tensors(tiles), mod=mod, lists=(), derived={})
 
 
 def is_captured(device: torch.device) -> bool:
@@ -128,6 +128,6 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def columns_of(held: Held, lengths: tuple[int, int], block: tuple[int, int]) -> int:
+def columns_of(storage: TileStorage, lengths: tuple[int, int], block: tuple[int, int]) -> int:
     """The number of columns of a mask's table."""
-    return max(held.grid[1], tile_count(lengths[1], block[1]))
+    return max(storage.grid[1], tile_count(lengths[1], block[1]))

@@ -54,7 +54,7 @@ def text(
     mask: MaskData, grid_size: int | tuple[int, int], limit: int, density: bool = False, color: bool = False
 ) -> str:
     """The picture in characters; see `BlockMask.to_string`. Raises GridSizeError."""
-    batch_shape = mask.held.batch
+    batch_shape = mask.storage.batch
     count = math.prod(batch_shape) if limit < 0 else limit
     places = list(itertools.islice(itertools.product(*map(range, batch_shape)), count))
     listed = (mask.table() != EMPTY).expand(*batch_shape, -1, -1)

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from flexmod import config
 from flexmod.backends.families import serving
-from flexmod.codegen.spec import Way
+from flexmod.codegen.spec import Direction
 from flexmod.runtime import tuned
 from flexmod.runtime.target import OLDEST, Target, target_of
 from flexmod.variant import variant
@@ -91,14 +91,14 @@ def _runs() -> Iterator[tuple[str, str, str]]:
         why = "no device is found" if built else "this torch is built without CUDA"
         yield "cuda", "nothing", why
     for device, target in _targets():
-        for way in get_args(Way):
+        for direction in get_args(Direction):
             dims: dict[tuple[str, str], list[str]] = {}
             for dim in DIMS:
-                family, passed = serving(variant(head_dim=dim).spec_of(way), way, target.name)
+                family, passed = serving(variant(head_dim=dim).spec_of(direction), direction, target.name)
                 why = "; ".join(passed.values()) or f"the chip is {target.name}"
                 dims.setdefault((family.title, why), []).append(str(dim))
             for (title, why), alike in dims.items():
-                yield str(device), f"{way}, bfloat16, head dimension {', '.join(alike)}: {title}", why
+                yield str(device), f"{direction}, bfloat16, head dimension {', '.join(alike)}: {title}", why
 
 
 def _folders() -> Iterator[str]:

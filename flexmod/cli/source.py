@@ -17,7 +17,7 @@ from flexmod.cli.options import (
     mask_argument,
     score_option,
 )
-from flexmod.codegen.spec import Way
+from flexmod.codegen.spec import Direction
 from flexmod.command_errors import NoSourceError
 from flexmod.explain import explain
 from flexmod.family_names import PORTABLE, names
@@ -26,7 +26,12 @@ from flexmod.runtime.target import NAMES, OLDEST
 from flexmod.standalone import standalone as standalone_text
 
 # by what the command calls a module, its family and direction
-TEMPLATES = {f"{name}-{way}": (name, way) for name in names() if name != PORTABLE for way in get_args(Way)}
+TEMPLATES = {
+    f"{name}-{direction}": (name, direction)
+    for name in names()
+    if name != PORTABLE
+    for direction in get_args(Direction)
+}
 
 
 @click.command()
@@ -68,11 +73,11 @@ def source(
         explanation = explain(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
         text = explanation.source
         if template != PORTABLE:
-            family, way = TEMPLATES[template]
-            if f"{family} {way}" not in explanation.sources:
-                why = next(line for line in explanation.templates if line.startswith(way))
+            family, direction = TEMPLATES[template]
+            if f"{family} {direction}" not in explanation.sources:
+                why = next(line for line in explanation.templates if line.startswith(direction))
                 raise NoSourceError(template=template, why=why)
-            text = explanation.sources[f"{family} {way}"]
+            text = explanation.sources[f"{family} {direction}"]
     if output is None:
         click.echo(text, nl=False)
     else:

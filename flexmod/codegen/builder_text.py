@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmod.codegen.expressions import TRITON_DTYPES, held
+from flexmod.codegen.expressions import TRITON_DTYPES, register_dtype
 from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.triton_text import TritonWriter
@@ -28,14 +28,14 @@ class BuilderTerm:
     @property
     def stored(self) -> torch.dtype:
         """Small integers and truth values grow: reductions are of 32 bits at least."""
-        return torch.int32 if not self.floating and self.dtype.itemsize < 4 else held(self.dtype)
+        return torch.int32 if not self.floating and self.dtype.itemsize < 4 else register_dtype(self.dtype)
 
     @property
     def floating(self) -> bool:
         return self.dtype.is_floating_point
 
     @property
-    def held(self) -> str:
+    def register_dtype(self) -> str:
         return TRITON_DTYPES[self.stored]
 
     @property
@@ -57,7 +57,7 @@ class BuilderTerm:
         """What brings a loaded bound to the dtype that the function of bounds takes."""
         if self.dtype == torch.bool:
             return " != 0"
-        return "" if held(self.dtype) == self.stored else f".to({TRITON_DTYPES[self.dtype]})"
+        return "" if register_dtype(self.dtype) == self.stored else f".to({TRITON_DTYPES[self.dtype]})"
 
 
 @dataclass(frozen=True)

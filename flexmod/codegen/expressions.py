@@ -68,7 +68,7 @@ def tidy(text: str) -> str:
     return ast.unparse(parse(text, mode="eval")).replace("'", '"')
 
 
-def held(dtype: torch.dtype) -> torch.dtype:
+def register_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the text holds a value: halves live as float32, rounded."""
     return torch.float32 if dtype in HALF else dtype
 
@@ -84,7 +84,7 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
         return f"{group(text)} != 0"
     if target in HALF:
         return rounded(text, target)
-    if held(source) == target:
+    if register_dtype(source) == target:
         return text
     if source.is_floating_point and target.itemsize < 4:
         text = f"{group(text)}.to(tl.int32)"  # so that what does not fit wraps, as on the CPU
@@ -109,7 +109,7 @@ def literal(value: object, dtype: torch.dtype) -> str:
 
 def typed(text: str, dtype: torch.dtype) -> str:
     """A literal with its dtype."""
-    return f"tl.cast({text}, {TRITON_DTYPES[held(dtype)]})"
+    return f"tl.cast({text}, {TRITON_DTYPES[register_dtype(dtype)]})"
 
 
 def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False) -> str:
@@ -123,7 +123,10 @@ def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False
         return f"tl.cast({rounded.view(torch.int64).item()}, tl.int64).to(tl.float64, bitcast=True)"
     if text == "-0.0" or (dtype.is_floating_point and rounded == 0 and rounded.signbit()):
         return f"tl.cast({-(2**31)}, tl.int32).to(tl.float32, bitcast=True)"
-    denormal = held(dtype) == torch.float32 and 0 < rounded.abs() < torch.finfo(torch.float32).smallest_normal
+    denormal = (
+        register_dtype(dtype) == torch.float32
+        and 0 < rounded.abs() < torch.finfo(torch.float32).smallest_normal
+    )
     return typed(text, dtype) if denormal or has_dtype else text
 
 

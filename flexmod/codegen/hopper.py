@@ -14,7 +14,7 @@ from flexmod.codegen import cache, render
 from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
-from flexmod.codegen.spec import KernelSpec, Way, option, template
+from flexmod.codegen.spec import Direction, KernelSpec, option, template
 
 Registers = tuple[int, int, int]
 
@@ -26,7 +26,7 @@ LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 # by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
 TWO, THREE = (240, 24, 168), (160, 32, 128)
 # kernel_options that speak of the portable template's kernels
-TILE_OPTIONS: Mapping[Way, tuple[str, ...]] = {
+TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
     "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
     "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
 }
@@ -110,7 +110,7 @@ def _warps(registers: Registers) -> Mapping[str, int]:
 
 def obstacle(
     spec: KernelSpec,
-    way: Way,
+    direction: Direction,
     target: str,
     options: Mapping[str, Any],
     *,
@@ -122,23 +122,23 @@ def obstacle(
     """
     if target != TARGET:
         return f"{target} is no Hopper chip ({TARGET})"
-    if (why := spec_obstacle(spec, way)) is not None:
+    if (why := spec_obstacle(spec, direction)) is not None:
         return why
-    if template(options, way) not in ("auto", NAME):
+    if template(options, direction) not in ("auto", NAME):
         return "kernel option TEMPLATE asks for it"
-    given = [name for name in TILE_OPTIONS[way] if _given(options, way, name) is not None]
+    given = [name for name in TILE_OPTIONS[direction] if _given(options, direction, name) is not None]
     if given:
         return f"kernel option {given[0]} speaks of the portable template"
-    if way == "backward" and (deterministic or _given(options, way, "deterministic")):
+    if direction == "backward" and (deterministic or _given(options, direction, "deterministic")):
         return "a deterministic backward: Hopper's adds up dQ in any order"
     return None
 
 
-def _given(options: Mapping[str, Any], way: Way, name: str) -> Any:
-    return option(options, "forward" if way == "forward" else "dq", name, None)
+def _given(options: Mapping[str, Any], direction: Direction, name: str) -> Any:
+    return option(options, "forward" if direction == "forward" else "dq", name, None)
 
 
-def spec_obstacle(spec: KernelSpec, way: Way) -> str | None:
+def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     """Why the kernels of the forward or of the backward do not take a spec, None where they do."""
     if spec.q_dtype not in (torch.float16, torch.bfloat16):
         return f"{_name(spec.q_dtype)} operands"
@@ -152,7 +152,7 @@ def spec_obstacle(spec: KernelSpec, way: Way) -> str | None:
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.mask_block is not None:
-        rows, columns = (128, 64) if way == "forward" else (64, 64 if wide(spec) else 128)
+        rows, columns = (128, 64) if direction == "forward" else (64, 64 if wide(spec) else 128)
         if spec.mask_block[0] % rows or spec.mask_block[1] % columns:
             q_block, kv_block = spec.mask_block
             return f"blocks of {q_block} x {kv_block} in the mask, no multiples of {rows} x {columns}"
@@ -195,9 +195,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def ladder(spec: KernelSpec, way: Way, score: ModText | None, mask: ModText | None) -> tuple[Shape, ...]:
+def ladder(
+    spec: KernelSpec, direction: Direction, score: ModText | None, mask: ModText | None
+) -> tuple[Shape, ...]:
     """The shapes to try, best first. Measured on an H200."""
-    return _forward_ladder(spec, score, mask) if way == "forward" else _backward_ladder(spec, score, mask)
+    return (
+        _forward_ladder(spec, score, mask) if direction == "forward" else _backward_ladder(spec, score, mask)
+    )
 
 
 def _forward_ladder(
@@ -209,12 +213,12 @@ def _forward_ladder(
     if widest <= 128:
         shapes = [wide, narrow]
         # numbers by column: each takes as many registers of a thread as a row of its scores
-        held = sum(mod.held_by_column for mod in (score, mask) if mod)
-        if widest <= 64 and spec.mask_block is None and (not held or (score and score.linear_column)):
+        values = sum(mod.held_by_column for mod in (score, mask) if mod)
+        if widest <= 64 and spec.mask_block is None and (not values or (score and score.linear_column)):
             shapes.insert(0, ForwardShape(3, 128))
         # where each element has work of its own, smaller tiles leave registers for it
         busy = widest > 64 and score is not None and "element" in score.expensive
-        if held > 2 or busy:
+        if values > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
@@ -272,7 +276,7 @@ class HopperKernels:
 
     def ladder(self, kernel: Any) -> tuple[Any, ...]:
         """Shapes of the forward and the backward; tiles of what portable kernels do beside them."""
-        if kernel not in get_args(Way):
+        if kernel not in get_args(Direction):
             return self.portable.ladder(kernel)
         return ladder(self.spec, kernel, self.score, self.portable.mask)
 
@@ -287,9 +291,9 @@ class HopperKernels:
         names = ["hopper_attention", *(["score"] if p.score else []), *(["mask"] if p.mask else [])]
         return cache.load(self.text, "_".join(names))
 
-    def choices(self, way: Way) -> list[Shape]:
+    def choices(self, direction: Direction) -> list[Shape]:
         """The shapes that tuning tries: the ladder's, and those of a backward in the other order too."""
-        rungs = self.ladder(way)
+        rungs = self.ladder(direction)
         late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
         return list(dict.fromkeys([*rungs, *late]))
 

@@ -101,7 +101,7 @@ class Kernels:
 
         The same for each score_mod: a number that becomes an argument meanwhile makes another backward.
         """
-        return ("PEAK", "TOTAL") if self.spec.exact else ("PEAK", "REST")
+        return ("ROW_MAX", "TOTAL") if self.spec.exact else ("ROW_MAX", "REST")
 
     @property
     def small_scores(self) -> bool:

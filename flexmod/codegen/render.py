@@ -15,7 +15,7 @@ import torch
 from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, lowest_peak
+from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, min_fixed_max
 from flexmod.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def render(
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
             in_pairs=score is not None and prelude.in_pairs(score.text, target),
-            lowest_peak=lowest_peak(spec, score.bounds) if score else None,
+            min_fixed_max=min_fixed_max(spec, score.bounds) if score else None,
             lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
             small_scores=score is not None and score.small,
             largest_exact=LARGEST_EXACT,
@@ -158,7 +158,7 @@ def _in_parts(mod: ModText, own: str, rest: str) -> list[str]:
     """
     name, call = mod.column.split(" = ", 1)
     of_own, of_rest = (re.sub(r"\boffset\b", part, call) for part in (own, rest))
-    return [f"{name} = made_anew({of_own})", f"{name} += {of_rest}"]
+    return [f"{name} = opaque({of_own})", f"{name} += {of_rest}"]
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:

@@ -15,7 +15,7 @@ import torch
 from flexmod.errors import BlockSizeError, OptionValueError
 from flexmod.ir.exponents import is_small
 
-Way = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 # tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.
@@ -85,8 +85,8 @@ class Tile:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
 
 
-# log2 of the smallest weight that a row's first tile may have under a fixed peak, and of the largest of any
-# tile. bfloat16 keeps room on both sides for values, and for sums of many.
+# log2 of the smallest weight of a row's first tile under a fixed maximum, and of the largest of any tile.
+# bfloat16 keeps room on both sides for values, and for sums of many.
 SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 
 
@@ -98,11 +98,11 @@ LARGEST_EXACT = 2.0**28
 LARGE = 2.0**14
 
 
-def lowest_peak(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
-    """The least that a row's peak may be, in base 2, if that of its first tile is to serve the whole row.
+def min_fixed_max(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
+    """The least that a row's row_max may be, in base 2, if that of its first tile is to serve the whole row.
 
     Scores lie between `bounds`. None where weights would leave the range of the operands' dtype: float16 has
-    too little of it, always; and where scores are large, so that a peak has few digits.
+    too little of it, always; and where scores are large, so that a row_max has few digits.
     """
     if not is_small(bounds):
         return None
@@ -261,9 +261,9 @@ def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: A
     return options.get(prefix + name, options.get(name, default))
 
 
-def template(options: Mapping[str, Any], way: Way) -> str:
+def template(options: Mapping[str, Any], direction: Direction) -> str:
     """The kernel option TEMPLATE of a direction: "auto", or the name of a family."""
-    return option(options, "forward" if way == "forward" else "dq", "TEMPLATE", None) or "auto"
+    return option(options, "forward" if direction == "forward" else "dq", "TEMPLATE", None) or "auto"
 
 
 def statistics_rows(spec: KernelSpec) -> int:

@@ -3,7 +3,7 @@
 What the main function returns, by how the terms are summed (see `ir/reductions.py`):
 
     row, column    (gradient of the score, a term for each load)
-    diagonal       a term for each load; where `fused`, these are terms of `column`
+    diagonal       a term for each load; where `reduce_in_backward`, these are terms of `column`
     element        for each load a term, its place in a contiguous tensor of the capture's sizes (int64), and
                    whether it has one: what an index outside of the tensor loads is 0, and nobody's
 """
@@ -33,18 +33,18 @@ MAIN: dict[Along, str] = {
 
 
 def write_terms(
-    found: CaptureGrad, terms: Sequence[GradientTerm], fused: bool = False, checked: bool = False
+    found: CaptureGrad, terms: Sequence[GradientTerm], reduce_in_backward: bool = False, checked: bool = False
 ) -> CaptureTexts:
     """The device functions for all terms of a CaptureGrad.
 
-    `fused`: one kernel sums by column and along diagonals, from one text.
+    `reduce_in_backward`: one kernel sums by column and along diagonals, from one text.
     """
     texts: dict[str, ModText] = {}
     for along in MAIN:
         chosen = [
             term
             for term in terms
-            if along == ("column" if fused and term.along == "diagonal" else term.along)
+            if along == ("column" if reduce_in_backward and term.along == "diagonal" else term.along)
         ]
         if chosen:
             texts[along] = _TermWriter(found.graph, along, chosen, checked).write()

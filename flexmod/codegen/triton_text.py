@@ -26,7 +26,7 @@ from flexmod.codegen.expressions import (
     cast,
     fill,
     group,
-    held,
+    register_dtype,
     rounded,
     triton_literal,
 )
@@ -254,7 +254,7 @@ class TritonWriter:
                 values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)
         if all(a.is_const or a.op == "param" for a in node.args[-2:]) and node.op == "where":
-            text = f"({text}).to({TRITON_DTYPES[held(strong(node.dtype))]})"
+            text = f"({text}).to({TRITON_DTYPES[register_dtype(strong(node.dtype))]})"
         return rounded(text, strong(node.dtype))
 
     def _template(self, node: Node, at: torch.dtype) -> str:
@@ -262,7 +262,7 @@ class TritonWriter:
         row = OPS[node.op]
         if node in self.rounded_products:
             return "rounded_product({0}, {1})"
-        if row.exact and held(at) == torch.float32:
+        if row.exact and register_dtype(at) == torch.float32:
             # a chip's quick division loses divisors near the ends of float32
             extreme = len(node.args) == 2 and node.args[1].is_const and not _is_ordinary(node.args[1].value)
             if extreme or not {"score", "grad"} & node.home:

@@ -31,10 +31,10 @@ class IndexWatch:
         self._rooms.append((checks, tensors, made))
         return made
 
-    def look(self) -> None:
+    def raise_if_out_of_bounds(self) -> None:
         """Writes the last step: the host looks."""
         for checks, tensors, room in self._rooms:
-            self._writer.call(look, (_Checks(checks), tuple(tensors), room))
+            self._writer.call(raise_if_out_of_bounds, (_Checks(checks), tuple(tensors), room))
 
 
 class _Checks(tuple[Check, ...]):
@@ -50,7 +50,7 @@ def found_nothing(on: Tensor, length: int, keys: int, checks: int) -> tuple[Tens
     return (torch.tensor([length, keys, *[0] * checks], device=on.device),)
 
 
-def look(checks: Sequence[Check], tensors: Sequence[Tensor], room: Tensor) -> tuple[()]:
+def raise_if_out_of_bounds(checks: Sequence[Check], tensors: Sequence[Tensor], room: Tensor) -> tuple[()]:
     """Waits for the kernels. Raises CaptureBoundsError for the first check that failed, in the text."""
     met = room[FOUND_HEAD:].tolist()
     for check, number in zip(checks, met, strict=True):

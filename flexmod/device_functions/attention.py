@@ -118,9 +118,9 @@ def exponential(x):
 
 
 @triton.jit
-def settled(score, unbounded):
+def unfused(score, unbounded):
     """The score itself: `unbounded` is +inf, which the compiler does not know. So it cannot fuse the score's
-    last product with what is subtracted next, and a row's largest score is its peak in every kernel."""
+    last product with what is subtracted next, and a row's largest score is its row_max in every kernel."""
     return tl.minimum(score, unbounded, propagate_nan=tl.PropagateNan.ALL)
 
 

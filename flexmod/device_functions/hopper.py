@@ -100,13 +100,13 @@ def listed_tile(step, of_row, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def tell(note, number):
+def write_message(note, number):
     """The producer writes a number."""
     note.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def heard(note):
+def read_message(note):
     """A consumer reads one."""
     return gl.max(note.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 

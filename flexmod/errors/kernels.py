@@ -31,15 +31,13 @@ class BackendDeviceError(FlexmodError, ValueError):
 
 
 class TemplateError(FlexmodError, ValueError):
-    what = "kernel option TEMPLATE is {template!r}, but the {way} cannot run on it: {why}."
+    what = "kernel option TEMPLATE is {template!r}, but the {direction} cannot run on it: {why}."
     instead = "leave TEMPLATE out: flexmod takes the portable template then."
 
 
 class NoKernelsError(FlexmodError, KeyError):
     what = "there are no kernels {name!r} for this variant; there are: {known}."
-    instead = (
-        "print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the portable kernels."
-    )
+    instead = "print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the portable kernels."
 
     def __str__(self) -> str:
         return self.message  # KeyError's would put it in quotes

@@ -35,7 +35,7 @@ def span(end: Any) -> Bounds:
     return (end, end) if is_number(end) else (end.lowest, end.highest)
 
 
-def settled(a: Bounds) -> Bounds:
+def known_ends(a: Bounds) -> Bounds:
     """Bounds in Python numbers, of bounds that may be symbols."""
     return span(a[0])[0], span(a[1])[1]
 
@@ -160,7 +160,7 @@ def _divided(name: str, whole: Callable[[int, int], int]) -> Callable[[Bounds, B
         if is_endless(x):
             return math.nan if is_endless(y) else x
         if is_endless(y):
-            return -1 if name == "floor_divide" and settled((x, x))[0] < 0 else 0
+            return -1 if name == "floor_divide" and known_ends((x, x))[0] < 0 else 0
         return applied(name, whole, x, y)
 
     def rule(a: Bounds, b: Bounds) -> Bounds:
@@ -195,7 +195,7 @@ def remainder(a: Bounds, b: Bounds) -> Bounds:
 def _remainder_of_positive(a: Bounds, b: Bounds) -> Bounds:
     whole: Bounds = (0, b[1] - 1)
     if any(map(is_endless, (*a, *b))):
-        return (0, least(a[1], whole[1])) if settled(a)[0] >= 0 else whole
+        return (0, least(a[1], whole[1])) if known_ends(a)[0] >= 0 else whole
     if not is_point(b):
         return 0, choose(a[0] >= 0, least(greatest(a[1], 0), whole[1]), whole[1])
     divisor = greatest(b[0], 1)
@@ -214,7 +214,7 @@ def fmod(a: Bounds, b: Bounds) -> Bounds:
 
 def power(a: Bounds, b: Bounds) -> Bounds:
     """Exponents over 64 count as 64: what they make of anything but -1, 0 and 1 fits no integer."""
-    a, b = settled(a), settled(b)
+    a, b = known_ends(a), known_ends(b)
     if _unknown(a) or _unknown(b):
         return UNKNOWN
     low, high = max(0, min(b[0], 64)), max(0, min(b[1], 64))
@@ -324,7 +324,7 @@ def shift_left(a: Bounds, b: Bounds) -> Bounds:
     """torch makes 0 of a shift by less than 0, or by as much as the number is wide."""
     if is_number(b[0]) and is_point(b) and 0 <= b[0] < 31:
         return mul(a, (2 ** b[0],) * 2)
-    a, b = settled(a), settled(b)
+    a, b = known_ends(a), known_ends(b)
     if _unknown(b):
         return UNKNOWN
     low, high = max(0, min(b[0], 64)), max(0, min(b[1], 64))
@@ -343,7 +343,7 @@ def bitwise_and(a: Bounds, b: Bounds) -> Bounds:
     for one, other in ((a, b), (b, a)):
         if is_number(one[0]) and is_point(one) and one[0] > 0 and one[0] & (one[0] + 1) == 0:
             return remainder(other, (one[0] + 1,) * 2)
-    a, b = settled(a), settled(b)
+    a, b = known_ends(a), known_ends(b)
     tops = [x[1] for x in (a, b) if x[0] >= 0]
     return (0, min(tops)) if tops else _two_powers(a, b)
 
@@ -351,7 +351,7 @@ def bitwise_and(a: Bounds, b: Bounds) -> Bounds:
 def bitwise_or(a: Bounds, b: Bounds) -> Bounds:
     if _truths(a, b):
         return either(a, b)
-    a, b = settled(a), settled(b)
+    a, b = known_ends(a), known_ends(b)
     low, high = _two_powers(a, b)
     return (max(a[0], b[0]), high) if a[0] >= 0 and b[0] >= 0 else (low, high)
 
@@ -359,13 +359,13 @@ def bitwise_or(a: Bounds, b: Bounds) -> Bounds:
 def bitwise_xor(a: Bounds, b: Bounds) -> Bounds:
     if _truths(a, b):
         return one_of(a, b)
-    a, b = settled(a), settled(b)
+    a, b = known_ends(a), known_ends(b)
     low, high = _two_powers(a, b)
     return (0, high) if a[0] >= 0 and b[0] >= 0 else (low, high)
 
 
 def bitwise_not(a: Bounds) -> Bounds:
-    if all(isinstance(settled(a)[i], bool) for i in (0, 1)):
+    if all(isinstance(known_ends(a)[i], bool) for i in (0, 1)):
         return invert(a)
     return -1 - a[1], -1 - a[0]
 
@@ -376,7 +376,7 @@ def _unknown(a: Bounds) -> bool:
 
 def _truths(a: Bounds, b: Bounds) -> bool:
     """Truth values, and not numbers that happen to be 0 and 1."""
-    return all(isinstance(end, bool) for x in (a, b) for end in settled(x))
+    return all(isinstance(end, bool) for x in (a, b) for end in known_ends(x))
 
 
 def _two_powers(a: Bounds, b: Bounds) -> Bounds:

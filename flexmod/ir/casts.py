@@ -35,7 +35,7 @@ def brought_to(builder: GraphBuilder, found: Bounds, source: Node, target: torch
         return without_nan(builder, ends, target)
     if dtype.is_floating_point:
         return _truncated(builder, found, target)
-    return held(builder, found, target)
+    return clamp_to_dtype(builder, found, target)
 
 
 def constant(builder: GraphBuilder, value: Any, target: torch.dtype) -> Bounds:
@@ -73,7 +73,7 @@ def _whole(builder: GraphBuilder, end: Any, target: torch.dtype, span: Bounds) -
     return End(builder, builder.node(CAST, (end.node,), wide, wide), span)
 
 
-def held(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
+def clamp_to_dtype(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
     """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
     if dtype.is_floating_point:
         # a half type times a Python number is a float32, and then rounded
@@ -84,7 +84,7 @@ def held(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
         return limits
     if dtype == torch.bool:
         return _ends(lambda end: bool(end) if bounds.is_number(end) else end, found)
-    low, high = bounds.settled(found)[0], bounds.span(found[1])[1]
+    low, high = bounds.known_ends(found)[0], bounds.span(found[1])[1]
     if limits[0] <= low and high <= limits[1]:
         return found
     inside = (found[0] >= limits[0]) & (found[1] <= limits[1])

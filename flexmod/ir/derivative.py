@@ -36,8 +36,8 @@ def differentiate(graph: Graph) -> Graph:
     return whole.of(whole.results[:1])
 
 
-def differentiate_captures(graph: Graph, wanted: Sequence[int]) -> CaptureGrad:
-    """`differentiate`, and in the same pass the derivatives by the elements of the captures `wanted`.
+def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> CaptureGrad:
+    """`differentiate`, and in the same pass the derivatives by the elements of the captures `grad_captures`.
 
     A load that the result does not depend on differentiably has no term. A term is of the dtype in which it
     comes about: rounding it to the capture's is left for when the terms of an element are summed.
@@ -46,7 +46,7 @@ def differentiate_captures(graph: Graph, wanted: Sequence[int]) -> CaptureGrad:
     # the primal, made again in the new graph's builder, so that what both need is shared
     primal = rebuild(graph, lambda b, n, a: None)
     tracer.builder.adopt(primal.nodes)
-    loads = [n for n in primal.nodes if n.op == "load" and n.value in wanted]
+    loads = [n for n in primal.nodes if n.op == "load" and n.value in grad_captures]
     active = _active(primal, loads)
     grads: dict[Node, Proxy] = {primal.result: tracer.position("grad")}
     with watching(tracer):

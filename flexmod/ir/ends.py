@@ -53,9 +53,9 @@ class End:
         elif name in LOGIC or all(isinstance(bounds.span(v)[0], bool) for v in values):
             at = torch.bool
         else:
-            held = [s for v in values for s in bounds.span(v) if not isinstance(s, bool)]
-            held += [] if name in COMPARISONS else span
-            at = _integer_dtype(min(held), max(held))  # type: ignore[assignment]
+            ends = [s for v in values for s in bounds.span(v) if not isinstance(s, bool)]
+            ends += [] if name in COMPARISONS else span
+            at = _integer_dtype(min(ends), max(ends))  # type: ignore[assignment]
             if at is None:
                 return math.nan
         nodes = [

@@ -147,10 +147,10 @@ class _Sight:
                 self.add(item, names)
         elif kind is ModuleType and value in MODULES:
             self.key.append(value)
-            held = vars(value)
+            member = vars(value)
             for name in names:
-                if name in held:
-                    self.add(held[name], names)
+                if name in member:
+                    self.add(member[name], names)
         elif kind is partial and not value.__dict__:
             self.key += (kind, len(value.args), *value.keywords)
             for item in (value.func, *value.args, *value.keywords.values()):
@@ -190,8 +190,8 @@ class _Sight:
 
 
 def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
-    held = scope.get("__builtins__", builtins)
-    return held if isinstance(held, dict) else vars(held)
+    member = scope.get("__builtins__", builtins)
+    return member if isinstance(member, dict) else vars(member)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +250,8 @@ def _pure() -> frozenset[object]:
     """The functions and types that may be met: what they give depends on their arguments alone."""
     found = [*FUNCTIONS.values(), *(getattr(builtins, name) for name in BUILTINS)]
     for module in MODULES:
-        found += [held for name, held in vars(module).items() if name in ATTRIBUTES]
-    return frozenset(held for held in found if type(held) in CALLABLES)
+        found += [member for name, member in vars(module).items() if name in ATTRIBUTES]
+    return frozenset(member for member in found if type(member) in CALLABLES)
 
 
 PURE = _pure()

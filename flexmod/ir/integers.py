@@ -46,7 +46,7 @@ def integer_bounds(
         if node in exact:
             known[node] = _unwrapped(found, node)
         elif may_wrap or strong(node.dtype) != torch.int32 or node.op in LEAVES_DTYPE:
-            known[node] = _held(found, strong(node.dtype), clamps=node.op in ("minimum", "maximum"))
+            known[node] = _clamp_to_dtype(found, strong(node.dtype), clamps=node.op in ("minimum", "maximum"))
         else:
             known[node] = found
     return known
@@ -70,7 +70,7 @@ def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:
     return bounds.UNKNOWN if node.op in LEAVES_DTYPE else found
 
 
-def _held(found: bounds.Bounds, dtype: torch.dtype, clamps: bool) -> bounds.Bounds:
+def _clamp_to_dtype(found: bounds.Bounds, dtype: torch.dtype, clamps: bool) -> bounds.Bounds:
     """The bounds, as far as a dtype keeps to them. What `clamps` a value of the dtype may bound one end."""
     if dtype.is_floating_point:
         return bounds.UNKNOWN
@@ -135,9 +135,7 @@ def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bo
     return found if target == torch.int32 and isinstance(source, type) else bounds.UNKNOWN
 
 
-def needs_int64(
-    graph: Graph, extents: Mapping[str, int], numbers: Numbers | None = None
-) -> bool:
+def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Numbers | None = None) -> bool:
     """Can index arithmetic leave int32 when positions run below `extents`?
 
     Only what positions and constants make is judged: a captured int32 value wraps as it does in torch, and so

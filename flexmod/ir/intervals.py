@@ -27,7 +27,7 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
-from flexmod.ir.casts import brought_to, held, without_nan
+from flexmod.ir.casts import brought_to, clamp_to_dtype, without_nan
 from flexmod.ir.ends import End, dtype_limits
 from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node, keep
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
@@ -176,7 +176,7 @@ class _Analyzer:
         if plan == "term":
             return self._term(self.forms.kind(node), node)
         if plan == "linear":
-            return held(self.builder, self._linear(self._form(node)), strong(node.dtype))
+            return clamp_to_dtype(self.builder, self._linear(self._form(node)), strong(node.dtype))
         if plan == "load":
             return self._load(node)
         return self._rule(node)
@@ -280,7 +280,9 @@ class _Analyzer:
             sizes = [bounds.absolute(a) for a in arguments]
         if rule in bounds.ARITHMETIC and not floats:
             return self._arithmetic(rule, sizes, dtype)
-        found = held(self.builder, (bounds.OF_FLOATS.get(rule, rule) if floats else rule)(*sizes), dtype)
+        found = clamp_to_dtype(
+            self.builder, (bounds.OF_FLOATS.get(rule, rule) if floats else rule)(*sizes), dtype
+        )
         if floats and (squares or rule in bounds.KEEP_NAN):
             for low, high in arguments:
                 may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
@@ -288,7 +290,7 @@ class _Analyzer:
         difference = self._difference(node)
         if difference is None:
             return found
-        closer = rule(held(self.builder, self._linear(difference), torch.int64), (0, 0))
+        closer = rule(clamp_to_dtype(self.builder, self._linear(difference), torch.int64), (0, 0))
         return found[0] | closer[0], found[1] & closer[1]
 
     def _difference(self, node: Node) -> Linear | None:
@@ -316,7 +318,7 @@ class _Analyzer:
                     for end in bounds.choose_bounds(inside, (low, high), (0, 0))
                 )
             taken.append((low, high))
-        found = held(self.builder, rule(*taken), dtype)
+        found = clamp_to_dtype(self.builder, rule(*taken), dtype)
         return bounds.choose_bounds(moderate, found, dtype_limits(dtype))
 
     def _load(self, node: Node) -> Bounds:

@@ -171,8 +171,8 @@ def _near(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield from [*getattr(value, "__dict__", {}).items()]
         if isinstance(value, torch.nn.Module):
-            for held in members_of_module(value):
-                yield from held.items()
+            for members in members_of_module(value):
+                yield from members.items()
         if callable(value):
             yield "", type(value).__call__
 

@@ -252,8 +252,8 @@ class Tracer:
         """Raises OperationArgumentError for an integer that would wrap where torch refuses to convert it."""
         if node.dtype is not int or dtype.is_floating_point or dtype == torch.bool:
             return
-        held = torch.iinfo(dtype)
-        if not held.min <= node.value <= held.max:  # type: ignore[operator]
+        limits = torch.iinfo(dtype)
+        if not limits.min <= node.value <= limits.max:  # type: ignore[operator]
             raise errors.OperationArgumentError(
                 operation=operation, problem=f"{node.value}, which {dtype_name(dtype)} does not hold",
                 where=user_line(), advice="cast the other operand first, e.g. with .to(torch.int64).",
@@ -322,4 +322,3 @@ def capture_of(name: str, tensor: torch.Tensor) -> Capture:
     """What a graph says of a captured tensor."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return Capture(name, tensor.dtype, tensor.dim(), reach >= 2**31)
-

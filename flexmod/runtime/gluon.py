@@ -6,7 +6,7 @@ Triton 3.9 renamed copies by the TMA unit, and exports the sum into memory that 
     store_tile(descriptor, [b, h, row, column], tile)            shared memory to memory, clipped at the ends
     add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
     stores_read()                                                until no store reads shared memory any more
-    made_anew(number)                                            the int32 or float32, as one not seen before
+    opaque(number)                                            the int32 or float32, as one not seen before
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stores_read():  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def made_anew(number):  # type: ignore[no-untyped-def]
+def opaque(number):  # type: ignore[no-untyped-def]
     # what follows from it is computed where it is used, and not held in registers since an earlier use
     kind: gl.constexpr = "=f,f" if number.dtype == gl.float32 else "=r,r"
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", kind, [number], number.dtype, is_pure=False, pack=1)

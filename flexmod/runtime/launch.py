@@ -33,7 +33,7 @@ class NoRung(Exception):
     """No rung of a kernel does on this device, and why: another family's kernels are to run."""
 
 
-def settle(
+def choose_tile(
     kernels: Made, kernel: str, device: torch.device, arguments: Callable[[Any], Sequence[Mapping[str, Any]]]
 ) -> Any:
     """The rung for a kernel of the module that has a ladder: the best that fits the device.

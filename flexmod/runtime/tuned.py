@@ -23,7 +23,7 @@ import torch
 
 from flexmod import config
 from flexmod.codegen.kernels import Made
-from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.command_errors import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
@@ -54,7 +54,7 @@ class Choice:
 class Key:
     """What is tuned: a direction of a variant, on a device."""
 
-    way: Way
+    direction: Direction
     device: str
     spec: KernelSpec
     score: Graph | None
@@ -62,14 +62,14 @@ class Key:
 
     @property
     def path(self) -> Path:
-        return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '_', self.device)}_{self.way}_{self._hash}.json"
+        return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '_', self.device)}_{self.direction}_{self._hash}.json"
 
     @property
     def _hash(self) -> str:
         with lazy_imports():
             import triton
         graphs = [graph.skeleton[0] if graph else None for graph in (self.score, self.mask)]
-        facts = (FORMAT, triton.__version__, self.device, self.way, self.spec, graphs)
+        facts = (FORMAT, triton.__version__, self.device, self.direction, self.spec, graphs)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -121,7 +121,7 @@ class Applied(NamedTuple):
     kernels: Made
 
 
-_tried: dict[Way, tuple[Choice, list[Applied]]] = {}
+_tried: dict[Direction, tuple[Choice, list[Applied]]] = {}
 
 
 # Replaced whenever something is found or tried: calls that ask for tuned kernels are known by it.
@@ -139,15 +139,15 @@ def _renew() -> None:
 
 
 @contextmanager
-def trying(way: Way, choice: Choice) -> Iterator[list[Applied]]:
+def trying(direction: Direction, choice: Choice) -> Iterator[list[Applied]]:
     """Within it, calls that ask for tuned kernels run with this choice; gives the kernels that took it."""
     seen: list[Applied] = []
-    _tried[way] = choice, seen
+    _tried[direction] = choice, seen
     _renew()
     try:
         yield seen
     finally:
-        del _tried[way]
+        del _tried[direction]
         _renew()
 
 
@@ -161,13 +161,13 @@ def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
     Raises:
         NotTunedError: nothing was.
     """
-    if key.way in _tried:
-        choice, seen = _tried[key.way]
+    if key.direction in _tried:
+        choice, seen = _tried[key.direction]
         seen.append(Applied(key, kernels))
     else:
         found = read(key, kinds)
         if found is None:
-            raise NotTunedError(way=key.way, device=key.device, folder=folder())
+            raise NotTunedError(direction=key.direction, device=key.device, folder=folder())
         choice = found
     if _applied.get(kernels) is choice:
         return
@@ -179,4 +179,4 @@ def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
     if kernels.spec.exact and "dq" in choice.tiles:  # both add up in one order
         kernels.tiles["delta", device] = choice.tiles["dq"]
     if kernels.limits.gives_way and choice.family not in ("", kernels.family):
-        kernels.tiles[key.way, device] = f"the {choice.family} template was found to be faster"
+        kernels.tiles[key.direction, device] = f"the {choice.family} template was found to be faster"

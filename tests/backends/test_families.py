@@ -46,7 +46,7 @@ class ToyKernels:
 
 
 class Toy:
-    name, title, target, fused = "toy", "kernels of a toy", "sm_80", False
+    name, title, target, reduce_in_backward = "toy", "kernels of a toy", "sm_80", False
     made: dict[Kernels, ToyKernels] = {}
 
     def obstacle(self, spec: Any, way: str, *_: Any, **__: Any) -> str | None:

@@ -140,7 +140,7 @@ def test_the_ladder(
     monkeypatch.setattr(launch, "verdict", lambda kernels, way, device, shape: outcome(shape))
     monkeypatch.setattr(config, "debug_level", lambda: 1)
     for _ in range(2):
-        assert launch.settle(kernels, "backward", CPU, lambda shape: [shape]) == ladder[chosen]  # type: ignore
+        assert launch.choose_tile(kernels, "backward", CPU, lambda shape: [shape]) == ladder[chosen]  # type: ignore
     assert tried == [*ladder[: len(found)], ladder[chosen]]  # and what is known is judged again
     gave_way = [
         f"flexmod: backward of hopper: {shape} gives way: {verdict}"
@@ -188,7 +188,7 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"wrong")
 
     def settled(variant: str) -> Shape:
-        shape = launch.settle(
+        shape = launch.choose_tile(
             kernels, "forward", CPU, lambda shape: [{"variant": variant, "shape": shape}]
         )
         return cast(Shape, shape)
@@ -234,8 +234,7 @@ def test_a_refusal_says_what_the_compiler_met() -> None:
         (Verdict(65, LOST), "a thread spills 65 registers at least"),
         (
             RuntimeError("too wide\nmore"),
-            "no shape of it compiles: 128x128 (2 consumers): too wide; "
-            "128x64 (2 consumers): too wide",
+            "no shape of it compiles: 128x128 (2 consumers): too wide; 128x64 (2 consumers): too wide",
         ),
     ],
     ids=["spills", "spills and is serialized", "fails"],
@@ -255,7 +254,7 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("always")
         for _ in range(2):
             with pytest.raises(launch.NoRung) as raised:
-                launch.settle(kernels, "forward", CPU, lambda shape: [{}])
+                launch.choose_tile(kernels, "forward", CPU, lambda shape: [{}])
             assert str(raised.value) == why
     assert len(calls) == len(kernels.ladder("forward"))
     wanted = f"the forward does not run on the template 'hopper', {why}"
@@ -341,7 +340,9 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = triton.kernel_spec(
         call["q"], call["k"], call["v"], call["mask"], scale=1.0, precision="ieee", backward=True
     )
-    kernels = HopperKernels(kernels_for(spec, score, mask, wanted=(0, 1, 2, 3, 4), fused=True))
+    kernels = HopperKernels(
+        kernels_for(spec, score, mask, grad_captures=(0, 1, 2, 3, 4), reduce_in_backward=True)
+    )
     launched = []
 
     def start(kernels: Any, name: str, device: Any, programs: Any, arguments: Any) -> None:
@@ -350,7 +351,7 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
             given.pop(option, None)
         assert names <= set(given) if name in BESIDE else names == set(given)
         if name in BESIDE:
-            assert given["PEAK"].shape == given["REST"].shape == given["DELTA"].shape == (2, 4, 300)
+            assert given["ROW_MAX"].shape == given["REST"].shape == given["DELTA"].shape == (2, 4, 300)
         launched.append(name)
 
     monkeypatch.setattr(launch, "start", start)

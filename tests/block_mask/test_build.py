@@ -99,7 +99,7 @@ def test_built_once_for_what_the_mask_does_not_read():
     mask = create_block_mask(masks.causal(), 64, 64, 256, 256, "cpu")
     assert mask.kv_indices.shape == (64, 64, 2, 2)
     assert mask.kv_indices.untyped_storage().nbytes() == 16
-    assert mask.held.runs("kv").rows.shape == (1, 1, 2, 2, 3)
+    assert mask.storage.runs("kv").rows.shape == (1, 1, 2, 2, 3)
 
 
 def test_create_mask_of_a_score_mod():

@@ -121,11 +121,13 @@ def test_a_million_tokens(mask_mod):
     """One byte a tile while it is built, and little of that is left: 64 and 4 MB are what is allowed."""
     with Largest() as largest:
         mask = create_block_mask(mask_mod, None, None, 1 << 20, 1 << 20, "cpu")
-    held = [part for axis in ("kv", "q") for part in (mask.held.runs(axis).rows, mask.held.runs(axis).spans)]
-    assert sum(part.untyped_storage().nbytes() for part in held) < 2 << 20
+    kept = [
+        part for axis in ("kv", "q") for part in (mask.storage.runs(axis).rows, mask.storage.runs(axis).spans)
+    ]
+    assert sum(part.untyped_storage().nbytes() for part in kept) < 2 << 20
     assert largest.bytes <= 72 << 20
     window = 0 if mask_mod.__name__ == "causal_mask" else 8
-    assert mask.held.listed() == (8192 * 8193 // 2 if not window else 8192 * (window + 1) - 36)
+    assert mask.storage.listed() == (8192 * 8193 // 2 if not window else 8192 * (window + 1) - 36)
 
 
 def test_documents_are_decided_without_their_elements(monkeypatch):

@@ -10,8 +10,8 @@ from flexmod import masks
 from flexmod.block_mask import runs, tiles
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Held
 from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.storage import TileStorage
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -66,22 +66,24 @@ def test_by_column_is_by_row_turned(name):
     mask_mod, *sizes = ZOO[name]
     mask = create_block_mask(mask_mod, *sizes, device="cpu", BLOCK_SIZE=(64, 32))
     table = mask.table()
-    assert torch.equal(mask.held.runs("q").table(table.shape[-2]), table.mT)
+    assert torch.equal(mask.storage.runs("q").table(table.shape[-2]), table.mT)
     lists = BlockMask(mask.seq_lengths, *mask.as_tuple()[2:10], BLOCK_SIZE=(64, 32), mask_mod=mask_mod)
-    assert lists.held.form == "lists" and torch.equal(lists.table(), table)
+    assert lists.storage.form == "lists" and torch.equal(lists.table(), table)
 
 
 def test_runs_grow_with_the_boundary():
     """A causal mask over 2^14 tokens in tiles of 16: 2^20 tiles, and not a hundred thousand bytes."""
     mask = create_block_mask(masks.causal(), None, None, 1 << 14, 1 << 14, "cpu", 16)
-    held = [part for axis in ("kv", "q") for part in (mask.held.runs(axis).rows, mask.held.runs(axis).spans)]
-    assert sum(part.untyped_storage().nbytes() for part in held) <= 2 * 1024 * (24 + 16)
+    kept = [
+        part for axis in ("kv", "q") for part in (mask.storage.runs(axis).rows, mask.storage.runs(axis).spans)
+    ]
+    assert sum(part.untyped_storage().nbytes() for part in kept) <= 2 * 1024 * (24 + 16)
 
 
 def test_looking_at_the_lists_leaves_the_runs():
     mask = create_block_mask(masks.causal(), 2, None, 500, 500, "cpu")
-    assert mask.kv_indices is mask.kv_indices and mask.held.form == "runs"
-    assert mask.kv_num_blocks.shape == (2, 1, 4) and mask.to("cpu").held.form == "runs"
+    assert mask.kv_indices is mask.kv_indices and mask.storage.form == "runs"
+    assert mask.kv_num_blocks.shape == (2, 1, 4) and mask.to("cpu").storage.form == "runs"
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -89,16 +91,16 @@ def test_lists_that_were_written_to_are_what_counts(inference):
     with torch.inference_mode(inference):
         mask = create_block_mask(masks.causal(), None, None, 500, 500, "cpu")
         mask.kv_num_blocks[0, 0, 1] = 0
-        assert mask.held.form == "lists"
+        assert mask.storage.form == "lists"
         assert mask.table()[0, 0, 1].tolist() == [tiles.FULL, 0, 0, 0]
-    assert create_block_mask(masks.causal(), None, None, 500, 500, "cpu").held.form == "runs"
+    assert create_block_mask(masks.causal(), None, None, 500, 500, "cpu").storage.form == "runs"
 
 
 def test_lists_that_were_assigned_are_what_counts():
     mask = create_block_mask(masks.causal(), None, None, 500, 500, "cpu")
     expected = mask.table().clamp(max=tiles.PARTIAL) * (mask.table() != tiles.FULL)
     mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
-    assert mask.held.form == "lists"
+    assert mask.storage.form == "lists"
     assert torch.equal(mask.table(), expected)
     assert mask.q_num_blocks is not None
 
@@ -106,11 +108,11 @@ def test_lists_that_were_assigned_are_what_counts():
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_is_held_is_taken_apart_and_put_together(ordered):
     """As masks go into a graph of torch.compile and come out again."""
-    runs = create_block_mask(masks.causal(), None, None, 500, 500, "cpu").held.runs("kv")
+    runs = create_block_mask(masks.causal(), None, None, 500, 500, "cpu").storage.runs("kv")
     order = torch.tensor([3, 2, 1, 0], dtype=torch.int32) if ordered else None
     given = Runs(runs.rows, runs.spans, order)
-    held = Held((1, 1), (4, 4), {"kv": given, "q": None}, {})
-    names, tensors, numbers = held.to("cpu").taken_apart()
-    found = Held.put_together(names, tensors, numbers, (4, 4), True)
-    assert found.runs("q") is None and found.runs("kv").tensors() == held.tensors() == given.tensors()
-    assert len(held.tensors()) == 2 + ordered
+    kept = TileStorage((1, 1), (4, 4), {"kv": given, "q": None}, {})
+    names, tensors, numbers = kept.to("cpu").taken_apart()
+    found = TileStorage.put_together(names, tensors, numbers, (4, 4), True)
+    assert found.runs("q") is None and found.runs("kv").tensors() == kept.tensors() == given.tensors()
+    assert len(kept.tensors()) == 2 + ordered

@@ -184,7 +184,9 @@ class Call:
         assert spec_obstacle(spec, "backward") is None
         tensors = traced["score"].tensors if traced["score"] else ()
         wanted = tuple(n for n, x in enumerate(tensors) if x.requires_grad)
-        portable = kernels_for(spec, lowered["score"], lowered["mask"], wanted=wanted, fused=True)
+        portable = kernels_for(
+            spec, lowered["score"], lowered["mask"], grad_captures=wanted, reduce_in_backward=True
+        )
         of_score = planned.Mod([t.detach() for t in tensors])
         with on_python(changed, seed, case.ordered):
             found = planned.backward(

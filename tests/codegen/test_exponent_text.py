@@ -11,7 +11,7 @@ from mod_kernel import run_exponent
 from flexmod import mods
 from flexmod.codegen import prelude
 from flexmod.codegen.exponent_text import write_exponent
-from flexmod.codegen.spec import KernelSpec, lowest_peak
+from flexmod.codegen.spec import KernelSpec, min_fixed_max
 from flexmod.compiler import lower
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
@@ -112,7 +112,7 @@ def test_a_capture_may_have_the_name_of_what_a_kernel_gives() -> None:
     ],
 )
 def test_a_fixed_peak_leaves_weights_in_range(dtype: Any, bounds: Any, peak: float | None) -> None:
-    found = lowest_peak(KernelSpec(dtype, dtype, dtype, 64, 64), bounds)
+    found = min_fixed_max(KernelSpec(dtype, dtype, dtype, 64, 64), bounds)
     assert found == (peak if peak is None else pytest.approx(peak))
     if found is not None:
         assert bounds[0] * LOG2_E - found >= -100.0 - 1e-9

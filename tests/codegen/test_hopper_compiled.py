@@ -63,8 +63,8 @@ def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
     """Not by each thread for all queries that it sees: 32 sines took 40 s to compile. Nor in two loops."""
     module, plain = (explain(mod).sources["hopper backward"] for mod in (waves, mods.relative_position()))
     assert "gl.convert_layout(add_q_of_score, score_layout)" in module
-    assert "PEAKED" not in module
-    assert "PEAKED" in plain
+    assert "WITH_ROW_MAX" not in module
+    assert "WITH_ROW_MAX" in plain
     assert "own_q_idx" not in plain
 
 
@@ -113,10 +113,10 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     """The mask is asked in partial tiles alone: the score's truth values would be held until then."""
     assert compiled("forward", of_near_ones, near, 128).spills <= 64
     modules = explain(of_near_ones, near).sources
-    assert "first_key = made_anew(first_key)" in modules["hopper forward"]
-    assert "first_query = made_anew(start_m)" in modules["hopper backward"]
+    assert "first_key = opaque(first_key)" in modules["hopper forward"]
+    assert "first_query = opaque(start_m)" in modules["hopper backward"]
     plain = explain(bias_of_keys, near).sources
-    assert "made_anew(first_key)" not in plain["hopper forward"]
+    assert "opaque(first_key)" not in plain["hopper forward"]
 
 
 @pytest.mark.parametrize("score_mod", [None, mods.relative_position()])
@@ -163,7 +163,7 @@ def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
     lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
     block = (128, 128)
     backward = KernelSpec(BF16, BF16, BF16, 128, 128, mask_block=block, shared_kv=True, backward=True)
-    kernels = kernels_for(backward, lowered, None, wanted=(0,), fused=True)
+    kernels = kernels_for(backward, lowered, None, grad_captures=(0,), reduce_in_backward=True)
     assert kernels.captures.column and not kernels.captures.row
     source = text(backward, kernels.score, CAUSAL, kernels.grad, kernels.captures)
     compile(source, "module", "exec")
@@ -195,7 +195,7 @@ def compiled(
     backward = way == "backward"
     dims = dim, value_dim or dim
     asked = KernelSpec(BF16, BF16, BF16, *dims, mask_block=block, mask_form=form, backward=backward)
-    portable = kernels_for(asked, *lowered, wanted=learned, fused=True)
+    portable = kernels_for(asked, *lowered, grad_captures=learned, reduce_in_backward=True)
     kernels = HopperKernels(portable)
     shape = kernels.ladder(way)[rung]
     rows = shape.block_m if isinstance(shape, BackwardShape) else 64
@@ -209,7 +209,7 @@ def compiled(
     signature["SUM_GRAD_Q"] = descriptor_type(sum_block(asked.head_tile, rows), torch.float32)
     signature |= dict.fromkeys(("LSE2", "DELTA"), descriptor_type((rows,), torch.float32))
     texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
-    signature |= dict.fromkeys(("LSE", "PEAK", "REST", "PEAKS", "LARGE"), "*fp32") | {"scale": "fp32"}
+    signature |= dict.fromkeys(("LSE", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"), "*fp32") | {"scale": "fp32"}
     signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
     constants: dict[str, object] = dict(shape.arguments())
     options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}

@@ -107,7 +107,7 @@ def test_bounded_scores_have_a_fixed_peak(
 ) -> None:
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the caps are constants
     text = explain(score_mod, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, dtype=dtype).source
-    assert ("if met == 0:" in text, "new_peak" in text) == (fixed, not fixed)
+    assert ("if met == 0:" in text, "new_row_max" in text) == (fixed, not fixed)
 
 
 ALL = [

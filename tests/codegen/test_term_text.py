@@ -38,6 +38,6 @@ def test_a_gradient_of_zero_leaves_zeros(name: str) -> None:
 
     graph = lower(trace(mod, "score").graph, (1, 4, 64, 64), split=False).score
     assert graph is not None
-    text = capture_texts(graph, (0,), fused=True).column
+    text = capture_texts(graph, (0,), reduce_in_backward=True).column
     assert text is not None
     assert text.keeps_zeros == (name in FINITE)

@@ -18,7 +18,7 @@ from flexmod.runtime import offline
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")
 SIZES = ("HQ", "HKV", "M", "N", "kv_slots", "full_kv_slots", "q_slots", "full_q_slots", "tile_slots", "room")
-STATISTICS = ("LSE", "LSE2", "LARGE", "PEAK", "PEAKS", "TOTAL", "REST", "DELTA")
+STATISTICS = ("LSE", "LSE2", "LARGE", "ROW_MAX", "ROW_MAXIMA", "TOTAL", "REST", "DELTA")
 LISTS = ("NUM_BLOCKS", "INDICES", "_ROWS", "_RUNS", "COUNTS", "TILES")
 
 

@@ -132,7 +132,7 @@ def test_the_exponential_of_odd_values(device: torch.device) -> None:
 
 
 def test_a_settled_score_is_itself(device: torch.device) -> None:
-    found = applied("attention", "settled(a, b)", ODD.to(device), torch.tensor(INF, device=device))
+    found = applied("attention", "unfused(a, b)", ODD.to(device), torch.tensor(INF, device=device))
     assert torch.equal(found.view(torch.int32)[:-1], ODD.view(torch.int32)[:-1])
     assert found[-1].isnan()
 

@@ -171,8 +171,8 @@ def test_sums_lie_as_warps_hold_them(hopper: dict[str, Any], columns: int, row: 
 def test_a_note_carries_a_number(hopper: dict[str, Any]) -> None:
     def work() -> None:
         note = Shared.new("int32", [1], None, -1)
-        hopper["tell"](note, 4711)
-        assert hopper["heard"](note) == 4711
+        hopper["write_message"](note, 4711)
+        assert hopper["read_message"](note) == 4711
 
     in_a_program(work)
 

@@ -245,7 +245,7 @@ def measure(case: HopperCase) -> list[str]:
     leaves = [x.detach().requires_grad_() for x in call.inputs]
     statistics = torch.empty(call.q.shape[:3], device=DEVICE)
     with (
-        mock.patch.object(launch, "settle", at_rung(case.rung)),
+        mock.patch.object(launch, "choose_tile", at_rung(case.rung)),
         # a call of another rung is the same call
         mock.patch.object(autograd, "_has_kinds", lambda mask: False),
     ):
@@ -283,8 +283,8 @@ def fault(name: str, found: Tensor, truth: Tensor, limit: Limit) -> list[str]:
 
 
 def at_rung(rung: int) -> Any:
-    def settle(kernels: Any, way: Any, device: Any, arguments: Any) -> ForwardShape | BackwardShape:
+    def choose_tile(kernels: Any, way: Any, device: Any, arguments: Any) -> ForwardShape | BackwardShape:
         shapes = kernels.ladder(way)
         return shapes[min(rung, len(shapes) - 1)]  # type: ignore[no-any-return]
 
-    return settle
+    return choose_tile

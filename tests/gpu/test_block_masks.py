@@ -17,8 +17,8 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
 def same_tiles(mask, other):
     assert torch.equal(mask.table().cpu(), other.table().cpu())
-    for axis, count in (("kv", mask.held.grid[1]), ("q", mask.held.grid[0])):
-        ours, theirs = (m.held.runs(axis).table(count).cpu() for m in (mask, other))
+    for axis, count in (("kv", mask.storage.grid[1]), ("q", mask.storage.grid[0])):
+        ours, theirs = (m.storage.runs(axis).table(count).cpu() for m in (mask, other))
         assert torch.equal(ours, theirs)
 
 

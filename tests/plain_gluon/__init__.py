@@ -24,9 +24,9 @@ from torch import Tensor
 from flexmod.backends import arguments, hopper
 from flexmod.backends.families import families
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.held import Axis
+from flexmod.block_mask.storage import Axis
 from flexmod.codegen.hopper import TARGET, HopperKernels, obstacle, text
-from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.runtime import launch, launches
 from flexmod.runtime.counters import COUNTER
 from plain_gluon.language import names, run_program
@@ -56,7 +56,7 @@ def on_python(
         given = own_order(mask, axis, wanted)
         if not given or not ordered:
             return given
-        return {name: mask.held.runs(axis).rows for name in given}  # `start` makes the order of it
+        return {name: mask.storage.runs(axis).rows for name in given}  # `start` makes the order of it
 
     own_start = launch.start
 
@@ -71,22 +71,22 @@ def on_python(
             arguments = {**arguments, **{n: by_length(x) for n, x in rows.items()}}
         run_kernel(changed(source), name, programs[0], arguments, seed)
 
-    own_settle = launch.settle
+    own_settle = launch.choose_tile
 
-    def settle(kernels: Any, name: str, *given: Any) -> Any:
+    def choose_tile(kernels: Any, name: str, *given: Any) -> Any:
         if not isinstance(kernels, HopperKernels):
             return own_settle(kernels, name, *given)
         shapes = kernels.ladder(name)
         return shapes[seed % len(shapes)]
 
-    def why(spec: KernelSpec, way: Way, target: str, options: Any, **facts: bool) -> str | None:
+    def why(spec: KernelSpec, way: Direction, target: str, options: Any, **facts: bool) -> str | None:
         return obstacle(spec, way, TARGET, options, **facts)
 
     first, _ = families()
     with (
         mock.patch.object(launch, "start", start),
         mock.patch.object(hopper, "_order", order),
-        mock.patch.object(launch, "settle", settle),
+        mock.patch.object(launch, "choose_tile", choose_tile),
         mock.patch.object(first, "obstacle", why),
         # a call of another seed has another shape
         mock.patch("flexmod.autograd._has_kinds", lambda mask: False),

@@ -78,7 +78,7 @@ def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
     if not pred:
         return
     here.program.tasks.pause(lambda: barrier.over(phase), source_line())
-    here.actor.hear(barrier.heard)
+    here.actor.hear(barrier.read_message)
 
 
 def arrive(barrier: Barrier, count: int = 1, expected: int = 0) -> None:
@@ -205,7 +205,7 @@ def names(programs: int) -> dict[str, Any]:
         "fence_async_shared": lambda: here.actor.fence(),
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": lambda pending, deps: products.wait(here.actor, pending, deps),
-        "load_tile": load_tile, "stores_read": stores_read, "made_anew": lambda number: number,
+        "load_tile": load_tile, "stores_read": stores_read, "opaque": lambda number: number,
         "store_tile": lambda of, start, source: send_tile(of, start, source, add=False),
         "add_tile": lambda of, start, source: send_tile(of, start, source, add=True),
     }  # fmt: skip

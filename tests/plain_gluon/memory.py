@@ -63,7 +63,7 @@ class Shared:
         self.array[...] = plain(value)
 
     def written_before(self, clock: Clock, by_a_unit: bool) -> bool:
-        """Has what is here come, for who has heard as much? `by_a_unit`: for the TMA or the matrix unit."""
+        """Has it come, for a reader with this clock? `by_a_unit`: for the TMA or the matrix unit."""
         _, writer, time, *_ = self.parts
         return bool((clock[int(by_a_unit)][writer] >= time).all())
 

@@ -2,10 +2,10 @@
 
 An actor is a partition of a program's warps, or the program before it starts them. A barrier is one too, for
 what the TMA unit writes. An access has its actor's number and time. It comes before another if the other's
-actor has heard of that time, from itself or through a barrier. So what is found is no matter of luck.
+actor has read_message of that time, from itself or through a barrier. So what is found is no matter of luck.
 
 What the TMA unit and the matrix unit meet of others' writes must have been behind a fence. So a clock has two
-rows: what has been heard of, and what of that was behind a fence.
+rows: what has been read_message of, and what of that was behind a fence.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Actor:
         return int(self.clock[0, self.number])
 
     def tick(self) -> Clock:
-        """What has been heard of until now; what the actor does next is later."""
+        """What has been read_message of until now; what the actor does next is later."""
         until_now = self.clock.copy()
         self.clock[0, self.number] += 1
         return until_now
@@ -88,7 +88,7 @@ class Barrier:
         assert PARTITIONS <= number < ACTORS
         self.number = number
         self.phase = self.count = self.missing = self.bytes = self.copies = 0
-        self.heard, self.gathered = (np.zeros((2, ACTORS), dtype=np.int32) for _ in range(2))
+        self.read_message, self.gathered = (np.zeros((2, ACTORS), dtype=np.int32) for _ in range(2))
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -118,7 +118,7 @@ class Barrier:
         self.phase += 1
         self.missing = self.count
         self.gathered[:, self.number] = self.phase
-        np.maximum(self.heard, self.gathered, out=self.heard)
+        np.maximum(self.read_message, self.gathered, out=self.read_message)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.plan import Launch
 from flexmod.runtime import compiler_bugs
-from flexmod.runtime.launch import judged, rung_arguments, settle, start
+from flexmod.runtime.launch import choose_tile, judged, rung_arguments, start
 
 DEVICE = torch.device("cuda", 0)
 
@@ -95,7 +95,7 @@ def run(compiled: Kernels) -> None:
     def arguments(tile: Tile) -> list[dict[str, Any]]:
         return [{**step(tile).arguments, **rung_arguments(step(tile))}]
 
-    tile = settle(compiled, "forward", DEVICE, arguments)
+    tile = choose_tile(compiled, "forward", DEVICE, arguments)
     start(compiled, "forward_kernel", DEVICE, (1000 // tile.block_m,), *arguments(tile))
 
 
@@ -177,7 +177,7 @@ def test_arguments_made_for_each_tile() -> None:
         return [{"SUMS": [tile.block_m], **sides}, {"SUMS": [1], **sides}]
 
     for _ in range(2):
-        assert settle(compiled, "forward", DEVICE, arguments).block_m == 64
+        assert choose_tile(compiled, "forward", DEVICE, arguments).block_m == 64
     assert [r["SUMS"] for r in device.tried] == [[128], [1], [64], [1], [64], [1]]
 
 

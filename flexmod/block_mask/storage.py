@@ -1,8 +1,8 @@
 """What a block mask holds of its tiles: runs, or the lists that a user gave.
 
 The builder makes runs. torch's eight lists, quadratic in the number of tiles, are made of them one by one
-when they are asked for. Lists that a user gave stay lists, in the order that they have. No assignment changes
-a `Held`: a mask whose lists are assigned gets another one, so that calls keep what they were launched from.
+when they are asked for. Lists of a user stay lists, in their order. A `TileStorage` never changes: a mask
+whose lists are assigned gets another one, and earlier calls keep theirs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
 
 
-class Held:
+class TileStorage:
     """The tiles of a mask, in the form that calls launch from.
 
     `batch` are the mask's batch dimensions; runs that are the same for each of one have a 1 there. `grid` is
@@ -54,7 +54,7 @@ class Held:
             self._tensors = tuple(t for r in by_axis.values() if r is not None for t in r.tensors())
 
     @classmethod
-    def of_lists(cls, lists: Parts) -> Held:
+    def of_lists(cls, lists: Parts) -> TileStorage:
         """Checked lists, see `parts.checked_lists`."""
         indices = lists["kv_indices"]
         return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
@@ -62,7 +62,7 @@ class Held:
     @classmethod
     def of_table(
         cls, table: Tensor, batch: tuple[int, ...], separate: bool = True, by_column: bool = True
-    ) -> Held:
+    ) -> TileStorage:
         """The runs of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
         by_axis: dict[Axis, Runs | None] = {
             "kv": runs_of_table(table), "q": runs_of_table(table.mT) if by_column else None
@@ -72,11 +72,11 @@ class Held:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have dicts of their own; lists that were made of runs are made again."""
         if self.form == "lists":
-            return Held.of_lists, (dict(self._lists),)
-        return Held, (self.batch, self.grid, dict(self._runs or {}), {}, self._separate)
+            return TileStorage.of_lists, (dict(self._lists),)
+        return TileStorage, (self.batch, self.grid, dict(self._runs or {}), {}, self._separate)
 
     def taken_apart(self) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
-        """What is held: names, tensors, numbers. TorchDynamo runs this. `put_together` is the way back."""
+        """Names, tensors and numbers; `put_together` is the inverse. TorchDynamo runs this."""
         names: list[str] = []
         tensors: list[Tensor] = []
         versions: list[int] = []
@@ -100,7 +100,7 @@ class Held:
         numbers: Sequence[int],
         grid: tuple[int, int],
         separate: bool,
-    ) -> Held:
+    ) -> TileStorage:
         rest, versions = iter(tensors), iter(numbers[2:])
         by_axis: dict[Axis, Runs | None] = {}
         lists: Parts = {}
@@ -116,9 +116,9 @@ class Held:
         batch = numbers[0], numbers[1]
         if not by_axis:
             return cls.of_lists(dict.fromkeys(LISTS) | lists)
-        held = cls(batch, grid, {"kv": None, "q": None, **by_axis}, lists, separate)
-        held._versions = written
-        return held
+        storage = cls(batch, grid, {"kv": None, "q": None, **by_axis}, lists, separate)
+        storage._versions = written
+        return storage
 
     @property
     def form(self) -> Form:
@@ -195,7 +195,7 @@ class Held:
         """
         return () if self._runs is not None else tuple([state(part) for part in self._tensors])
 
-    def assigned(self, name: str, part: Tensor | None) -> Held:
+    def assigned(self, name: str, part: Tensor | None) -> TileStorage:
         """The same tiles as lists, but for this one; integers of another size become int32.
 
         Raises as `plain_list`. Whether it fits the others is checked when the mask is used.
@@ -206,22 +206,26 @@ class Held:
                 problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
-        return Held.of_lists({**{other: self.list(other) for other in LISTS}, name: plain_list(name, part)})
+        return TileStorage.of_lists(
+            {**{other: self.list(other) for other in LISTS}, name: plain_list(name, part)}
+        )
 
-    def as_lists(self) -> Held:
+    def as_lists(self) -> TileStorage:
         """The same tiles as lists."""
-        return Held.of_lists({name: self.list(name) for name in LISTS})
+        return TileStorage.of_lists({name: self.list(name) for name in LISTS})
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Held:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TileStorage:
         """The same form, with others in place of `tensors()`."""
         rest = iter(tensors)
         if self._runs is None:
-            return Held.of_lists({n: None if x is None else next(rest) for n, x in self._lists.items()})
+            return TileStorage.of_lists(
+                {n: None if x is None else next(rest) for n, x in self._lists.items()}
+            )
         runs = {
             axis: None if own is None else Runs(*(next(rest) for _ in own.tensors()))
             for axis, own in self._runs.items()
         }
-        return Held(self.batch, self.grid, runs, {}, self.separate)
+        return TileStorage(self.batch, self.grid, runs, {}, self.separate)
 
     def table(self, columns: int) -> Tensor:
         """int8 [..., Qb, columns]: EMPTY, PARTIAL or FULL for each tile, by row.
@@ -245,11 +249,11 @@ class Held:
         lists = (self._lists["kv_num_blocks"], self._lists["full_kv_num_blocks"])
         return sum(int(part.sum()) for part in lists if part is not None)
 
-    def to(self, device: torch.device | str) -> Held:
+    def to(self, device: torch.device | str) -> TileStorage:
         if self.form == "lists":
-            return Held.of_lists(tiles.each(self._lists, lambda part: part.to(device)))
+            return TileStorage.of_lists(tiles.each(self._lists, lambda part: part.to(device)))
         moved = {axis: None if runs is None else runs.to(device) for axis, runs in (self._runs or {}).items()}
-        return Held(self.batch, self.grid, moved, {}, self.separate)
+        return TileStorage(self.batch, self.grid, moved, {}, self.separate)
 
     def _by_axis(self, axis: Axis) -> Runs:
         runs = self.runs(axis)
@@ -271,17 +275,17 @@ class Held:
 
 
 class ListPart:
-    """One of the eight lists, as an attribute of a mask that has `held`."""
+    """One of the eight lists, as an attribute of a mask with a `storage`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, mask: Any, owner: type) -> Any:
         mask.refresh()
-        return mask._held.list(self._name)
+        return mask._storage.list(self._name)
 
     def __set__(self, mask: Any, part: Tensor | None) -> None:
-        mask._held = mask._held.assigned(self._name, part)
+        mask._storage = mask._storage.assigned(self._name, part)
 
 
 def state(tensor: Tensor) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ import torch
 
 from flexmod import errors
 from flexmod.checks import KERNEL_DTYPES
-from flexmod.codegen.spec import KernelSpec, Way
+from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.explain import Named, graphs_of
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
@@ -37,7 +37,7 @@ class Latest(NamedTuple):
     extents: Extents
 
 
-class Shown:
+class Inspection:
     """The part of a handle that is for people to read.
 
     graph        the optimized graphs: "mask", "score" and "grad", the score's derivative
@@ -88,8 +88,10 @@ class Shown:
             from flexmod import ahead
         spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
         made, target = self._made(spec), self._chip() or "cpu"
-        modules = {way: ahead.kernels_on(made, way, target).module for way in get_args(Way)}
-        return Named({way: inspect.getsource(module) for way, module in modules.items()})
+        modules = {
+            direction: ahead.kernels_on(made, direction, target).module for direction in get_args(Direction)
+        }
+        return Named({direction: inspect.getsource(module) for direction, module in modules.items()})
 
     @property
     def ptx(self) -> Named[str]:
