@@ -311,13 +311,6 @@ def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: b
     return made + [nothing] * (5 - len(made))
 
 
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *given, track = rest
-    variant = _variant(Given(*given).variant)
-    checks.check_tensors(query, key, value, variant.enable_gqa)
-    return tuple(layout.empty() for layout in _results(query, value, variant, track))
-
-
 attention = torch.library.custom_op(
     "flexmod::attention",
     _attention,

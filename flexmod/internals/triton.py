@@ -30,6 +30,8 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
 from triton.runtime.jit import JITCallable
 
+from flexmod.locks import Lock
+
 # compiles without a launch
 
 
@@ -57,7 +59,7 @@ def compile_for(
             for name in names
         },
     )
-    return triton.compile(source, target=target, options=dict(options))
+    return triton.compile(_written_in_turn(source), target=target, options=dict(options))
 
 
 def assembler(target: GPUTarget) -> list[str]:
@@ -106,29 +108,37 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
             known = function.device_caches[device][0].get(kind)
             if known is not None:  # another thread made it while this one waited
                 return known
-            with _announced(function):
-                return plain(kind, signature, device, *arguments, **options)
+            return plain(kind, signature, device, *arguments, **options)
 
         return run(key, compile_kernel)
 
     function._do_compile = compile_one
+    make = getattr(function, "ASTSource", None)
+    if make is not None:
+        function.ASTSource = lambda *given: _written_in_turn(make(*given))
+
+
+# Parsing and writing IR is Python, which one thread runs at a time in any case. Python 3.11.0 to 3.11.7 raise
+# SystemError where two threads parse at once: https://github.com/python/cpython/issues/106905
+_in_python = Lock(threading.RLock)
 
 
 def settle_key(function: Any) -> None:
-    """Has a jit function the same `cache_key` in every process, whichever kernels were compiled before.
+    """Gives a jit function the same `cache_key` in every process, whichever kernels were compiled before.
 
     The key covers constants of the functions that it calls, but only those of functions that have a key
     already. So each gets its own before those that call it.
     """
-    if not isinstance(function, JITCallable) or function.hash is not None:
-        return
-    code, names = function.fn.__code__, function.__globals__
-    used = [names[name] for name in code.co_names if name in names]
-    modules = [one for one in used if isinstance(one, ModuleType)]
-    for called in [*used, *(getattr(one, name, None) for one in modules for name in code.co_names)]:
-        if called is not function:
-            settle_key(called)
-    function.cache_key  # noqa: B018 - found by the lookup
+    with _in_python:
+        if not isinstance(function, JITCallable) or function.hash is not None:
+            return
+        code, names = function.fn.__code__, function.__globals__
+        used = [names[name] for name in code.co_names if name in names]
+        modules = [one for one in used if isinstance(one, ModuleType)]
+        for called in [*used, *(getattr(one, name, None) for one in modules for name in code.co_names)]:
+            if called is not function:
+                settle_key(called)
+        function.cache_key  # noqa: B018 - found by the lookup
 
 
 def has_compiled(function: Any, device: int | None) -> bool:
@@ -172,31 +182,18 @@ def _begin() -> None:
         begin()
 
 
-@contextmanager
-def _announced(function: Any) -> Iterator[None]:
-    """Has a compile of the function inside call what `after_writing` was given."""
-    make = getattr(function, "ASTSource", None)
-    if make is None or getattr(_of_thread, "begin", None) is None:
-        yield
-        return
+def _written_in_turn(source: Any) -> Any:
+    """A source for Triton's compiler; its IR is written by one thread at a time."""
+    write = source.make_ir
 
-    def announcing(*given: Any) -> Any:
-        source = make(*given)
-        write = source.make_ir
+    def make_ir(*given: Any) -> Any:
+        with _in_python:
+            written = write(*given)
+        _begin()
+        return written
 
-        def make_ir(*arguments: Any) -> Any:
-            written = write(*arguments)
-            _begin()
-            return written
-
-        source.make_ir = make_ir
-        return source
-
-    function.ASTSource = announcing
-    try:
-        yield
-    finally:
-        function.ASTSource = make
+    source.make_ir = make_ir
+    return source
 
 
 def compiles_always() -> bool:

@@ -7,6 +7,7 @@ finds it: tensors have stand-ins of the same kinds and alignment.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from flexmod.runtime import jit
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launches import sample
 
+# ast.parse raises SystemError where two threads run it: https://github.com/python/cpython/issues/106905.
+# Compiles take turns at it; the user's own threads cannot.
+PARSER_IS_UNSAFE = (3, 11) <= sys.version_info < (3, 11, 8)
 PLENTY = 4  # cores: on fewer, the threads of one process would slow down others, such as ranks
 
 Result = TypeVar("Result")
@@ -37,6 +41,8 @@ def threads() -> int:
     asked = config.compile_threads()
     if asked is not None:
         return asked
+    if PARSER_IS_UNSAFE:
+        return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if cores >= PLENTY else 1
 

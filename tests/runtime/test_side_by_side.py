@@ -43,7 +43,10 @@ def test_the_number_of_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     switches = config.read({config.COMPILE_THREADS: asked})
     monkeypatch.setattr(config, "config", lambda: switches)
+    monkeypatch.setattr(side_by_side, "PARSER_IS_UNSAFE", False)
     assert side_by_side.threads() == expected
+    monkeypatch.setattr(side_by_side, "PARSER_IS_UNSAFE", True)
+    assert side_by_side.threads() == (expected if asked else 1)
 
 
 # jobs
