@@ -51,6 +51,20 @@ def test_code_blocks_run(page: Path, request: pytest.FixtureRequest) -> None:
         assert output == shown[1], f"{page} differs; if the new text is right: pytest --update-golden"
 
 
+def test_the_picture_of_the_readme_shows_its_example(request: pytest.FixtureRequest) -> None:
+    """`pytest tests/test_readme.py --update-golden` draws it."""
+    names: dict[str, object] = {}
+    example = BLOCK.search((ROOT / "README.md").read_text())
+    assert example is not None
+    exec(example[1], names)
+    drawn = names["block_mask"].to_svg()  # type: ignore[attr-defined]
+    picture = ROOT / "docs" / "images" / "readme_mask.svg"
+    if request.config.getoption("--update-golden"):
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text(drawn)
+    assert picture.read_text() == drawn
+
+
 def first_column(page: str) -> set[str]:
     """What stands in backquotes in the first column of the tables of a page in docs, or of a section."""
     page, _, section = page.partition("#")
