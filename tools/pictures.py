@@ -81,19 +81,17 @@ def box(x: float, y: float, w: float, h: float, fill: str, stroke: str, radius: 
     return f'<rect {place} fill="{fill}" stroke="{stroke}"/>'
 
 
-def line(*points: tuple[float, float], color: str = GREY) -> str:
-    path = " ".join(f"{x:g},{y:g}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-
-
-def arrow(*points: tuple[float, float], color: str = GREY) -> list[str]:
+def arrow(*points: tuple[float, float]) -> list[str]:
     """A line with a head at its last point; its last part is horizontal or vertical."""
     (x0, y0), (x, y) = points[-2:]
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
     corners = [(x, y), (x - 8 * dx - 4 * dy, y - 8 * dy - 4 * dx), (x - 8 * dx + 4 * dy, y - 8 * dy + 4 * dx)]
     head = " ".join(f"{a:g},{b:g}" for a, b in corners)
-    before_head = (x - 7 * dx, y - 7 * dy)
-    return [line(*points[:-1], before_head, color=color), f'<polygon points="{head}" fill="{color}"/>']
+    path = " ".join(f"{a:g},{b:g}" for a, b in (*points[:-1], (x - 7 * dx, y - 7 * dy)))
+    return [
+        f'<polyline points="{path}" fill="none" stroke="{GREY}" stroke-width="1.5"/>',
+        f'<polygon points="{head}" fill="{GREY}"/>',
+    ]
 
 
 def tints(count: int) -> list[tuple[str, str]]:
@@ -103,7 +101,7 @@ def tints(count: int) -> list[tuple[str, str]]:
         return "#" + "".join(f"{round(255 * c):02x}" for c in colorsys.hls_to_rgb(hue, lightness, saturation))
 
     hues = [(0.6 - 0.62 * n / max(count - 1, 1)) % 1 for n in range(count)]
-    return [(color(hue, 0.93, 0.5), color(hue, 0.42, 0.42)) for hue in hues]
+    return [(color(hue, 0.93, 0.5), color(hue, 0.34, 0.42)) for hue in hues]
 
 
 def svg(w: float, h: float, title: str, parts: list[str]) -> str:
