@@ -396,7 +396,7 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
         return block_mask.snapshot()
     if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
         return from_torch(block_mask).snapshot()
-    raise errors.NotABlockMask(type=type(block_mask).__name__)
+    raise errors.NotABlockMask.of(block_mask)
 
 
 def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:

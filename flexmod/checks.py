@@ -153,7 +153,8 @@ def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
             _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
         tensor_kinds.check({f"{name}, captured by {kind}_mod,": tensor})
         if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
-            raise errors.MaskCaptureGradientError(name=name)
+            loads = (n.where for n in traced.graph.nodes if n.op == "load" and n.value == number)
+            raise errors.MaskCaptureGradientError(name=name, where=next(loads, None))
 
 
 def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:

@@ -158,7 +158,7 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         tiles = [getattr(mask, name) for name in names]
         mod = record(mask.mask_mod, "mask", device)
         return Parts("lists", names, (True, False), mod, tiles, [-1, *mask.BLOCK_SIZE, *mask.seq_lengths])
-    raise errors.NotABlockMask(type=type(mask).__name__)
+    raise errors.NotABlockMask.of(mask)
 
 
 def _storage_parts(

@@ -136,6 +136,10 @@ def short_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + captured_bias[kv_idx]
 
 
+IN_A_MASK = (
+    f"{__file__}:{captured_by_mask.__code__.co_firstlineno + 2}: "
+    "return call(block_mask=mask(mod=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx]))"
+)
 captured_bias = torch.zeros(30)
 IN_SHORT_BIAS = f"{__file__}:{short_bias.__code__.co_firstlineno + 1}: return score + captured_bias[kv_idx]"
 
@@ -531,6 +535,20 @@ BLOCK_MASKS: list[Row] = [
         errors.NotABlockMask,
         lambda: call(block_mask=create_mask(causal, None, None, 32, 32, device="cpu")),
         "block_mask is a Tensor, not a BlockMask.\n"
+        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: mask[b, h, q_idx, kv_idx], "
+        "1, 1, 32, 32), where mask is the tensor.",
+    ),
+    (
+        errors.NotABlockMask,
+        lambda: call(block_mask=x(32, 32).bool()),
+        "block_mask is a Tensor, not a BlockMask.\n"
+        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx], None, "
+        "None, 32, 32), where mask is the tensor.",
+    ),
+    (
+        errors.NotABlockMask,
+        lambda: call(block_mask=causal),
+        "block_mask is a function, not a BlockMask.\n"
         "  Instead: build one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN).",
     ),
     (
@@ -750,6 +768,31 @@ MODS: list[Row] = [
     ),
     (
         errors.NotCallable,
+        lambda: call(score_mod=x(32, 32)),
+        "score_mod is a Tensor, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, "
+        "kv_idx].",
+    ),
+    (
+        errors.NotMadeError,
+        lambda: mask(mod=masks.causal),
+        "masks.causal is a function that makes a mask_mod, and it was not called.\n"
+        "  Instead: call it: masks.causal().",
+    ),
+    (
+        errors.NotMadeError,
+        lambda: masks.sliding_window & masks.causal(),  # type: ignore[operator]
+        "masks.sliding_window is a function that makes a mask_mod, and it was not called.\n"
+        "  Instead: call it: masks.sliding_window(window).",
+    ),
+    (
+        errors.NotMadeError,
+        lambda: call(score_mod=mods.softcap),
+        "mods.softcap is a function that makes a score_mod, and it was not called.\n"
+        "  Instead: call it: mods.softcap(cap).",
+    ),
+    (
+        errors.NotCallable,
         lambda: or_masks(causal, None),  # type: ignore[arg-type]
         "None is a NoneType, which cannot be called.\n"
         "  Instead: pass a function of scalars, e.g. lambda b, h, q_idx, kv_idx: q_idx >= kv_idx.",
@@ -766,6 +809,7 @@ MODS: list[Row] = [
         errors.MaskCaptureGradientError,
         lambda: captured_by_mask(x(32, requires_grad=True)),
         "limits, captured by mask_mod, requires grad; a mask has no derivative.\n"
+        f"  at {IN_A_MASK}\n"
         "  Instead: capture limits.detach().",
     ),
 ]

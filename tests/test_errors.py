@@ -18,7 +18,8 @@ from flexmod.runtime import launch
 # What tracing a mod raises: tests/ir/test_trace_errors.py has the rows, with the user's file and line.
 IN_A_MOD = {
     "ModArityError", "MaskResultError", "ScoreResultError", "NotScalarError", "NoResultError",
-    "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError", "MutationError",
+    "ControlFlowError", "ConcreteValueError", "ForeignCaptureError",
+    "ReductionError", "RandomNumberError", "MutationError",
     "UnknownOperationError", "OperationArgumentError", "IndexDtypeError", "CaptureIndexError",
     "ModDtypeError", "NoDerivativeError",
 }  # fmt: skip

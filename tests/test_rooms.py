@@ -30,7 +30,7 @@ transforms tensor_kinds
 ir.graph
 ir.bounds
 ir.divisions ir.ops ir.formulas
-ir.sizes ir.approximate ir.source ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
+ir.sizes ir.approximate ir.source ir.advice ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
 ir.host_numbers
 ir.evaluate
 ir.replay ir.composed ir.offsets

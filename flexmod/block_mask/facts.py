@@ -29,7 +29,7 @@ class Facts:
 
     density         share of pairs of query and key that are attended to: (at least, at most), one number
                     twice where the elements of the partial tiles were counted
-    area            share of pairs in the tiles that are listed, the padding of tiles at the edge counted in
+    area            share of tiles that are listed
     every_query     every query has a key to attend to; None where that was not counted
     one_run         the tiles of each row follow each other without a gap
     same            dimensions of more than 1, "B" and "H", along which the mask is the same
@@ -50,7 +50,7 @@ class Facts:
         queries = {True: "every query has keys", False: "some queries have no keys", None: ""}
         dims = {"B": "batches", "H": "heads"}
         parts = [
-            f"{kept} of all pairs, in {self.area:.2%} of the area",
+            f"{kept} of all pairs, in {self.area:.2%} of the tiles",
             queries[self.every_query],
             "one run of tiles a row" if self.one_run else "",
             f"the longest row {self.longest:.2f} times the mean",
@@ -82,8 +82,11 @@ class Cells:
 
 
 def sparsity(mask: MaskData) -> float:
-    """How much of the score matrix lies outside of the listed tiles, in per cent."""
-    return 100 * (1 - mask.storage.listed() * math.prod(mask.BLOCK_SIZE) / mask.numel())
+    """The share of the score matrix outside of the listed tiles, in per cent, as torch counts it.
+
+    The padding of tiles at the edges counts as listed; the share is 0 where that makes it negative.
+    """
+    return max(0.0, 100 * (1 - mask.storage.listed() * math.prod(mask.BLOCK_SIZE) / mask.numel()))
 
 
 def facts(mask: MaskData, budget: float = math.inf) -> Facts:
@@ -124,7 +127,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     least = full + (partial if counted else 0)
     return Facts(
         density=(least / pairs, (full + partial) / pairs),
-        area=int(counts.sum()) * math.prod(block) / pairs,
+        area=int(counts.sum()) / listed.numel(),
         every_query=all_some if counted or all_some else None,
         one_run=bool((edges <= 1).all()),
         same=tuple(

@@ -305,7 +305,7 @@ def from_torch(mask: Any) -> BlockMask:
     if isinstance(mask, BlockMask):
         return mask
     if not all(hasattr(mask, name) for name in (*LISTS, "seq_lengths", "BLOCK_SIZE", "mask_mod")):
-        raise NotABlockMask(type=type(mask).__name__)
+        raise NotABlockMask.of(mask)
     # the stub that torch puts in a slice; its name is all that tells it from a user's function
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise SlicedTorchMaskError()

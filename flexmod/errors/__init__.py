@@ -31,9 +31,9 @@ __all__ = [
     "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
     "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
     # mods.py
-    "ModArityError", "NotCallable", "NoSignatureError", "MaskResultError", "ScoreResultError", "NotScalarError",
+    "ModArityError", "NotCallable", "NotMadeError", "NoSignatureError", "MaskResultError", "ScoreResultError", "NotScalarError",
     "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
-    "MutationError", "UnknownOperationError", "OperationArgumentError", "IndexDtypeError",
+    "MutationError", "UnknownOperationError", "OperationArgumentError", "ForeignCaptureError", "IndexDtypeError",
     "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",
     "NoDerivativeError", "LibraryArgumentError", "NotPicklableError", "CallSizeError",
     # kernels.py

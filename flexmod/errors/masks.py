@@ -7,7 +7,19 @@ from flexmod.errors.base import FlexmodError
 
 class NotABlockMask(FlexmodError, TypeError):
     what = "block_mask is a {type}, not a BlockMask."
-    instead = "build one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)."
+    instead = "build one with {advice}."
+
+    @classmethod
+    def of(cls, value: object) -> NotABlockMask:
+        """For a value that was given in its place; a tensor can be read by a mask_mod."""
+        rank = getattr(value, "ndim", 0)
+        advice = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        if rank in (2, 3, 4) and str(getattr(value, "dtype", "")) == "torch.bool":
+            positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-rank:])
+            mod = f"lambda b, h, q_idx, kv_idx: mask[{positions}]"
+            sizes = ", ".join(str(size) for size in (*(None,) * (4 - rank), *value.shape))  # type: ignore[attr-defined]
+            advice = f"create_block_mask({mod}, {sizes}), where mask is the tensor"
+        return cls(type=type(value).__name__, advice=advice)
 
 
 class MaskBroadcastError(FlexmodError, ValueError):

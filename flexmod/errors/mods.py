@@ -21,6 +21,11 @@ class NotCallable(FlexmodError, TypeError):
     instead = "pass a function of scalars, e.g. {expected}."
 
 
+class NotMadeError(FlexmodError, TypeError):
+    what = "{function} is a function that makes a {kind}_mod, and it was not called."
+    instead = "call it: {call}."
+
+
 class NoSignatureError(FlexmodError, TypeError):
     what = "{mod} is {function}, and Python cannot tell what arguments it takes."
     instead = "write a function, e.g. {expected}."
@@ -48,12 +53,12 @@ class NoResultError(FlexmodError, TypeError):
 
 class ControlFlowError(FlexmodError, TypeError):
     what = "Python asked for the truth of a traced value (if, while, and, or, not, in): it has no value yet."
-    instead = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
+    instead = "{advice}"
 
 
 class ConcreteValueError(FlexmodError, TypeError):
     what = "{operation} needs the value of a traced scalar, which has none while the mod is compiled."
-    instead = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+    instead = "{advice}"
 
 
 class ReductionError(FlexmodError, TypeError):
@@ -81,6 +86,11 @@ class UnknownOperationError(FlexmodError, NotImplementedError):
 class OperationArgumentError(FlexmodError, TypeError):
     what = "{operation} was called with {problem}."
     instead = "{advice}"
+
+
+class ForeignCaptureError(FlexmodError, TypeError):
+    what = "{name} is a {type}: only a tensor can be indexed with a traced value."
+    instead = "make a tensor of it before the call, table = {tensor}, and capture that: table[...]."
 
 
 class IndexDtypeError(FlexmodError, TypeError):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from flexmod import errors
+from flexmod.ir import advice
 from flexmod.ir.graph import Graph, Node, dtype_name
 from flexmod.ir.names import BINARY
 from flexmod.ir.ops import promote
@@ -59,8 +60,6 @@ class _TracedValue:
 
     __slots__ = ("_tracer",)
     _tracer: AbstractTracer
-    __hash__ = object.__hash__
-    __array_ufunc__ = None  # numpy's numbers leave their operators to ours
 
     @classmethod
     def __torch_function__(
@@ -73,7 +72,26 @@ class _TracedValue:
         return self._tracer.device
 
     def __bool__(self) -> bool:
-        raise errors.ControlFlowError(where=user_line())
+        where = user_line()
+        raise errors.ControlFlowError(where=where, advice=advice.of_truth(where))
+
+    def __hash__(self) -> int:
+        advice.check_container(dict)
+        return object.__hash__(self)
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        advice.check_container()
+        raise _needs_value("a numpy array of it")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """A number of numpy's leaves its operators to ours; the functions of numpy are refused."""
+        name = NUMPY_OPERATORS.get(ufunc.__name__)
+        if name is None or method != "__call__" or len(inputs) != 2 or options:
+            raise _needs_value(f"numpy.{ufunc.__name__}")
+        return self._tracer.apply(name, inputs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise _needs_value(f"numpy.{func.__name__}")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise errors.MutationError(operation="__setitem__", where=user_line())
@@ -133,10 +151,28 @@ class Proxy(_TracedValue):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"Proxy({self._node.op}: {dtype_name(self._node.dtype)})"
+        name = self._node.value if self._node.op == "input" else self._node.op
+        return f"Proxy({name}: {dtype_name(self._node.dtype)})"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _needs_value(f"the format {spec!r}")
+        return repr(self)
+
+
+def _needs_value(operation: str) -> errors.ConcreteValueError:
+    where = user_line()
+    return errors.ConcreteValueError(operation=operation, where=where, advice=advice.of_value(where))
 
 
 UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
+NUMPY_OPERATORS = {  # where the names differ from those of the table
+    **{name: name for name in BINARY.values()},
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "power": "pow", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "equal": "eq", "not_equal": "ne", "left_shift": "bitwise_left_shift",
+    "right_shift": "bitwise_right_shift",
+}  # fmt: skip
 CONCRETE = ("int", "float", "index", "complex", "len", "iter", "contains")
 
 
@@ -152,7 +188,9 @@ def _install_operators() -> None:
 
     def concrete(name: str) -> Any:
         def refuse(self: Proxy, *args: Any) -> Any:
-            raise errors.ConcreteValueError(operation=f"{name}()", where=user_line())
+            if name == "index":
+                advice.check_container(list, tuple, str, range)
+            raise _needs_value(f"{name}()")
 
         return refuse
 

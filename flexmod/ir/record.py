@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.internals.torch import assume_constant, let_modes_change
+from flexmod.ir import advice
 from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.constants import decoded, encoded
 from flexmod.ir.formulas import COMPOSED
@@ -77,7 +78,7 @@ class Recorder(TorchFunctionMode):
         if name == "__get__" or not (self._met(args) or self._met(tuple(kwargs.values()))):
             return func(*args, **kwargs)
         if name == "__bool__":
-            raise errors.ControlFlowError()
+            raise errors.ControlFlowError(advice=advice.TRUTH)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         self.steps.append((name, self.noted(args), noted))
         result = _element(args[0], args[1]) if name == "__getitem__" else func(*args, **kwargs)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
+import linecache
 import os
 import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,12 +44,28 @@ def _is_users(file: str) -> bool:
 
 def user_line() -> Where | None:
     """The innermost line on the stack that belongs neither to flexmod nor to torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_users(frame.f_code.co_filename):
-            return Where(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return place_of(user_frame())
+
+
+def user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def place_of(frame: FrameType | None) -> Where | None:
+    return None if frame is None else Where(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(mod: Callable[..., Any], text: str) -> Where | None:
+    """The first line of a function that has a text in it; its first line where none has."""
+    code = getattr(mod, "__code__", None)
+    if code is None:
+        return None
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None})
+    named = (line for line in lines if text in linecache.getline(code.co_filename, line))
+    return Where(code.co_filename, next(named, code.co_firstlineno))
 
 
 def positional_count(mod: Callable[..., Any]) -> int:
@@ -92,11 +110,36 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
 
 def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
     if not callable(mod):
+        if isinstance(mod, torch.Tensor):
+            expected = _of_tensor(what, mod)
         raise errors.NotCallable(mod=what, type=type(mod).__name__, expected=expected)
+    check_made(mod)
     try:
         return positional_count(mod)
     except (TypeError, ValueError):  # of what is built in, Python has a signature or none
         raise errors.NoSignatureError(mod=what, function=mod_name(mod), expected=expected) from None
+
+
+def check_made(mod: object) -> None:
+    """Raises NotMadeError for a function of `masks` or `mods` that nobody called."""
+    code = getattr(mod, "__code__", None) if inspect.isfunction(mod) else None
+    if code is None or not code.co_filename.startswith(_LIBRARY_MODS):
+        return
+    package, name = mod.__module__.split(".")[1], mod.__name__  # type: ignore[attr-defined]
+    if getattr(sys.modules.get(f"flexmod.{package}"), name, None) is mod:
+        needs = [p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty]  # type: ignore[arg-type]
+        kind = "mask" if package == "masks" else "score"
+        raise errors.NotMadeError(
+            function=f"{package}.{name}", kind=kind, call=f"{package}.{name}({', '.join(needs)})"
+        )
+
+
+def _of_tensor(what: str, tensor: torch.Tensor) -> str:
+    """A mod that reads a dense bias."""
+    arguments = SCORE_ARGUMENTS if what.startswith("score") else MASK_ARGUMENTS
+    element = f"bias[{', '.join(MASK_ARGUMENTS[-tensor.dim() :])}]" if 0 < tensor.dim() <= 4 else "bias[...]"
+    result = f"score + {element}" if what.startswith("score") else element
+    return f"lambda {', '.join(arguments)}: {result}"
 
 
 def mod_name(mod: Callable[..., Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flexmod import errors
+from flexmod.ir import advice
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.names import BINARY, CASTS, FILLS, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, promote
@@ -52,11 +53,11 @@ def call(
     if bare in REDUCTIONS:
         raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
     if bare in CONCRETE:
-        raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line())
+        raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line(), advice=advice.SYMBOLIC)
+    tables = [tracer.name_of(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
     raise errors.UnknownOperationError(
-        operation=f"torch.{bare}", where=user_line(),
-        advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
-    )  # fmt: skip
+        operation=f"torch.{bare}", where=user_line(), advice=advice.of_operation(bare, *tables[:1])
+    )
 
 
 def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ in-place writes. What touches no Proxy runs eagerly, as Python would.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import ne
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from flexmod.ir.source import (
     SCORE_ARGUMENTS,
     capture_names,
     check_arity,
+    line_of,
     mod_name,
     user_line,
 )
@@ -67,11 +71,24 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
+    before = _random_states()
     with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
+    for module, drawn in zip(("random", "numpy.random"), map(ne, before, _random_states()), strict=True):
+        if drawn:
+            raise errors.RandomNumberError(operation=module, where=line_of(mod, "random."))
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     beside = (tuple(tensors.values()) for tensors in (tracer.described, tracer.read))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, *beside)
+
+
+def _random_states() -> tuple[object, object]:
+    """The states of Python's and of numpy's random numbers, which no torch function announces."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (name, keys.tobytes(), *rest)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -45,10 +47,10 @@ def dense_of_graph(mask):
 def test_facts_equal_to_torch(name):
     ours, other = both(name)
     assert ours.shape == other.shape and ours.numel() == other.numel()
-    assert ours.sparsity() == other.sparsity()
+    assert ours.sparsity() == max(other.sparsity(), 0.0)
     assert ours.BLOCK_SIZE == other.BLOCK_SIZE and ours.seq_lengths == other.seq_lengths
     assert torch.equal(ours.to_dense(), other.to_dense()) and ours.to_dense().dtype == torch.int32
-    assert repr(ours) == repr(other)
+    assert repr(ours) == re.sub(r"sparsity=-[\d.]+%", "sparsity=0.00%", repr(other))
     assert ours.mask_mod is other.mask_mod
 
 
@@ -70,7 +72,7 @@ def test_from_kv_blocks_equal_to_torch(compute_q_blocks, full, options, same_par
     ours = BlockMask.from_kv_blocks(*parts, **options)
     other = theirs.BlockMask.from_kv_blocks(*parts, **options)
     same_parts(ours, other)
-    assert ours.sparsity() == other.sparsity() and ours.mask_mod is noop_mask
+    assert ours.sparsity() == max(other.sparsity(), 0.0) and ours.mask_mod is noop_mask
     assert not ours.traced.graph.reads
 
 

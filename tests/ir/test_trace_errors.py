@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import math
+import random as python_random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,22 +78,22 @@ def if_on_an_index(b, h, q, k):
     return result
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write torch.where(q >= k, True, k == 0).")
 def a_choice(b, h, q, k):
     return True if q >= k else k == 0  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) & (k > 2).")
 def and_of_conditions(b, h, q, k):
     return q >= k and k > 2  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) | (k > 2).")
 def or_of_conditions(b, h, q, k):
     return q >= k or k > 2  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write ~(q >= k).")
 def not_a_condition(b, h, q, k):
     return not q >= k  # <-
 
@@ -104,24 +105,55 @@ def while_on_an_index(b, h, q, k):
     return q == k
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write (0 <= q) & (q < k).")
 def a_chained_comparison(b, h, q, k):
     return 0 <= q < k  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write (q == 1) | (q == 2).")
 def in_a_tuple(b, h, q, k):
     return q in (1, 2)  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write torch.maximum(q, k).")
 def largest_of_python(b, h, q, k):
     return max(q, k) > 3  # <-
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write torch.where(table[h], q >= k, q < k).")
 def truth_of_a_row(b, h, q, k):
     return q >= k if table[h] else q < k  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(s, min=0).", kind="score")
+def not_below_zero(s, b, h, q, k):
+    return max(s, 0)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(s, max=3.0).", kind="score")
+def not_above_three(s, b, h, q, k):
+    return min(3.0, s)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) & (h < 3).")
+def brackets_left_out(b, h, q, k):
+    return q >= k & h < 3  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) | (h == 0) & (k < 5).")
+def more_brackets_left_out(b, h, q, k):
+    return q >= k | (h == 0) & k < 5  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write ~((q == 1) | (q == 2)).")
+def not_in_a_list(b, h, q, k):
+    return q not in [1, 2]  # <-
+
+
+@row(errors.ControlFlowError, *TRUTH)
+def in_a_variable(b, h, q, k):
+    few = (1, 2)
+    return q in few  # <-
 
 
 # values
@@ -156,7 +188,7 @@ def to_float(b, h, q, k):
     return float(q) >= k  # <-
 
 
-@row(errors.ConcreteValueError, *value_of("float()"))
+@row(errors.ConcreteValueError, value_of("float()")[0], "write torch.floor(q / 2).")
 def floor_of_math(b, h, q, k):
     return math.floor(q / 2) >= k  # <-
 
@@ -394,6 +426,97 @@ def unknown_method(b, h, q, k):
 )
 def unknown_attribute(b, h, q, k):
     return k < q.T  # <-
+
+
+@row(
+    errors.UnknownOperationError, "torch.gather is not an operation that flexmod can trace.",
+    "index it: doc[q_idx].",
+)  # fmt: skip
+def gathered(b, h, q, k):
+    return torch.gather(doc, 0, q) == k  # <-
+
+
+@row(
+    errors.UnknownOperationError, "torch.isin is not an operation that flexmod can trace.",
+    "make a table before the call, keep = torch.isin(torch.arange(LENGTH), doc), and index that: "
+    "keep[q_idx].",
+)  # fmt: skip
+def in_a_set(b, h, q, k):
+    return torch.isin(q, doc)  # <-
+
+
+# captures that are no tensors
+
+
+def foreign(what: str, tensor: str) -> tuple[str, str]:
+    return (
+        f"{what}: only a tensor can be indexed with a traced value.",
+        f"make a tensor of it before the call, table = {tensor}, and capture that: table[...].",
+    )
+
+
+array, listed, named = np.arange(8), [3, 2, 1], {"first": 1}
+
+
+@row(errors.ForeignCaptureError, *foreign("array is a numpy array", "torch.from_numpy(array)"))
+def of_numpy(b, h, q, k):
+    return array[q] >= k  # <-
+
+
+@row(errors.ForeignCaptureError, *foreign("listed is a list", "torch.tensor(listed)"))
+def of_a_list(b, h, q, k):
+    return listed[0] + listed[h] >= k  # <-
+
+
+DICT = "torch.tensor([named[key] for key in sorted(named)])"
+
+
+@row(errors.ForeignCaptureError, *foreign("named is a dict", DICT))
+def of_a_dict(b, h, q, k):
+    return named["first"] + named[h] >= k  # <-
+
+
+NUMPY = "numpy.tanh needs the value of a traced scalar, which has none while the mod is compiled."
+
+
+@row(errors.ConcreteValueError, NUMPY, "write torch.tanh(s).", kind="score")
+def a_function_of_numpy(s, b, h, q, k):
+    return np.tanh(s)  # <-
+
+
+@row(
+    errors.ConcreteValueError, NUMPY.replace("tanh", "where"), "write torch.where(q > k, s, 0).", kind="score"
+)
+def a_choice_of_numpy(s, b, h, q, k):
+    return np.where(q > k, s, 0)  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("the format '.2f'"), kind="score")
+def formatted(s, b, h, q, k):
+    return s if f"{s:.2f}" else 0  # <-
+
+
+# numbers drawn outside of torch
+
+DRAWN = (
+    "draw them before the call and capture the tensor, e.g. noise[q_idx, kv_idx], or make them of the "
+    "positions and a captured seed, as docs/operations.md shows."
+)
+
+
+def drawn(module: str) -> tuple[str, str]:
+    return f"{module} draws random numbers inside a mod: they would change with the tiling.", DRAWN
+
+
+@row(errors.RandomNumberError, *drawn("random"))
+def random_of_python(b, h, q, k):
+    limit = python_random.random()  # <-
+    return q - k < limit
+
+
+@row(errors.RandomNumberError, *drawn("numpy.random"))
+def random_of_numpy(b, h, q, k):
+    return q - k < np.random.rand()  # noqa: NPY002 # <-
 
 
 # arguments
@@ -852,5 +975,6 @@ def test_every_refusal_of_a_mod_is_here() -> None:
         "NoDerivativeError",
         "NotPicklableError",
         "NoSignatureError",
+        "NotMadeError",
     }
     assert classes - elsewhere == {r.error.__name__ for r in itertools.chain(ROWS.values())}

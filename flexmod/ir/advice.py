@@ -1,0 +1,160 @@
+"""What to write instead: the user's own expression, as a mod can have it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from flexmod.errors import ForeignCaptureError, Where
+from flexmod.ir.source import place_of, user_frame
+
+TRUTH = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
+SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+LARGEST = {"max": ("torch.maximum", "min"), "min": ("torch.minimum", "max")}
+LOGICAL = {ast.BitAnd: "&", ast.BitOr: "|", ast.And: "&", ast.Or: "|"}
+NUMERIC_MODULES = ("math", "np", "numpy")
+
+
+def of_truth(where: Where | None) -> str:
+    """For a line that asks for the truth of a traced value: `0 <= x < y`, `a and b`, `max(x, 0)`."""
+    for node in _nodes(where):
+        text = _without_truth(node)
+        if text is not None:
+            return f"write {text}."
+    return TRUTH
+
+
+def _without_truth(node: ast.AST) -> str | None:
+    """An expression that asks for no truth value; None where `node` does not ask for one."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LARGEST:
+        return _largest(node, *LARGEST[node.func.id])
+    if isinstance(node, ast.Compare):
+        return _compared(node)
+    if isinstance(node, ast.BoolOp):
+        return f" {LOGICAL[type(node.op)]} ".join(f"({ast.unparse(value)})" for value in node.values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return f"~({ast.unparse(node.operand)})"
+    if isinstance(node, ast.IfExp):
+        return f"torch.where({', '.join(map(ast.unparse, (node.test, node.body, node.orelse)))})"
+    return None
+
+
+def _largest(node: ast.Call, function: str, bound: str) -> str | None:
+    if len(node.args) != 2 or node.keywords:
+        return None
+    numbers = [argument for argument in node.args if isinstance(argument, ast.Constant)]
+    if len(numbers) != 1:
+        return f"{function}({', '.join(map(ast.unparse, node.args))})"
+    (other,) = (argument for argument in node.args if argument is not numbers[0])
+    return f"torch.clamp({ast.unparse(other)}, {bound}={ast.unparse(numbers[0])})"
+
+
+def _compared(node: ast.Compare) -> str | None:
+    """A chain of comparisons as several; `a >= b & c < d` with the brackets that were meant."""
+    operands = [node.left, *node.comparators]
+    if len(node.ops) == 1:
+        items = operands[1].elts if isinstance(operands[1], (ast.Tuple, ast.List, ast.Set)) else ()
+        equal = " | ".join(f"({ast.unparse(operands[0])} == {ast.unparse(item)})" for item in items)
+        if isinstance(node.ops[0], ast.In):
+            return equal or None
+        return f"~({equal})" if equal and isinstance(node.ops[0], ast.NotIn) else None
+    text, left = "", operands[0]
+    for number, (op, right) in enumerate(zip(node.ops, operands[1:], strict=True)):
+        last = number == len(node.ops) - 1
+        if not last and isinstance(right, ast.BinOp) and type(right.op) in LOGICAL:
+            text += f"({_comparison(left, op, right.left)}) {LOGICAL[type(right.op)]} "
+            left = right.right
+            if isinstance(left, ast.BinOp) and type(left.op) in LOGICAL:
+                text += f"({ast.unparse(left.left)}) {LOGICAL[type(left.op)]} "
+                left = left.right
+        else:
+            text += f"({_comparison(left, op, right)}){'' if last else ' & '}"
+            left = right
+    return text
+
+
+def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> str:
+    return ast.unparse(ast.Compare(left, [op], [right]))
+
+
+def of_value(where: Where | None) -> str:
+    """For a line that asks for the value of a traced scalar: `math.tanh(score)`."""
+    for node in _nodes(where):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            module, name = ast.unparse(node.func.value), node.func.attr
+            if module in NUMERIC_MODULES and hasattr(torch, name):
+                return f"write torch.{name}({', '.join(map(ast.unparse, node.args))})."
+    return SYMBOLIC
+
+
+LOOKUPS = ("gather", "index_select", "embedding", "take", "take_along_dim", "select", "index")
+OF_SETS = {
+    "isin": "keep = torch.isin(torch.arange(LENGTH), {table}), and index that: keep[q_idx].",
+    "bucketize": "buckets = torch.bucketize(torch.arange(LENGTH), {table}), and index that: buckets[q_idx].",
+    "searchsorted": "at = torch.searchsorted({table}, torch.arange(LENGTH)), and index that: at[q_idx].",
+}
+
+
+def of_operation(name: str, table: str = "table") -> str:
+    """For a torch function that no kernel has; `table` names the captured tensor that it was given."""
+    if name in LOOKUPS:
+        return f"index it: {table}[q_idx]."
+    if name in OF_SETS:
+        return f"make a table before the call, {OF_SETS[name].format(table=table)}"
+    return "write it with elementwise operations; flexmod/ir/ops.py is the table of those there are."
+
+
+def check_container(*kinds: type) -> None:
+    """Raises ForeignCaptureError if the user's line indexes an object of these kinds, or one of numpy's."""
+    frame = user_frame()
+    where = place_of(frame)
+    known = {} if frame is None else {**frame.f_globals, **frame.f_locals}
+    for node in _nodes(where):
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            name = ast.unparse(node.value)
+            found = known.get(name)
+            if isinstance(found, kinds) or _is_numpys(found):
+                facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
+                raise ForeignCaptureError(where=where, **facts)
+
+
+def _is_numpys(value: object) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _kind(value: object) -> str:
+    return "numpy array" if _is_numpys(value) else type(value).__name__
+
+
+def _as_tensor(name: str, value: Any) -> str:
+    if _is_numpys(value):
+        return f"torch.from_numpy({name})"
+    if isinstance(value, dict):
+        return f"torch.tensor([{name}[key] for key in sorted({name})])"
+    return f"torch.tensor({name})"
+
+
+def _nodes(where: Where | None) -> Iterator[ast.AST]:
+    """The syntax of the user's line, from the outside in; none where the line is no whole statement."""
+    tree = _parsed(linecache.getline(where.file, where.line).strip()) if where is not None else None
+    return ast.walk(tree) if tree is not None else iter(())
+
+
+def _parsed(line: str) -> ast.AST | None:
+    line = line.removeprefix("el") if line.startswith("elif ") else line
+    texts = [line, f"{line} pass"]
+    start = line.find("lambda ")
+    if start >= 0:  # an argument of a call that goes on in other lines
+        texts += [line[start:end] for end in range(len(line), max(start, len(line) - 8), -1)]
+    return next(filter(None, map(_syntax, texts)), None)
+
+
+def _syntax(text: str) -> ast.AST | None:
+    with suppress(SyntaxError):
+        return ast.parse(text)
+    return None
