@@ -543,6 +543,7 @@ def test_below_the_wrappers_of_a_transform(made: Callable[[Tensor], Tensor]) -> 
 # compiled, packed, distributed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["query", "value"])
 @pytest.mark.parametrize("kind", ["wrapper", "asynchronous", "parameter", "negative"])
 def test_compiled(kind: str, place: str) -> None:

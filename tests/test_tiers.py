@@ -31,3 +31,10 @@ def test_values_occur_equally_often() -> None:
     cases = [{"name": name, "backend": backend} for name, backend in product(range(12), range(3))]
     kept = [cases[number] for number in covering(cases, 1)]
     assert [sum(case["backend"] == backend for case in kept) for backend in range(3)] == [4, 4, 4]
+
+
+def test_a_larger_set_has_the_smaller_one() -> None:
+    cases = [dict(zip("abc", values, strict=True)) for values in product(range(4), range(3), range(3))]
+    pairs = covering(cases, 2)
+    triples = covering(cases, 3, pairs)
+    assert len(pairs) == 12 and pairs < triples and len(triples) == 36
