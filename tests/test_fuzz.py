@@ -118,16 +118,19 @@ def found() -> dict[str, list[str]]:
     return {fault: [str(name).split(", ")[-1] for name in names] for fault, names in named.items()}
 
 
+@pytest.mark.long
 def test_a_wrong_derivative_is_found(found: dict[str, list[str]]) -> None:
     wrong = set(found["derivative of tanh"])
     assert "dq" in wrong and wrong <= {"dq", "dk"} | {f"dt{number}" for number in range(20)}
 
 
+@pytest.mark.long
 def test_a_wrong_interval_rule_is_found(found: dict[str, list[str]]) -> None:
     """Tiles at the edge of a mask are lost."""
     assert set(found["interval of <="]) & {"out", "lse"}
 
 
+@pytest.mark.long
 def test_a_wrong_text_is_found(found: dict[str, list[str]]) -> None:
     """An error of a thousandth, in the kernels alone."""
     assert "out" in found["text of *"]

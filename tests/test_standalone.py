@@ -72,10 +72,19 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "elements": (by_element, masks.sliding_window(40), ["table"]),
 }
 
+SHORT = ("places", "elements")  # cases that `make test` runs in bfloat16
+
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in CASES), ("split", torch.float32), ("places", torch.float32)],
+    [
+        *(
+            pytest.param(name, torch.bfloat16, marks=[] if name in SHORT else pytest.mark.long)
+            for name in CASES
+        ),
+        ("split", torch.float32),
+        pytest.param("places", torch.float32, marks=pytest.mark.long),
+    ],
 )
 def test_it_runs_without_flexmod(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     score_mod, mask_mod, learned = CASES[name]

@@ -95,12 +95,14 @@ def test_one_of_several_processes_compiles(tmp_path: Path) -> None:
     assert compiles(tmp_path, 3, SLOW) == [0, 0, 1]
 
 
+@pytest.mark.long
 def test_the_slow_compiles_would_all_miss(tmp_path: Path) -> None:
     """What the test above stands on: without the lock each process compiles."""
     alone = "compiled_kernels.file_lock = lambda path, seconds: __import__('contextlib').nullcontext('held')"
     assert compiles(tmp_path, 2, f"{SLOW}\n{alone}") == [1, 1]
 
 
+@pytest.mark.long
 def test_a_folder_that_takes_no_locks(tmp_path: Path) -> None:
     """Each goes on alone, without a word: the lock saves work and nothing else."""
     (tmp_path / "flexmod").mkdir()
@@ -110,6 +112,7 @@ def test_a_folder_that_takes_no_locks(tmp_path: Path) -> None:
     assert finish(process) == (1, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     refuse = f"import errno, fcntl\ndef refuse(*_): raise OSError(errno.{error}, '')\nfcntl.flock = refuse"
@@ -118,6 +121,7 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     assert finish(process) == (1, "")
 
 
+@pytest.mark.long
 def test_a_killed_process_lets_go(tmp_path: Path) -> None:
     killed, waiting = start(tmp_path, SLOW.replace("sleep(1)", "sleep(99)")), start(tmp_path)
     go(killed)
