@@ -90,12 +90,12 @@ FAULTS = (
     Fault("flexmod/autograd.py", "captured = [t.clone() if t.is_inference() else t for t in captured]",
           "captured = [*captured]", "tests/test_saved.py"),
     Fault("flexmod/autograd.py", "grad_out = out.new_zeros(()).expand_as(out)",
-          "grad_out = out.new_ones(()).expand_as(out)", "tests/test_lse.py"),
+          "grad_out = out.new_ones(()).expand_as(out)", "tests/test_attention.py"),
     Fault("flexmod/saved.py", "if same_memory and version_of(own) != version:", "if False:",
           "tests/test_saved.py"),
     # codegen
     Fault("flexmod/codegen/choose.py", "verdict.spills <= self.passing and not verdict.losses",
-          "verdict.spills <= self.passing", "tests/codegen tests/test_tune.py -k tile"),
+          "verdict.spills <= self.passing", "tests/backends/test_hopper.py"),
     Fault("flexmod/codegen/cache.py", "if path.is_file() and path.read_bytes() == data:",
           "if path.is_file():", "tests/codegen/test_cache.py"),
     # templates
@@ -103,8 +103,8 @@ FAULTS = (
           "decay = tl.exp2(new_peak2 - peak2)", "tests/test_large_scores.py"),
     Fault("templates/backward.jinja", "delta = tl.load(DELTA + statistics, mask=in_m, other=0.0)",
           "delta = tl.load(DELTA + statistics, mask=in_m, other=0.0) * 0.5", "tests/test_gradients.py"),
-    Fault("templates/hopper_weights.jinja", "fall = (before - highest) * exponent", "fall = before - highest",
-          "tests/test_large_scores.py"),
+    Fault("templates/hopper_weights.jinja", "total = total * decay + gl.sum(weights, 1)",
+          "total = total + gl.sum(weights, 1)", "tests/codegen/test_hopper_in_python.py"),
     # device functions
     Fault("flexmod/device_functions/attention.py", "run += tl.where(ended, 2, 0)",
           "run += tl.where(ended, 0, 0)", "tests/backends/test_triton.py"),
