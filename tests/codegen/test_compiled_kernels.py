@@ -255,6 +255,7 @@ def test_a_folder_that_was_moved_serves(tmp_path: Path) -> None:
     assert compiles(moved(tmp_path), 2) == [0, 0]
 
 
+@pytest.mark.long
 def test_a_moved_cache_of_tritons_own_does_not(tmp_path: Path) -> None:
     """Why the folder is not simply Triton's own: its notes have absolute paths."""
     folder = moved(tmp_path)
@@ -262,6 +263,7 @@ def test_a_moved_cache_of_tritons_own_does_not(tmp_path: Path) -> None:
     assert compiles(folder, 1) == [1]
 
 
+@pytest.mark.long
 def test_a_folder_is_moved_again(tmp_path: Path) -> None:
     folder = moved(tmp_path)
     assert compiles(folder, 1) == [0]
@@ -280,6 +282,7 @@ def test_a_damaged_folder_is_compiled_again(tmp_path: Path) -> None:
     assert compiles(folder, 1) == [1]
 
 
+@pytest.mark.long
 def test_a_cache_of_tritons_that_cannot_be_written(tmp_path: Path) -> None:
     folder = moved(tmp_path)
     blocked = (
