@@ -1,6 +1,6 @@
 # make demo   environment, install, the comparison with SDPA on three masks
-# make test   environment, install, ruff, mypy, pytest without the tests marked `long`: some minutes
-# make test-all  the same, then the tests marked `long`, and make ends
+# make test   environment, install, ruff, mypy, pytest without the long tests: seven minutes on two cores
+# make test-all  make test, then the long tests and make ends
 # make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
 # make clean  remove the environment and the caches of the tools
 #

@@ -67,7 +67,9 @@ def test_a_few_of_each_kind() -> None:
         assert not outcome.value.failed, script(*outcome.value.failed[0])
 
 
-@pytest.mark.parametrize(("backend", "examples"), [("cpu", 30), ("interpret", 4)])
+@pytest.mark.parametrize(
+    ("backend", "examples"), [("cpu", 30), pytest.param("interpret", 4, marks=pytest.mark.long)]
+)
 def test_what_hypothesis_draws(backend: str, examples: int) -> None:
     """It looks for small and odd programs, and makes those that fail smaller."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import odd_tensors as odd
 import pytest
 import torch
+from tiers import long_but
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, grad
@@ -545,7 +546,9 @@ def test_below_the_wrappers_of_a_transform(made: Callable[[Tensor], Tensor]) -> 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["query", "value"])
-@pytest.mark.parametrize("kind", ["wrapper", "asynchronous", "parameter", "negative"])
+@pytest.mark.parametrize(
+    "kind", long_but({"wrapper", "negative"}, ["wrapper", "asynchronous", "parameter", "negative"])
+)
 def test_compiled(kind: str, place: str) -> None:
     torch._dynamo.reset()
     changed = {place: odd.TAKEN[kind](given()[place])}
