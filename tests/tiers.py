@@ -13,8 +13,8 @@ import pytest
 def mark_long(items: Sequence[pytest.Item]) -> None:
     """Sorts the cases of each test marked `covering(n)` into tiers.
 
-    Those that have all combinations of n parameters have no further mark; what is added for n + 1 parameters
-    is `long`, and the rest `every`.
+    A small set with all combinations of n parameters gets no further mark. The cases added for n + 1
+    parameters become `long`, the rest `every`.
     """
     groups: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -59,5 +59,5 @@ def covering(cases: Sequence[dict[str, int]], strength: int, kept: Set[int] = fr
 
 
 def long_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`: the cases of those that are not `kept` are long."""
+    """Values for `parametrize`; all but `kept` are marked `long`."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
