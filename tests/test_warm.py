@@ -123,6 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert config.cache_dir() == before
 
 
+@pytest.mark.long
 def test_threads_fill_it_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels in the same order, and the same machine code."""
     found = []

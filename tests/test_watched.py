@@ -398,7 +398,7 @@ SAME_MASKS: dict[str, Callable[[BlockMask], BlockMask]] = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("made", SAME_MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
