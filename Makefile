@@ -1,5 +1,6 @@
 # make demo   environment, install, the comparison with SDPA on three masks
-# make test   environment, install, ruff, mypy, pytest
+# make test   environment, install, ruff, mypy, pytest without the long tests: seven minutes on two cores
+# make test-all  make test, then the long tests and make ends
 # make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
 # make clean  remove the environment and the caches of the tools
 #
@@ -10,7 +11,7 @@ VENV ?= .venv
 FUZZ ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test fuzz clean
+.PHONY: demo test test-all long fuzz clean
 
 demo: $(VENV)/installed
 	$(RUN) -m flexmod compare causal sliding_window document
@@ -18,7 +19,13 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not long and not every"
+
+test-all: test
+	$(MAKE) long ends
+
+long: $(VENV)/installed
+	$(RUN) -m pytest -n 2 --dist worksteal -m long
 
 # make ends: a sample of the tests with the newest Triton and the oldest small packages.
 .PHONY: ends

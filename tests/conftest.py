@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from tiers import mark_long
 
 from flexmod import calls
 from flexmod import config as switches
@@ -37,13 +38,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    """Before `-m` chooses: which cases are long. Those that are skipped cover nothing."""
+    run = []
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        else:
+            run.append(item)
+    mark_long(run)
 
 
 @pytest.fixture

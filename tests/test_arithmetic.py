@@ -35,6 +35,7 @@ def attended(mod: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor
     return (torch.softmax(scores.double(), -1) @ v.double()).float()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("name", MODS)
 def test_a_score_is_what_torch_makes_of_it(name: str, backend: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from learned_mods import causal, every_third, learned_mods, random
 from reference_case import LargestTensor, make_case
+from tiers import long_but
 from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
@@ -87,23 +88,23 @@ def tensors_of(name: str, dtype: torch.dtype = SINGLE) -> list[Tensor]:
     return [random(*shape, seed=n).to(dtype) for n, shape in enumerate(LEARNED[name].shapes)]
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", long_but(LEARNED.keys() - set(FEW), LEARNED))
 def test_float32(name: str) -> None:
     check(LEARNED[name].make, tensors_of(name), None)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", long_but(FEW[::2], FEW))
 def test_queries_that_see_nothing(name: str) -> None:
     check(LEARNED[name].make, tensors_of(name), mask_of(every_third))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", long_but(FEW[1::2], FEW))
 def test_bfloat16(name: str) -> None:
     """Captured tensors are float32 still: their gradients are never rounded to less."""
     check(LEARNED[name].make, tensors_of(name), mask_of(causal), torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", long_but(FEW[::2], FEW))
 def test_captures_of_half_precision(name: str) -> None:
     """Their gradients are rounded once; a mod that computes in float16 rounds more often."""
     tensors = tensors_of(name, torch.float16)
@@ -114,11 +115,11 @@ def test_captures_of_half_precision(name: str) -> None:
 @pytest.mark.parametrize(
     ("tile", "block"),
     [
-        ((16, 16), None),
+        pytest.param((16, 16), None, marks=pytest.mark.long),
         ((32, 16), None),
-        ((32, 32), None),
+        pytest.param((32, 32), None, marks=pytest.mark.long),
         ((16, 16), (16, 32)),
-        ((16, 16), (64, 16)),
+        pytest.param((16, 16), (64, 16), marks=pytest.mark.long),
         ((32, 16), (64, 16)),
     ],
     ids=str,

@@ -243,6 +243,7 @@ def checked_variant(score_mod: Any, mask_mod: Any) -> Any:
     return replace(made, score=replace(made.score, checked=True), mask=replace(made.mask, checked=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 def test_checked_kernels_compile(target: str) -> None:
     """For Hopper and for others: forward and backward, with checks in score and mask."""

@@ -57,10 +57,17 @@ def without_numbers(text: str) -> str:
 
 
 TRANSCRIPTS = [match for match in BLOCK.finditer(PAGE.read_text()) if match[1] != "gpu"]
+COMPILED = ("$ flexmod build", "$ flexmod warm")  # for several chips
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a machine without a GPU")
-@pytest.mark.parametrize("place", range(len(TRANSCRIPTS)))
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[pytest.mark.long] if shown[2].startswith(COMPILED) else [])
+        for place, shown in enumerate(TRANSCRIPTS)
+    ],
+)
 def test_transcripts(
     place: int, folder: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -56,6 +56,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", SAMPLE, ids=str)
 def test_a_sample(build: Build) -> None:
     found = compile_build(build)

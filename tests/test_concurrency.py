@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from concurrent_calls import WORKERS, of_threads, results
+from tiers import long_but
 from torch import Tensor
 
 from flexmod import config
@@ -27,7 +28,7 @@ def held_to(truth: list[list[Tensor]], number: int, found: list[Tensor]) -> None
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["AUTO", INTERPRET])
+@pytest.mark.parametrize("backend", long_but({"AUTO"}, ["AUTO", INTERPRET]))
 def test_threads(truth: list[list[Tensor]], backend: str) -> None:
     """Three calls each, all let go together: mods are traced, compiled, known, recorded and played."""
     found = of_threads(lambda number: [results(number, CPU, backend) for _ in range(3)])

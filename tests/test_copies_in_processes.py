@@ -44,6 +44,7 @@ class Objects(Dataset[Any]):
             return results(*self.sent[index - len(EVERY)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_a_data_loader(start: str, workers: int) -> None:

@@ -45,6 +45,7 @@ def test_online_softmax_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert offline.compile(kernel, signature, constants, "sm_80").fits
 
 
+@pytest.mark.long
 def test_training_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

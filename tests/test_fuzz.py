@@ -33,10 +33,14 @@ from flexmod.ir import formulas, ops
 
 ON_GPU = ("triton", "hopper")
 NEW_KINDS = [kind for kind in KINDS if kind != "plain"]
+BUDGETS = (("cpu", 120), ("interpret", 5), ("python", 3))
 COPIED = ("score_mod", "mask_mod", "mask", "handle", "all")
 
 
-@pytest.mark.parametrize(("backend", "programs"), [("cpu", 120), ("interpret", 5), ("python", 3)])
+@pytest.mark.parametrize(
+    ("backend", "programs"),
+    [("cpu", 30), *(pytest.param(*budget, marks=pytest.mark.long) for budget in BUDGETS)],
+)
 def test_a_fixed_budget(backend: str, programs: int) -> None:
     failed = []
     for number in range(programs):
@@ -44,6 +48,7 @@ def test_a_fixed_budget(backend: str, programs: int) -> None:
     assert not failed, script(*failed[0])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "programs", "most"), [("cpu", 12, None), ("interpret", 2, 1)])
 @pytest.mark.parametrize("kind", NEW_KINDS)
@@ -55,7 +60,16 @@ def test_a_fixed_budget_of_each_kind(kind: str, backend: str, programs: int, mos
         assert not outcome.value.failed, script(*outcome.value.failed[0])
 
 
-@pytest.mark.parametrize(("backend", "examples"), [("cpu", 60), ("interpret", 4)])
+def test_a_few_of_each_kind() -> None:
+    group = [Job("cpu", 0, number, kind) for kind in NEW_KINDS for number in range(3)]
+    for outcome in workers.run(run, [group], workers=1, case_seconds=200, total_seconds=250):
+        assert not outcome.error, outcome
+        assert not outcome.value.failed, script(*outcome.value.failed[0])
+
+
+@pytest.mark.parametrize(
+    ("backend", "examples"), [("cpu", 30), pytest.param("interpret", 4, marks=pytest.mark.long)]
+)
 def test_what_hypothesis_draws(backend: str, examples: int) -> None:
     """It looks for small and odd programs, and makes those that fail smaller."""
 
@@ -106,16 +120,19 @@ def found() -> dict[str, list[str]]:
     return {fault: [str(name).split(", ")[-1] for name in names] for fault, names in named.items()}
 
 
+@pytest.mark.long
 def test_a_wrong_derivative_is_found(found: dict[str, list[str]]) -> None:
     wrong = set(found["derivative of tanh"])
     assert "dq" in wrong and wrong <= {"dq", "dk"} | {f"dt{number}" for number in range(20)}
 
 
+@pytest.mark.long
 def test_a_wrong_interval_rule_is_found(found: dict[str, list[str]]) -> None:
     """Tiles at the edge of a mask are lost."""
     assert set(found["interval of <="]) & {"out", "lse"}
 
 
+@pytest.mark.long
 def test_a_wrong_text_is_found(found: dict[str, list[str]]) -> None:
     """An error of a thousandth, in the kernels alone."""
     assert "out" in found["text of *"]

@@ -93,6 +93,7 @@ def test_gradcheck(options: Any, name: str, rows: int, columns: int, monkeypatch
     assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in case.inputs), fast_mode=True)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("rows", "columns"), EDGES[1::2], ids=lambda n: str(n))
 @EVERY_MOD
 @pytest.mark.parametrize("options", [None, {**INTERPRET, **TILES}], ids=["cpu", "interpret"])
@@ -188,6 +189,7 @@ def test_layouts(options: Any, layout: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
 @pytest.mark.parametrize("name", ["plain", "band", "infinite scores"])
 def test_no_buffer_of_all_scores(options: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,20 +150,33 @@ WORDS = """
 TAKEN = WORDS.split()
 
 
-def test_captures_that_are_called_like_what_is_there(made: Callable[..., Any], tmp_path: Path) -> None:
-    """All at once: in a call's kernels, and in a file of its own, which checks itself."""
+def called_like_what_is_there(made: Callable[..., Any]) -> tuple[Any, Any]:
+    """A score mod and a mask mod whose captures have all names that a generated module uses."""
     tensors = {name: torch.full((64,), 1e-4 * i) for i, name in enumerate(TAKEN)}
     loads = " + ".join(f"{name}[kv_idx]" for name in TAKEN)
     scope = {name: value.requires_grad_(i % 30 == 0) for i, (name, value) in enumerate(tensors.items())}
     biased = made(f"def mod(score, b, h, q_idx, kv_idx):\n    return score * ({loads})\n", "names.py", scope)
     some = {name: torch.arange(64) // 5 for name in TAKEN[::8]}
     same = " & ".join(f"({name}[q_idx] >= {name}[kv_idx])" for name in some)
-    kept = made(f"def mod(b, h, q_idx, kv_idx):\n    return {same}\n", "masks.py", some)
+    return biased, made(f"def mod(b, h, q_idx, kv_idx):\n    return {same}\n", "masks.py", some)
+
+
+def test_captures_that_are_called_like_what_is_there(made: Callable[..., Any]) -> None:
+    """All at once, in a call's kernels."""
+    biased, kept = called_like_what_is_there(made)
     q = torch.randn(1, 2, 40, 16)
     mask = create_block_mask(kept, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
     out = flex_attention(q, q, q, biased, block_mask=mask, kernel_options=INTERPRET)
     expected = flex_attention(q, q, q, biased, block_mask=mask, kernel_options={"BACKEND": "REFERENCE"})
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_file_of_captures_that_are_called_like_what_is_there(
+    made: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It checks itself."""
+    biased, kept = called_like_what_is_there(made)
     file = tmp_path / "attention.py"
     file.write_text(standalone(biased, kept, tiles=SMALL, head_dim=16, dtype=torch.float32))
     switches = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -213,6 +213,7 @@ def test_options_that_insist_on_hopper() -> None:
 # A file
 
 
+@pytest.mark.long
 def test_a_file_of_its_own(tmp_path: Path) -> None:
     cap = 15.0
 

@@ -147,7 +147,19 @@ def for_small_tensors(limits: dict[str, Limit]) -> dict[str, Limit]:
     return {name: Limit(limit.rms, 2 * limit.max) for name, limit in limits.items()}
 
 
-@pytest.mark.parametrize(("name", "dtype", "shape"), CASES, ids=[f"{n}-{t}-{s.m}x{s.n}" for n, t, s in CASES])
+FIRST = {case[0]: case for case in reversed(CASES)}  # of each name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        pytest.param(
+            *case, id=f"{case[0]}-{case[1]}-{case[2].m}x{case[2].n}",
+            marks=[] if case is FIRST[case[0]] else pytest.mark.long,
+        )
+        for case in CASES
+    ],
+)  # fmt: skip
 def test_against_float64(name: str, dtype: torch.dtype, shape: Shape) -> None:
     check(shape, dtype, *MODS[name](shape), seed=name)
 

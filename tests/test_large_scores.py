@@ -50,6 +50,7 @@ def results(
     return [out, found.lse, found.max_scores, *gradients]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -74,6 +75,7 @@ def test_scores_beside_a_mask(name: str, backend: str) -> None:
     assert not faults(found, truth, HALF, FACTORS.get(name, 1.0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", [1e3, 1e9, 1e20, -1e9])
 @pytest.mark.parametrize(
     ("backend", "dtype"),

@@ -74,7 +74,13 @@ def window_mask(length: int = LENGTH, keys: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"), [(None, torch.float64), (None, torch.bfloat16), (INTERPRET, torch.float32)], ids=str
+    ("options", "dtype"),
+    [
+        (None, torch.float64),
+        (None, torch.bfloat16),
+        pytest.param(INTERPRET, torch.float32, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_call_with_everything(options: Any, dtype: torch.dtype) -> None:
     """A mask made outside, a learned score mod, the lse and the largest score, among other operations."""

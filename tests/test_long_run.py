@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 
 import flexmod
 from benchmarks import long_run
@@ -91,7 +92,7 @@ def test_every_cache_has_a_limit() -> None:
     assert unlimited == set(FINITE)
 
 
-@pytest.mark.parametrize("launches", ("cpu", "stubbed"))
+@pytest.mark.parametrize("launches", long_but({"stubbed"}, ("cpu", "stubbed")))
 def test_no_registry_grows_beyond_its_limit(launches: str) -> None:
     """A few hundred calls, of which no two are alike."""
     context = on_an_h200() if launches == "stubbed" else nullcontext()

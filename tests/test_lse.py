@@ -63,6 +63,7 @@ def largest(x: Tensor) -> float:
     return x[x.isfinite()].abs().max().item()
 
 
+@pytest.mark.covering(1)
 @PATHS
 @pytest.mark.parametrize("borders", [(0, 32, LENGTH), (0, 5, 37, LENGTH)], ids=str)
 def test_a_ring_of_parts_of_the_keys(

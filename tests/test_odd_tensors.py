@@ -11,6 +11,7 @@ from typing import Any
 import odd_tensors as odd
 import pytest
 import torch
+from tiers import long_but
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, grad
@@ -78,6 +79,7 @@ def attended(form: str, options: Any, **changed: Tensor) -> tuple[Tensor, Tensor
     return result  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering(2)
 @FORMS
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", odd.TAKEN)
@@ -124,6 +126,7 @@ def gradients(kind: Callable[[Tensor], Tensor], places: tuple[int, ...], options
     return [odd.plain(x) for x in torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
 
 
+@pytest.mark.covering(2)
 @BACKENDS
 @pytest.mark.parametrize("places", [(0,), (3,), (0, 1, 2, 3)], ids=["query", "bias", "all"])
 @pytest.mark.parametrize("kind", [kind for kind in odd.TAKEN if kind != "functional"])
@@ -215,6 +218,7 @@ def test_a_backward_that_lies(options: Any) -> None:
 # calls that are known
 
 
+@pytest.mark.covering(2)
 @BACKENDS
 @pytest.mark.parametrize("form", ["eager", "handle"])
 @pytest.mark.parametrize("place", ["query", "value", "bias", "documents", "lists"])
@@ -540,8 +544,11 @@ def test_below_the_wrappers_of_a_transform(made: Callable[[Tensor], Tensor]) -> 
 # compiled, packed, distributed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", ["query", "value"])
-@pytest.mark.parametrize("kind", ["wrapper", "asynchronous", "parameter", "negative"])
+@pytest.mark.parametrize(
+    "kind", long_but({"wrapper", "negative"}, ["wrapper", "asynchronous", "parameter", "negative"])
+)
 def test_compiled(kind: str, place: str) -> None:
     torch._dynamo.reset()
     changed = {place: odd.TAKEN[kind](given()[place])}

@@ -54,6 +54,7 @@ def causal_at(q_len: int, offset: Any = None, batch: int | None = None, **others
 # parts beside the whole
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_the_queries(name: str, backend: str) -> None:
@@ -78,6 +79,7 @@ def test_parts_of_the_queries(name: str, backend: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_the_keys(name: str, backend: str) -> None:
@@ -96,6 +98,7 @@ def test_parts_of_the_keys(name: str, backend: str) -> None:
         torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
@@ -269,6 +272,7 @@ def test_offsets_stay_with_a_mask(way: str, kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [slice(1, 3), [2], slice(2, None), slice(0, 3, 2), [2, 0], [0, 1]])
 @pytest.mark.parametrize("offset", [None, 7, "tensor"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 
 import flexmod
 from benchmarks import reproducibility
@@ -21,7 +22,9 @@ def test_every_mask_of_the_library_is_run() -> None:
     assert set(MASKS) == set(masks.__all__) - NO_MASKS
 
 
-@pytest.mark.parametrize("name", ["document", "by_head", "padding", "learned elements"])
+@pytest.mark.parametrize(
+    "name", long_but({"by_head", "learned elements"}, ["document", "by_head", "padding", "learned elements"])
+)
 def test_reruns(name: str) -> None:
     found = measure(Case(name, "float32", runs=2, device="cpu"))
     assert all(found["deterministic"]["same"].values())

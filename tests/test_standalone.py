@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 
 from flexmod import and_masks, errors, masks, mods
 from flexmod.ahead import Built
@@ -72,10 +73,19 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "elements": (by_element, masks.sliding_window(40), ["table"]),
 }
 
+SHORT = ("places", "elements")  # cases that `make test` runs in bfloat16
+
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in CASES), ("split", torch.float32), ("places", torch.float32)],
+    [
+        *(
+            pytest.param(name, torch.bfloat16, marks=[] if name in SHORT else pytest.mark.long)
+            for name in CASES
+        ),
+        ("split", torch.float32),
+        pytest.param("places", torch.float32, marks=pytest.mark.long),
+    ],
 )
 def test_it_runs_without_flexmod(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     score_mod, mask_mod, learned = CASES[name]
@@ -111,7 +121,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     assert done.stderr == "no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU\n"
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", long_but({"sm_90"}, ["sm_80", "sm_90", "gfx942"]))
 def test_tiles_are_chosen_for_a_chip(target: str) -> None:
     """Each kernel of the file compiles for it, and fits."""
     text = standalone(None, masks.causal(), head_dim=32, target=target)

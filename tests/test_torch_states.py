@@ -75,6 +75,7 @@ def forget_graphs() -> None:
             function.cache_clear()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("state", [*FUNCTION_STATES, *IN_BACKWARD])
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ BIASES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", DEVICE_STATES)
 @pytest.mark.parametrize("name", BIASES)
 @pytest.mark.parametrize(
@@ -285,6 +287,7 @@ def test_fake_tensors_beside_real_ones_are_named(route: str, options: Any, place
         attended()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", [float("nan"), float("-inf"), 1e300, 10**400, True, "1", torch.ones(())])
 @pytest.mark.parametrize("route", ["eager", "handle", "compiled"])
 @pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])

@@ -79,8 +79,8 @@ EXACT = ["forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"]
     ("score", "mask", "dim", "dtype", "kernels"),
     [
         ("mods.softcap(30.0)", "masks.causal()", 64, "float16", HOPPER),
-        ("mods.alibi(2)", "None", 128, "bfloat16", HOPPER),
-        ("None", "masks.causal()", 32, "float32", EXACT),
+        pytest.param("mods.alibi(2)", "None", 128, "bfloat16", HOPPER, marks=pytest.mark.long),
+        pytest.param("None", "masks.causal()", 32, "float32", EXACT, marks=pytest.mark.long),
     ],
 )
 def test_a_process_compiles_nothing(
@@ -123,6 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert config.cache_dir() == before
 
 
+@pytest.mark.long
 def test_threads_fill_it_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels in the same order, and the same machine code."""
     found = []

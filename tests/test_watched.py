@@ -225,6 +225,7 @@ def mask_of(doc: Tensor) -> BlockMask:
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["eager", "handle"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -397,6 +398,7 @@ SAME_MASKS: dict[str, Callable[[BlockMask], BlockMask]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("made", SAME_MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -624,6 +626,7 @@ ASSIGNED: dict[str, Callable[[Outer], None]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("way", ["itself", "copy", "deepcopy"])
 @pytest.mark.parametrize("assigned", ASSIGNED)
 @pytest.mark.parametrize("mods", HANDLES)

@@ -17,7 +17,7 @@ import builtins
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -191,4 +191,6 @@ def _load_language() -> Language:
     # Triton patches the language modules that it finds among a function's globals
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     interpreter_numbers.correct(interpreter, tl)
+    # Triton computes in int64 whether each sum overflows, and drops the answer unless kernels are debugged.
+    loaded.builder.options = replace(loaded.builder.options, sanitize_overflow=False)
     return loaded

@@ -182,7 +182,8 @@ def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch)
     """Rows, batches and heads are cut apart as the budget asks, a single row at the least."""
     monkeypatch.setattr(cpu, "BUDGET", budget)
     case = make_case(dtype=torch.float64, batch=2, heads=6, kv_heads=2, q_len=50)
-    check(case, alibi, None if mask_mod is None else block_mask(case, mask_mod, (64, 16)))
+    for block in ((64, 16), (16, 16)):  # tiles that the end cuts, and full ones beside partial ones
+        check(case, alibi, None if mask_mod is None else block_mask(case, mask_mod, block))
 
 
 def test_lists_decide_before_the_mask_mod() -> None:

@@ -118,7 +118,7 @@ def test_masks_are_ordered_for_who_reads_the_order(monkeypatch: pytest.MonkeyPat
 def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
     setting = Setting(1, 1, 32, 16, torch.float32, CPU)
-    found = tune(Mods(), setting, options={"BACKEND": "INTERPRET"}, seconds=9)
+    found = tune(Mods(), setting, options={"BACKEND": "INTERPRET"}, seconds=4)
     assert [str(trial.choice) for trial in found.trials["forward"]][1:3] == [
         "forward 16x16 (1 warps, 1 stages)", "forward 16x32 (1 warps, 1 stages)",
     ]  # fmt: skip

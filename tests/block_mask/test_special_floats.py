@@ -66,6 +66,7 @@ def test_tiles_on_the_cpu(name: str, table: str, number: float) -> None:
         assert torch.equal(found, by_hand(mask_mod, sizes, block))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's own
 @pytest.mark.parametrize("number", [0.0, math.nan], ids=repr)
 @pytest.mark.parametrize("name", MASKS)

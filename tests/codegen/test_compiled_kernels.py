@@ -95,12 +95,14 @@ def test_one_of_several_processes_compiles(tmp_path: Path) -> None:
     assert compiles(tmp_path, 3, SLOW) == [0, 0, 1]
 
 
+@pytest.mark.long
 def test_the_slow_compiles_would_all_miss(tmp_path: Path) -> None:
     """What the test above stands on: without the lock each process compiles."""
     alone = "compiled_kernels.file_lock = lambda path, seconds: __import__('contextlib').nullcontext('held')"
     assert compiles(tmp_path, 2, f"{SLOW}\n{alone}") == [1, 1]
 
 
+@pytest.mark.long
 def test_a_folder_that_takes_no_locks(tmp_path: Path) -> None:
     """Each goes on alone, without a word: the lock saves work and nothing else."""
     (tmp_path / "flexmod").mkdir()
@@ -110,6 +112,7 @@ def test_a_folder_that_takes_no_locks(tmp_path: Path) -> None:
     assert finish(process) == (1, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     refuse = f"import errno, fcntl\ndef refuse(*_): raise OSError(errno.{error}, '')\nfcntl.flock = refuse"
@@ -118,6 +121,7 @@ def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     assert finish(process) == (1, "")
 
 
+@pytest.mark.long
 def test_a_killed_process_lets_go(tmp_path: Path) -> None:
     killed, waiting = start(tmp_path, SLOW.replace("sleep(1)", "sleep(99)")), start(tmp_path)
     go(killed)
@@ -251,6 +255,7 @@ def test_a_folder_that_was_moved_serves(tmp_path: Path) -> None:
     assert compiles(moved(tmp_path), 2) == [0, 0]
 
 
+@pytest.mark.long
 def test_a_moved_cache_of_tritons_own_does_not(tmp_path: Path) -> None:
     """Why the folder is not simply Triton's own: its notes have absolute paths."""
     folder = moved(tmp_path)
@@ -258,6 +263,7 @@ def test_a_moved_cache_of_tritons_own_does_not(tmp_path: Path) -> None:
     assert compiles(folder, 1) == [1]
 
 
+@pytest.mark.long
 def test_a_folder_is_moved_again(tmp_path: Path) -> None:
     folder = moved(tmp_path)
     assert compiles(folder, 1) == [0]
@@ -276,6 +282,7 @@ def test_a_damaged_folder_is_compiled_again(tmp_path: Path) -> None:
     assert compiles(folder, 1) == [1]
 
 
+@pytest.mark.long
 def test_a_cache_of_tritons_that_cannot_be_written(tmp_path: Path) -> None:
     folder = moved(tmp_path)
     blocked = (

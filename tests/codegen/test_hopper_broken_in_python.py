@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from plain_gluon import Race, Stuck
+from tiers import long_but
 
 from flexmod.codegen.hopper import BackwardShape
 
@@ -88,7 +89,9 @@ def forward(case: forwards.Case) -> Run:
         # keeps the assembler's order
         (64, "one product less: score = warpgroup_mma_wait(1, deps=(score,))"),
         # behind a wait for all products: this one hands out a result
-        (128, "one product less: score = warpgroup_mma_wait(0, deps=(product,))"),
+        pytest.param(
+            128, "one product less: score = warpgroup_mma_wait(0, deps=(product,))", marks=pytest.mark.long
+        ),
     ],
 )
 def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str) -> None:
@@ -96,7 +99,7 @@ def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str
     assert endured(*(backward(way, (dim, 64), 129) for way in ways)) == [needless]
 
 
-@pytest.mark.parametrize("dims", [(192, 64), (256, 64)])
+@pytest.mark.parametrize("dims", long_but({(192, 64)}, [(192, 64), (256, 64)]))
 def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     ways = (BackwardShape(64, ahead, None, late=not ahead, block_n=64) for ahead in (True, False))
     assert endured(*(backward(way, dims, 65) for way in ways)) == [
@@ -107,7 +110,7 @@ def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     ]
 
 
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", long_but({64}, [64, 256]))
 def test_forward(dim: int) -> None:
     """Of few steps and many: a ring of many slots, or of few, hides what the other shows."""
     few = forwards.Case(dims=(dim, dim), lengths=(600, 64), block_n=64, stages=4)

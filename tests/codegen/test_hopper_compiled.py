@@ -71,17 +71,21 @@ def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
 @pytest.mark.parametrize(
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
-        ("forward", None, None, 64, (288, 560), 48, "runs"),
+        pytest.param("forward", None, None, 64, (288, 560), 48, "runs", marks=pytest.mark.long),
         ("forward", SLOPES, None, 64, (0, 700), 48, "runs"),
-        ("forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs"),
+        pytest.param(
+            "forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs", marks=pytest.mark.long
+        ),
         ("forward", SLOPES, near, 128, (64, 208), 48, "runs"),
         ("forward", None, near, 64, (0, 0), 48, "lists"),
         ("forward", None, near, 192, (64, 64), 64, "runs"),
-        ("backward", None, None, 128, (128, 128), 64, "runs"),
+        pytest.param("backward", None, None, 128, (128, 128), 64, "runs", marks=pytest.mark.long),
         ("backward", None, near, 64, (128, 256), 64, "lists"),
         ("backward", mods.softcap(12.5), near, 128, (64, 384), 64, "runs"),
-        ("backward", None, near, 192, (64, 64), 96, "runs"),
-        ("backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs"),
+        pytest.param("backward", None, near, 192, (64, 64), 96, "runs", marks=pytest.mark.long),
+        pytest.param(
+            "backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs", marks=pytest.mark.long
+        ),
         ("backward", mods.relative_position(), None, 128, (8, 64), 64, "runs"),
     ],
 )

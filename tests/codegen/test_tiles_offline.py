@@ -56,6 +56,7 @@ def spec_of(dtype: torch.dtype, dim: int, precision: str = "ieee") -> KernelSpec
     return KernelSpec(dtype, dtype, dtype, dim, dim, (128, 128), precision=precision, backward=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_rung_on_hopper(kernel: KernelName, dim: int) -> None:
@@ -74,6 +75,7 @@ def test_small_devices_find_a_rung(kernel: KernelName, target: str) -> None:
     assert report.fits, report
 
 
+@pytest.mark.long
 def test_float32_of_head_dim_512_has_a_rung_on_hopper() -> None:
     for precision in ("tf32", "ieee"):
         spec = spec_of(torch.float32, 512, precision)
@@ -88,6 +90,7 @@ LEARNED: dict[KernelName, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("kernel", LEARNED)
 def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:

@@ -174,7 +174,9 @@ def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(x.flatten() for x in torch.meshgrid(values, values, indexing="ij"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("values", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "values", [SINGLE, pytest.param(DOUBLE, marks=pytest.mark.long)], ids=["float32", "float64"]
+)
 def test_rests_are_exact(values: Tensor, device: torch.device) -> None:
     a, b = pairs_of(values)
     with np.errstate(all="ignore"):

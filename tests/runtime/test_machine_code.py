@@ -76,7 +76,9 @@ def assemble(ptx: str, folder: Path, *flags: str) -> Assembled:
     [
         ({}, None, ()),
         ({"touched": True}, "C7514", (SERIALIZED,)),
-        ({"dim": 256, "maxnreg": 168}, "C7511", (SERIALIZED,)),  # 256 registers of a thread for the sum
+        pytest.param(  # 256 registers of a thread for the sum
+            {"dim": 256, "maxnreg": 168}, "C7511", (SERIALIZED,), marks=pytest.mark.long
+        ),
     ],
     ids=["as written", "touched", "too large"],
 )
@@ -86,6 +88,7 @@ def test_serialized_products(given: dict[str, Any], warning: str | None, losses:
     assert re.findall(r"C\d+", " ".join(report.warnings)) == [warning] * len(losses)
 
 
+@pytest.mark.long
 def test_a_report_has_the_numbers_of_the_machine_code(tmp_path: Path) -> None:
     """They come from a run of ptxas of its own, which must be as Triton's was."""
     report = product(dim=256, touched=True, maxnreg=168)
@@ -137,9 +140,9 @@ def that_prints(ptx: str) -> str:
         (as_it_is, (), set(), ()),
         (as_it_is, ("-g",), {"C7505"}, (SERIALIZED, EVEN_REGISTERS)),
         (of_few_registers, (), {"C7512"}, (SERIALIZED,)),
-        (of_no_registers, (), {"C7507"}, (EVEN_REGISTERS,)),
-        (of_unknown_registers, (), {"C7508"}, (EVEN_REGISTERS,)),
-        (that_prints, (), {"C7510"}, (SERIALIZED,)),
+        pytest.param(of_no_registers, (), {"C7507"}, (EVEN_REGISTERS,), marks=pytest.mark.long),
+        pytest.param(of_unknown_registers, (), {"C7508"}, (EVEN_REGISTERS,), marks=pytest.mark.long),
+        pytest.param(that_prints, (), {"C7510"}, (SERIALIZED,), marks=pytest.mark.long),
     ],
 )
 def test_what_is_read_is_what_ptxas_warns_of(

@@ -1,0 +1,158 @@
+"""Plants one fault at a time in a copy of the tree, and tells whether the tests of `make test` catch it.
+
+    python tests/planted_faults.py            every fault
+    python tests/planted_faults.py --long     with all cases of its tests
+    python tests/planted_faults.py 3 17       these faults alone, by number
+
+A fault is caught when a named test fails. Run it by hand after a change of what `make test` runs. It exits
+with 1 where a fault was missed. `tests/test_planted_faults.py` holds each text to occur once in its file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 600  # for the tests of one fault
+
+
+class Fault(NamedTuple):
+    file: str
+    text: str  # occurs once in the file
+    replacement: str
+    tests: str  # arguments of pytest
+
+
+FAULTS = (
+    # ir
+    Fault("flexmod/ir/ops.py", "(g / b, -g * y / b)", "(g / b, g * y / b)", "tests/ir/test_ops.py"),
+    Fault("flexmod/ir/bounds.py", "return a[0] - b[1], a[1] - b[0]", "return a[0] - b[0], a[1] - b[1]",
+          "tests/ir/test_ops.py"),
+    Fault("flexmod/ir/bounds.py", "return choose_bounds(one[0] >= 0, ends, ends[::-1])", "return ends",
+          "tests/block_mask/test_spans.py tests/ir/test_intervals.py"),
+    Fault("flexmod/ir/passes.py", "inner.args[::-1]", "inner.args", "tests/ir/test_passes.py"),
+    Fault("flexmod/ir/passes.py", "inverse = builder.const(1.0 / value)", "inverse = builder.const(value)",
+          "tests/ir/test_passes.py"),
+    Fault("flexmod/ir/reductions.py", 'sign = 1 if op == "add" else -1', "sign = 1",
+          "tests/ir/test_reductions.py"),
+    Fault("flexmod/ir/watched.py", "for table in TABLES:", "for table in TABLES[:2]:",
+          "tests/test_watched.py -k assigned_to_objects"),
+    Fault("flexmod/ir/watched.py", "(kind, writes, tensor.data_ptr())", "(kind, tensor.data_ptr())",
+          "tests/test_watched.py"),
+    # block_mask
+    Fault("flexmod/block_mask/refine.py", "mixed = kept.any(-1) & ~kept.all(-1)", "mixed = kept.any(-1)",
+          "tests/block_mask/test_refine.py"),
+    Fault("flexmod/block_mask/combine.py", "if lengths[axis] % block[axis]:", "if False:",
+          "tests/block_mask/test_combine.py"),
+    Fault("flexmod/block_mask/runs.py", "width = (columns // 8 + 1) * 8", "width = (columns + 7) // 8 * 8",
+          "tests/block_mask/test_runs.py"),
+    Fault("templates/block_mask.jinja", "(number > 0) & (number < 4)", "(number > 0)",
+          "tests/block_mask/test_generated.py"),
+    # backends
+    Fault("flexmod/backends/cpu.py", "delta -= grad_sum[part.rows]", "delta += grad_sum[part.rows]",
+          "tests/test_lse.py tests/backends/test_cpu.py"),
+    Fault("flexmod/backends/cpu.py", "weights.masked_fill_(dead[part.rows][..., None], 0.0)", "pass",
+          "tests/backends/test_cpu.py"),
+    Fault("flexmod/backends/tiles.py", "(group != FULL).any(0)", "(group == EMPTY).any(0)",
+          "tests/backends/test_cpu.py"),
+    # runtime
+    Fault("flexmod/runtime/interpreter_numbers.py", "+ ((bits >> 16) & np.uint32(1))", "",
+          "tests/runtime/test_interpreter.py"),
+    Fault("flexmod/runtime/target.py", '"sm_89", "cuda", 99 * _KB', '"sm_89", "cuda", 163 * _KB',
+          "tests/runtime/test_target.py tests/runtime/test_offline.py"),
+    Fault("flexmod/runtime/direct.py", "for place, slot in self._numbers:", "for place, slot in ():",
+          "tests/runtime/test_direct.py"),
+    # mods and masks
+    Fault("flexmod/masks/windows.py", "(kv_idx < tokens) | (q_idx - kv_idx < window)",
+          "(kv_idx < tokens) | (q_idx - kv_idx <= window)", "tests/test_masks.py"),
+    Fault("flexmod/mods/scores.py", "torch.where(kv_idx == position, logit, score)",
+          "torch.where(q_idx == position, logit, score)", "tests/test_mods.py"),
+    Fault("flexmod/sinks.py", "share = torch.sigmoid(lse - logits)", "share = torch.sigmoid(logits - lse)",
+          "tests/test_lse.py"),
+    # errors and the command line
+    Fault("flexmod/errors/base.py", 'lines.append(f"  at {where}")', "pass", "tests/test_errors.py"),
+    Fault("flexmod/cli/options.py", "POSITIVE = click.IntRange(min=1)", "POSITIVE = click.IntRange(min=0)",
+          "tests/test_cli.py"),
+    # integrations
+    Fault("flexmod/integrations/transformers.py", "missing = length - kept.shape[-1]",
+          "missing = length - kept.shape[-1] - 1", "tests/integrations/test_transformers.py"),
+    Fault("flexmod/integrations/transformers.py", "q_idx + q_offset, kv_idx + kv_offset)",
+          "q_idx + q_offset, kv_idx)", "tests/integrations/test_transformers.py"),
+    # the operation of graphs, autograd and what a backward saves
+    Fault("flexmod/library.py", "max_scores if asked.want_max else None", "None", "tests/test_library.py"),
+    Fault("flexmod/autograd.py", "captured = [t.clone() if t.is_inference() else t for t in captured]",
+          "captured = [*captured]", "tests/test_saved.py"),
+    Fault("flexmod/autograd.py", "grad_out = out.new_zeros(()).expand_as(out)",
+          "grad_out = out.new_ones(()).expand_as(out)", "tests/test_attention.py"),
+    Fault("flexmod/saved.py", "if same_memory and version_of(own) != version:", "if False:",
+          "tests/test_saved.py"),
+    # codegen
+    Fault("flexmod/codegen/choose.py", "verdict.spills <= self.passing and not verdict.losses",
+          "verdict.spills <= self.passing", "tests/backends/test_hopper.py"),
+    Fault("flexmod/codegen/cache.py", "if path.is_file() and path.read_bytes() == data:",
+          "if path.is_file():", "tests/codegen/test_cache.py"),
+    # templates
+    Fault("templates/forward.jinja", "decay = tl.exp2(peak2 - new_peak2)",
+          "decay = tl.exp2(new_peak2 - peak2)", "tests/test_large_scores.py"),
+    Fault("templates/backward.jinja", "delta = tl.load(DELTA + statistics, mask=in_m, other=0.0)",
+          "delta = tl.load(DELTA + statistics, mask=in_m, other=0.0) * 0.5", "tests/test_gradients.py"),
+    Fault("templates/hopper_weights.jinja", "total = total * decay + gl.sum(weights, 1)",
+          "total = total + gl.sum(weights, 1)", "tests/codegen/test_hopper_in_python.py"),
+    # device functions
+    Fault("flexmod/device_functions/attention.py", "run += tl.where(ended, 2, 0)",
+          "run += tl.where(ended, 0, 0)", "tests/backends/test_triton.py"),
+    Fault("flexmod/device_functions/attention.py", "(grown - total) - restored", "restored - (grown - total)",
+          "tests/device_functions/test_attention.py"),
+    Fault("flexmod/device_functions/runs.py", "mask=inside & (tile > 0), other=EMPTY",
+          "mask=inside & (tile > 1), other=EMPTY", "tests/block_mask/test_generated.py"),
+)  # fmt: skip
+
+
+def run(folder: Path, tests: str, long: bool) -> tuple[bool, str]:
+    """Whether a test failed in the copy of the tree, and the first that did."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment.pop("FLEXMOD_CACHE_DIR", None)
+    done = subprocess.run(
+        command if long else [*command, "-m", "not long and not every"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    failed = [
+        line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
+    return done.returncode == 1 and bool(failed), failed[0] if failed else done.stdout[-300:]
+
+
+def main(arguments: list[str]) -> int:
+    long = "--long" in arguments
+    numbers = [int(argument) for argument in arguments if argument != "--long"] or range(len(FAULTS))
+    missed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "tree"
+        shutil.copytree(
+            ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "shared")
+        )
+        for number in numbers:
+            fault = FAULTS[number]
+            path = folder / fault.file
+            before = path.read_text()
+            path.write_text(before.replace(fault.text, fault.replacement))
+            began = time.monotonic()
+            caught, what = run(folder, fault.tests, long)
+            path.write_text(before)
+            missed += not caught
+            seconds, said = time.monotonic() - began, "caught" if caught else "MISSED"
+            print(f"{number:2} {said} {seconds:4.0f} s  {fault.file}", flush=True)
+            print(f"   {fault.text}  ->  {fault.replacement}\n   {what}", flush=True)
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

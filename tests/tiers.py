@@ -1,0 +1,63 @@
+"""Which cases of a test `make test` runs, and which of the others `make test-all`."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence, Set
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def mark_long(items: Sequence[pytest.Item]) -> None:
+    """Sorts the cases of each test marked `covering(n)` into tiers.
+
+    A small set with all combinations of n parameters gets no further mark. The cases added for n + 1
+    parameters become `long`, the rest `every`.
+    """
+    groups: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    for group in groups.values():
+        marker = group[0].get_closest_marker("covering")
+        assert marker is not None
+        (strength,) = marker.args
+        cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in group]
+        short = covering(cases, strength)
+        longer = covering(cases, strength + 1, short)
+        for number, item in enumerate(group):
+            if number not in short:
+                item.add_marker(pytest.mark.long if number in longer else pytest.mark.every)
+
+
+def covering(cases: Sequence[dict[str, int]], strength: int, kept: Set[int] = frozenset()) -> set[int]:
+    """`kept` and few more cases, which together have every combination of values of `strength` parameters.
+
+    A case has a number for each parameter's value. Greedy: the next case adds the most combinations, and of
+    several the one whose values occur least so far, so that all values occur about equally often.
+    """
+    left = [set(combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    used: Counter[tuple[str, int]] = Counter()
+    found: set[int] = set()
+    given = sorted(kept)
+    while given or any(left):
+        best = (
+            given.pop()
+            if given
+            else max(
+                range(len(cases)),
+                key=lambda number: (len(left[number]), -sum(used[value] for value in cases[number].items())),
+            )
+        )
+        found.add(best)
+        used.update(cases[best].items())
+        new = left[best]
+        left = [its - new for its in left]
+    return found
+
+
+def long_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Values for `parametrize`; all but `kept` are marked `long`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
