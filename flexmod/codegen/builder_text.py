@@ -35,7 +35,7 @@ class BuilderTerm:
         return self.dtype.is_floating_point
 
     @property
-    def register_dtype(self) -> str:
+    def triton_dtype(self) -> str:
         return TRITON_DTYPES[self.stored]
 
     @property
