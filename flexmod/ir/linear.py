@@ -6,6 +6,8 @@
         column          kv_idx too
         diagonal        q_idx and kv_idx, only through their difference
         mixed           anything else
+
+A Forms object finds both for the nodes of one graph.
 """
 
 from __future__ import annotations
