@@ -65,8 +65,9 @@ class BackwardShape:
 
         ahead           issues the next score before dQ is read from its accumulator
         late            issues dp after p is computed, not before; this takes fewer registers
-        shared_operand  dK's product reads the gradients of the scores from shared memory, not from
-                        registers. None if consumers share 64 keys, where it always does.
+        shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
+
+    If consumers share 64 keys, the product always reads shared memory, and `shared_operand` is None.
     """
 
     block_m: int

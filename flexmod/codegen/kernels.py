@@ -76,7 +76,8 @@ class Kernels:
         captures        the derivatives that also compute gradients of captured tensors
         exponent        `score` as the exponent of a forward's weights, see `ir/exponents.py`
         options         validated kernel_options
-        interpreted     Triton's interpreter runs the kernels on CPU tensors
+
+    `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
     """
 
     spec: KernelSpec

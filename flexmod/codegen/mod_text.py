@@ -145,7 +145,7 @@ class ModText:
 
     @property
     def cheap(self) -> bool:
-        """Do rows, columns and elements take few instructions each? A kernel may include such a text twice."""
+        """Do rows, columns and elements take few instructions each? A kernel may use such a text twice."""
         return self.expensive <= {"program"}
 
     @property

@@ -24,14 +24,16 @@ SMALLEST_TILE = 16
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The facts, besides its mods, from which a module of kernels is rendered.
+    """The facts, besides its mods, from which a module of kernels is rendered. Some of them:
 
         mask_block          (queries, keys) of a block of the mask; None if every tile runs
         mask_form           the mask has ranges of blocks (`block_mask/runs.py`) or lists of single blocks
         full_tiles_padded   full blocks may reach past an end
         precision           tl.dot's input_precision for float32
         positive_scale      permits the running maximum of raw scores
-        shared_kv           several query heads, or the whole batch, read one head of keys (backward only)
+        shared_kv           several query heads, or the whole batch, read one head of keys
+
+    Only the backward sets `shared_kv`.
     """
 
     q_dtype: torch.dtype
@@ -49,7 +51,7 @@ class KernelSpec:
 
     @property
     def exact(self) -> bool:
-        """Are inputs and products float32? Then sums are compensated; the backward reads more than the lse."""
+        """Are inputs and products float32? Then sums are compensated, and the lse alone is not enough."""
         return self.q_dtype is torch.float32 and self.precision == "ieee"
 
     @property
@@ -89,8 +91,8 @@ class Tile:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
 
 
-# log2 of the smallest weight in a row's first tile under a fixed maximum, and of the largest in any tile:
-# bfloat16 keeps room on both sides for values, and for sums of many weights.
+# Under a fixed maximum: log2 of the smallest weight in a row's first tile, and of the largest in any tile.
+# (bfloat16 keeps room on both sides for values, and for sums of many weights.)
 SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 
 

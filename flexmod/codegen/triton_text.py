@@ -191,7 +191,7 @@ class TritonWriter:
         return [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
 
     def shaped(self, value: str, result: Node) -> str:
-        """Gives a result its shape: a score fills the tile even if the mod ignores it; a constant mask
+        """Gives a result its shape: a score fills the tile even if the mod ignores it, and a constant mask
         becomes a tensor."""
         if self.graph.kind == "mask":
             constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
