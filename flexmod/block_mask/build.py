@@ -1,4 +1,4 @@
-"""The builder: a mask_mod becomes the runs of its tiles (`find_tiles.py`), and these a BlockMask."""
+"""Builds a BlockMask from a mask_mod: finds the runs of its tiles (`find_tiles.py`) and stores them."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def create_block_mask(
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
 ) -> BlockMask:
-    """The BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
+    """Builds the BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
 
-    `B` and `H` are batch entries and query heads, None where the mask is the same for all; `Q_LEN` and
-    `KV_LEN` numbers of positions; `BLOCK_SIZE` those of a tile, one number or (queries, keys). `device` None
-    is the current accelerator, else the CPU. `separate_full_blocks` False lists every tile as partial.
-    `_compile` changes nothing: there is nothing to compile. On the device "meta", or in a FakeTensorMode, the
-    mask has shapes alone.
+    `B` and `H` are the numbers of batch entries and query heads, None if the mask is the same for all.
+    `Q_LEN` and `KV_LEN` are the numbers of queries and keys. `BLOCK_SIZE` is a tile's size, one number or
+    (queries, keys). `device` None is the current accelerator, else the CPU. With `separate_full_blocks`
+    False, every tile is listed as partial. `_compile` has no effect. On the device "meta", or in a
+    FakeTensorMode, the mask has shapes only.
 
-    With offsets the mask_mod sees q_idx and kv_idx from there on: the first query is q_offset, the first key
-    kv_offset. Each is an integer up to 2^30, or an int32 or int64 tensor with one element for each of B batch
-    entries or for all, alone or as `flexmod.Offset(values, bound)`; None is 0. A call with this mask gives
-    its score_mod the same positions. Where a tensor is written to, the tiles are found again at the next use.
+    With offsets, the mask_mod sees shifted positions: the first query is q_offset, the first key kv_offset.
+    Each is an integer up to 2^30, or an int32 or int64 tensor with one element for each of B batch entries or
+    for all, alone or as `flexmod.Offset(values, bound)`. None is 0. A call with this mask gives its score_mod
+    the same positions. After a write to such a tensor, the next use finds the tiles again.
 
-    Raises LengthError, MaskExtentError, BlockSizeError, DeviceMismatch where a captured tensor is elsewhere,
-    OffsetTypeError, OffsetValueError, OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError,
-    TensorKindError and FreedStorageError where no kernel can read one, and what tracing raises.
+    Raises LengthError, MaskExtentError, BlockSizeError, OffsetTypeError, OffsetValueError, OffsetShapeError,
+    OffsetMismatchError, MaskCaptureGradientError, and every error of tracing. DeviceMismatch if a captured
+    tensor is on another device; TensorKindError and FreedStorageError if a kernel cannot read one.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -88,7 +88,7 @@ def create_block_mask(
 
 
 def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
-    """The tiles of a mask, as its traced mask_mod says."""
+    """Finds the tiles of a mask by its traced mask_mod."""
     check_captures(traced, mask.device)
     batch, heads = mask.storage.batch
     sizes = (batch, heads, *mask.seq_lengths)
@@ -102,10 +102,10 @@ BlockMask.find_tiles = staticmethod(_find_again)
 def create_mask(
     mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None
 ) -> Tensor:
-    """The mask of a mask_mod, bool [B, H, Q_LEN, KV_LEN]; of a score_mod: where 0 does not become -inf.
+    """The dense mask of a mask_mod, bool [B, H, Q_LEN, KV_LEN]. A score_mod masks where it turns 0 into -inf.
 
-    Everything is made at once: for pictures and comparisons at small sizes. `B`, `H` and `device` are those
-    of create_block_mask. Raises LengthError, MaskExtentError, DeviceMismatch, and what tracing raises.
+    Allocates the whole mask, so it is for pictures and comparisons at small sizes. `B`, `H` and `device` are
+    as in create_block_mask. Raises LengthError, MaskExtentError, DeviceMismatch, and every error of tracing.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -149,7 +149,7 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, 
 
 
 def _device(device: Device) -> torch.device:
-    """With its index: "cuda" becomes cuda:0, as a tensor's device says it."""
+    """The device with its index, as tensors report it: "cuda" becomes cuda:0."""
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     if isinstance(device, torch.device) and device.index is not None:

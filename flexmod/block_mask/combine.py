@@ -1,7 +1,7 @@
-"""Block masks made of block masks: a & b, a | b, ~a, and a mask of other lengths.
+"""Combines block masks: a & b, a | b, ~a, and a mask for other lengths.
 
-What is known of a tile is kept: where either mask is empty there, so is what both keep. Only tiles of which
-that says too little are looked at, as the builder does it (`refine.py`).
+The tiles of the operands decide most tiles of the result: a & b is empty where either mask is empty. Only
+undecided tiles are evaluated, as in the builder (`refine.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Lengths = tuple[int, int]
 
 
 def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
-    """What both masks keep, or what either does. Raises BlockMaskCombineError."""
+    """The mask of the elements that both masks keep, or that either keeps. Raises BlockMaskCombineError."""
     batch = _common_batch(first, second)
     tables = torch.broadcast_tensors(first.table(), second.table())
     keeps, ends = (FULL, EMPTY) if how == "and" else (EMPTY, FULL)
@@ -37,11 +37,11 @@ def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
 
 
 def complement(mask: AnyMask) -> AnyMask:
-    """What the mask does not keep. Raises BlockMaskCombineError."""
+    """The mask of the elements that `mask` drops. Raises BlockMaskCombineError."""
     _check_dimensions(mask)
     was = mask.table()
     table = FULL - was
-    # a partial tile is known to be one where its mask_mod says so, and no padding does
+    # a partial tile stays partial if its mask_mod made it so, and not its padding
     if not (mask.classified and mask.storage.separate):
         table[was == PARTIAL] = OPEN
     _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
@@ -75,7 +75,7 @@ def _finished(
     mask_mod: MaskMod,
     other: AnyMask | None = None,
 ) -> AnyMask:
-    """A mask like `mask` (and `other`) of a table, of which tiles that are OPEN are found out first."""
+    """Decides the OPEN tiles of a table, and makes a mask like `mask` (and `other`) from it."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
         sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
@@ -94,7 +94,8 @@ def _finished(
 
 
 def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> None:
-    """Partial tiles that a length ends in may be partial for that alone: OPEN, in place."""
+    """Marks partial tiles that contain the end of a length as OPEN, in place: the end may be the only reason
+    why they are partial."""
     for axis in (0, 1):
         if lengths[axis] % block[axis]:
             edge = table.select(axis - 2, -1)
@@ -102,7 +103,7 @@ def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> N
 
 
 def _elements(mask: MaskData) -> MaskMod:
-    """A mask_mod, of positions, that says of every element what the mask does."""
+    """A mask_mod, of positions, that equals the mask at every element."""
     if mask.classified:
         return of_positions(mask.mask_mod)
     if mask.positions is not None:
@@ -132,7 +133,7 @@ def _check_dimensions(mask: MaskData) -> None:
 
 
 def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
-    """The batch dimensions of both together, once the masks are found to fit."""
+    """Checks that the masks fit together, and returns their common batch dimensions."""
     for name in ("seq_lengths", "BLOCK_SIZE", "device"):
         values = getattr(first, name), getattr(second, name)
         if values[0] != values[1]:

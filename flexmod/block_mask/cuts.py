@@ -1,7 +1,6 @@
-"""Parts of a block mask: some of its batches, heads and rows of tiles, or its upper left corner.
+"""Cuts parts out of a block mask: some batches, heads and rows of tiles, or the upper left corner.
 
-What a part holds is cut out of the table of tiles. No element is looked at, so lists that a user gave beside
-a mask_mod stay as they are.
+A part's tiles come from the table of tiles. No element is evaluated, so a user's own lists stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 
 
 def sliced(mask: AnyMask, index: Any) -> AnyMask:
-    """mask[b, h, q], which sees the positions of the whole. Raises BlockMaskIndexError."""
+    """The part mask[b, h, q]; its mask_mod sees the positions of the whole. Raises BlockMaskIndexError."""
     shape = (*mask.storage.batch, mask.storage.grid[0])
     b, h, q = selection.of(index, shape)
     size = mask.BLOCK_SIZE[0]
@@ -40,7 +39,7 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
 
 
 def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
-    """The positions of a slice: with the offsets of batch entries `b`, and of its rows."""
+    """The positions of a slice: the offsets of batch entries `b` and of its rows."""
     known = mask.positions or NO_OFFSETS
     if rows != KEPT and (known.rows is not None or not isinstance(rows, Affine)):
         known = replace(known, rows=rows if known.rows is None else Composed(known.rows, rows))
@@ -49,7 +48,7 @@ def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions
 
 
 def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
-    """The first queries and keys. Raises BlockMaskCropError where the lengths grow."""
+    """The mask for the first queries and keys. Raises BlockMaskCropError if a length grows."""
     mask_q, mask_kv = mask.seq_lengths
     if lengths[0] > mask_q or lengths[1] > mask_kv:
         raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
@@ -62,7 +61,7 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
 def _of_table(
     mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
 ) -> AnyMask:
-    """A part of `mask`, of its part of the table."""
+    """Makes a part of `mask` from that part of its table."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     part = type(mask).of_table(
         table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.storage.separate,

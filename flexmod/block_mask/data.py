@@ -1,8 +1,8 @@
 """The data of a block mask: its tiles, its lengths, and its mask_mod with the graph.
 
-The tiles of a mask that was built are a cache of what its mask_mod says: a change of a captured tensor
-invalidates them. Functions on masks (`cuts.py`, `combine.py`, `facts.py`, `pictures.py`) take a MaskData and
-return masks of its class. `BlockMask` (`format.py`), the class of users, has them as methods.
+The tiles of a built mask are a cache of its mask_mod's result: a change of a captured tensor invalidates
+them. Functions on masks (`cuts.py`, `combine.py`, `facts.py`, `pictures.py`) take a MaskData and return masks
+of its class. The public class `BlockMask` (`format.py`) has them as methods.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ AnyMask = TypeVar("AnyMask", bound="MaskData")
 class MaskData:
     """The parts of a BlockMask, their checks, and the snapshot that calls launch from.
 
-    It watches the tensors that its mask_mod captures, and those that a trace of it read (`t.item()`,
-    `t.shape`). A copy or a pickle has the tiles, the lengths, the mask_mod and its captures.
+    It watches the tensors that its mask_mod captures, and tensors that the trace read (`t.item()`,
+    `t.shape`). A copy or a pickle contains the tiles, the lengths, the mask_mod and its captures.
     """
 
     kv_num_blocks = ListPart()
@@ -51,7 +51,7 @@ class MaskData:
     q_indices = ListPart()
     full_q_num_blocks = ListPart()
     full_q_indices = ListPart()
-    # (mask, its traced mask_mod) -> its tiles, as `storage`; the builder puts itself here
+    # (mask, its traced mask_mod) -> its tiles, as `storage`; the builder registers itself here
     find_tiles: ClassVar[Callable[..., Any]]
     _storage: TileStorage
     _seq_lengths: tuple[int, int]
@@ -83,7 +83,7 @@ class MaskData:
         traced: Traced,
         full_tiles_padded: bool = False,
     ) -> AnyMask:
-        """A mask of tiles that need no look, with the graph of its mask_mod."""
+        """Makes a mask from valid tiles and its mask_mod's graph."""
         mask = cls.__new__(cls)
         mask._storage = storage
         mask._snapshot = None
@@ -111,21 +111,21 @@ class MaskData:
         by_column: bool = True,
         full_tiles_padded: bool = False,
     ) -> AnyMask:
-        """A mask of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
+        """Makes a mask from `table`, int8 [..., Qb, KVb]. Its batch dimensions are `batch`, or 1 each."""
         storage = TileStorage.of_table(table, batch, separate, by_column)
         return cls.of_storage(storage, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
 
     @property
     def storage(self) -> TileStorage:
-        """Its tiles as they are now. Lists that were written to replace the runs that they were made of."""
+        """The present tiles. Lists that a user has written to replace the runs from which they came."""
         if self._storage.outdated:
             self._storage = self._storage.as_lists()
         return self._storage
 
     def snapshot(self) -> MaskSnapshot:
-        """The mask as a call launches from it: what is assigned later does not change it.
+        """The mask for a launch. Later assignments to the mask do not change it.
 
-        The last one while nothing has changed. Raises as `look` and `refresh` do.
+        Returns the last snapshot if nothing has changed. Raises the errors of `look` and `refresh`.
         """
         self.refresh()
         storage, last = self.storage, self._snapshot
@@ -148,15 +148,15 @@ class MaskData:
             self._traced,
             storage.written(),
         )
-        if last is not None and made.is_like(last):  # what calls know of it holds still
+        if last is not None and made.is_like(last):  # known calls stay valid
             made = replace(made, name=last.name)
-        if self._seen == (storage, made.lists):  # not so in lists that nobody could look at
+        if self._seen == (storage, made.lists):  # false for lists that could not be checked
             self._snapshot = made
         return made
 
     @property
     def mask_mod(self) -> MaskMod:
-        """The function behind the tiles; it may be assigned, and is traced then."""
+        """The function behind the tiles. Assigning another one traces it."""
         return self._mask_mod
 
     @mask_mod.setter
@@ -172,12 +172,12 @@ class MaskData:
 
     @property
     def classified(self) -> bool:
-        """Are the tiles what mask_mod says, and not lists that were given beside it?"""
+        """Did mask_mod decide the tiles, and not a user's own lists?"""
         return self._classified and self.storage.form == "runs"
 
     @property
     def traced(self) -> Traced:
-        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
+        """The graph of mask_mod with its captures; its index arithmetic is wide enough for the lengths."""
         batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
         return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
 
@@ -204,9 +204,10 @@ class MaskData:
         self._seq_lengths = pair
 
     def look(self, again: bool = False) -> bool:
-        """Checks lists that were assigned or written to since they were last looked at, or `again`.
+        """Validates lists that changed since the last look, or all lists if `again`.
 
-        While a CUDA graph is captured nobody can look: False. Raises BlockMaskPartsError, DeviceMismatch.
+        Returns False during the capture of a CUDA graph, which cannot read values. Raises
+        BlockMaskPartsError, DeviceMismatch.
         """
         if is_captured(self.device):
             return False
@@ -216,7 +217,7 @@ class MaskData:
         return True
 
     def known_lists(self, padded: bool) -> None:
-        """The lists, as they are now, have been checked, and this was found."""
+        """Records that the present lists are valid, and whether their full tiles are `padded`."""
         self.full_tiles_padded, self._seen = padded, self._lists_now()
 
     def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
@@ -236,7 +237,7 @@ class MaskData:
 
     @property
     def device(self) -> torch.device:
-        """Where its tiles are."""
+        """The device of the tiles."""
         return self.storage.device
 
     @property
@@ -255,8 +256,8 @@ class MaskData:
         return math.prod(self.shape)
 
     def table(self) -> Tensor:
-        """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile; 1 in place of a batch dimension along
-        which the mask is the same.
+        """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile. A batch dimension along which the mask
+        is the same is 1.
         """
         return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
 
@@ -264,17 +265,17 @@ class MaskData:
         return {name: getattr(self, name) for name in names}
 
     def watch(self, traced: Traced, device: torch.device) -> None:
-        """From now on changes of the tensors of a trace count. `device` is that of the tiles."""
+        """Starts to watch the tensors of a trace for changes. `device` is the tiles' device."""
         self._watched = _watched(traced)
         self._described = tuple([(tensor, tensor_key(tensor)) for tensor in traced.described])
         self._on_gpu = device.type == "cuda"
 
     def refresh(self) -> bool:
-        """Finds the tiles again if what mask_mod captures has changed since they were found. Has it?
+        """Finds the tiles again if a captured tensor has changed. Returns whether one has.
 
-        Calls and the methods of a mask do it. Inside torch.compile, and while a CUDA graph is captured, the
-        tiles stay as they are. Writes that torch does not count are not seen, nor are those to tensors of
-        inference mode. Raises what building the mask raises.
+        Calls and the methods of a mask do this. Inside torch.compile, and during the capture of a CUDA graph,
+        the tiles stay as they are. Does not notice writes that torch does not count, or writes to
+        inference-mode tensors. Raises every error of building the mask.
         """
         watched = self._watched
         if (watched is None and not self._described) or torch.compiler.is_compiling():
@@ -290,7 +291,7 @@ class MaskData:
         same = watched is None or watched.same_kinds()
         again = described or self._traced.read or not same
         traced = trace_mask(self.mask_mod, self.device) if again else self._traced
-        watched = _watched(traced)  # before tiles are found: a write meanwhile counts
+        watched = _watched(traced)  # before the search for tiles, so that a write during it counts
         storage = self.find_tiles(self, traced)
         if again:
             self._know(traced)
@@ -299,14 +300,14 @@ class MaskData:
         return True
 
     def __copy__(self: AnyMask) -> AnyMask:
-        """The same tensors; what is assigned to one mask is not assigned to the other."""
+        """A mask with the same tensors. Assigning to one mask does not change the other."""
         new = object.__new__(type(self))
         new.__setstate__({**self._state(), "_storage": copy.copy(self.storage)})
         return new
 
     def __deepcopy__(self: AnyMask, memo: dict[int, Any]) -> AnyMask:
-        """Tensors of its own; those that a mask_mod captures are shared where it is a function, as Python
-        copies no functions.
+        """A mask with copies of the tensors. A mask_mod that is a function shares its captures, since Python
+        does not copy functions.
         """
         new = memo[id(self)] = object.__new__(type(self))
         state = self._state()
@@ -317,7 +318,7 @@ class MaskData:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: in place of a function its graph, as it was traced, and what it captures."""
+        """The state to pickle: a function is replaced by its graph and its captures."""
         traced, mask_mod = leaves(self._traced), self._mask_mod
         if not isinstance(mask_mod, Derived):
             replayed = replay(traced, mod_name(mask_mod))
@@ -331,8 +332,8 @@ class MaskData:
         self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:
-        """Its attributes without what goes by identity; in place of the lists that it has checked, whether
-        these are all.
+        """The attributes without state that depends on identity. The record of checked lists becomes a flag:
+        are all lists checked?
         """
         self.refresh()
         if any(getattr(tensor, "fake_mode", None) for tensor in self.storage.tensors()):
@@ -342,11 +343,11 @@ class MaskData:
             )
         seen = self._lists_now() == self._seen
         own = {"_seen": seen, "_snapshot": None, "_watched": None, "_described": (), "_in_graphs": ()}
-        return {**self.__dict__, **own}  # after a look at the lists: those that were written replace the runs
+        return {**self.__dict__, **own}  # after `storage`, in which changed lists replace the runs
 
 
 def fresh(mask: AnyMask) -> AnyMask:
-    """The mask, with tiles of what its mask_mod captures now."""
+    """The mask, with tiles for the present values of its captures."""
     mask.refresh()
     return mask
 

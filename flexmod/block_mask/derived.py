@@ -1,4 +1,4 @@
-"""Masks made of masks: what `a & b`, `a | b` and `~a` keep, as mask_mods like any other."""
+"""The mask_mods of combined block masks, `a & b`, `a | b` and `~a`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ How = Literal["and", "or"]
 
 @dataclass(frozen=True, eq=False)
 class Combined(Derived):
-    """What both of two mask_mods keep, or what either does."""
+    """A mask_mod that keeps the elements that both of two mask_mods keep, or that either keeps."""
 
     how: How
     first: MaskMod
@@ -37,7 +37,7 @@ class Combined(Derived):
 
 @dataclass(frozen=True, eq=False)
 class Complement(Derived):
-    """What a mask_mod does not keep."""
+    """A mask_mod that keeps the elements that another mask_mod drops."""
 
     mask_mod: MaskMod
 
@@ -55,8 +55,8 @@ class Complement(Derived):
 
 @dataclass(frozen=True, eq=False)
 class Listed(Derived):
-    """What a mask of lists that a user gave keeps: all of a full tile, and of a partial one what its mask_mod
-    does.
+    """A mask_mod for a mask with a user's own lists. It keeps all elements of full tiles, and in partial
+    tiles the elements that the mask's mask_mod keeps.
 
     `tiles` int8 [B or 1, H or 1, Qb, KVb].
     """

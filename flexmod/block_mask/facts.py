@@ -1,4 +1,4 @@
-"""Counts what a block mask keeps: its facts, and the cells of its pictures."""
+"""Counts the elements that a block mask keeps: for its facts, and for the cells of its pictures."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, tile_count
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.trace import Traced
 
-# Elements of partial tiles that are evaluated at a time.
+# Elements of partial tiles to evaluate at a time.
 AT_ONCE = 1 << 22
-# Most elements of partial tiles that a printed mask or a picture counts. Beyond, the density is two bounds,
-# and a picture takes half of each partial tile as kept.
+# A printed mask or a picture counts up to this many elements of partial tiles. Beyond, the density is two
+# bounds, and a picture assumes that the mask keeps half of each partial tile.
 COUNTED = 1 << 26
-ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # independent of torch's defaults
 
 
 @dataclass(frozen=True)
 class Facts:
     """Facts of a mask, over all its batches and heads.
 
-    density         share of pairs of query and key that are attended to: (at least, at most), one number
-                    twice where the elements of the partial tiles were counted
-    area            share of tiles that are listed
-    every_query     every query has a key to attend to; None where that was not counted
-    one_run         the tiles of each row follow each other without a gap
-    same            dimensions of more than 1, "B" and "H", along which the mask is the same
-    longest         tiles in the longest row, over the mean
+        density         share of pairs of query and key that the mask keeps: (at least, at most).
+                        Both are equal if the elements of partial tiles were counted.
+        area            share of tiles that are listed
+        every_query     every query has a key to attend to; None if not counted
+        one_run         the tiles of each row are consecutive
+        same            dimensions larger than 1, "B" and "H", along which the mask is the same
+        longest         tiles in the longest row, divided by the mean
+
+    `str(facts)` is one line of text.
     """
 
     density: tuple[float, float]
@@ -44,7 +46,7 @@ class Facts:
     longest: float
 
     def __str__(self) -> str:
-        """One line."""
+        """The facts in one line."""
         low, high = self.density
         kept = f"{low:.2%}" if low == high else f"{low:.2%} to {high:.2%}"
         queries = {True: "every query has keys", False: "some queries have no keys", None: ""}
@@ -63,11 +65,12 @@ class Facts:
 class Cells:
     """Numbers of elements in each cell, float32 [rows, columns].
 
-    area     that there are
-    full     in full tiles
-    partial  in partial tiles
-    kept     in partial tiles, of those that the mask keeps
-    step     (queries, keys) of a cell
+        area        all elements
+        full        elements in full tiles
+        partial     elements in partial tiles
+        kept        elements in partial tiles that the mask keeps
+
+    `step` is the size of a cell, (queries, keys).
     """
 
     area: Tensor
@@ -77,7 +80,7 @@ class Cells:
     step: tuple[int, int]
 
     def density(self) -> Tensor:
-        """The share of each cell that is kept."""
+        """The share of each cell that the mask keeps."""
         return (self.full + self.kept) / self.area
 
 
@@ -90,7 +93,7 @@ def sparsity(mask: MaskData) -> float:
 
 
 def facts(mask: MaskData, budget: float = math.inf) -> Facts:
-    """The facts of a mask. Elements of partial tiles are counted where there are no more than `budget`."""
+    """The facts of a mask. Counts the elements of partial tiles if there are at most `budget`."""
     table, batch, traced = mask.table(), mask.storage.batch, mask.traced
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:
@@ -109,7 +112,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     pairs = math.prod(told_apart) * lengths[0] * lengths[1]
     full = int((((table == FULL) * widths).sum(-1) * heights).sum())
     partial = int((((table == PARTIAL) * widths).sum(-1) * heights).sum())
-    # for each query, how many tiles there are in which it has a key
+    # for each query, the number of tiles in which it has a key
     some = (table == FULL).sum(-1)[..., None].expand(*table.shape[:3], sides[0]).contiguous()
     counted = partial <= budget
     if counted:
@@ -140,7 +143,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
 def elements(
     table: Tensor, lengths: tuple[int, int], block: tuple[int, int], sides: tuple[int, int], traced: Traced
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partial tiles, int64 [n, 4], and what the mask keeps of their elements, bool [n, *sides]."""
+    """Partial tiles, int64 [n, 4], and whether the mask keeps each of their elements, bool [n, *sides]."""
     steps = [torch.arange(size, dtype=torch.int32, device=table.device) for size in sides]
     for places in (table == PARTIAL).nonzero().split(max(1, AT_ONCE // math.prod(sides))):
         b, h, row, column = (index.int()[:, None, None] for index in places.unbind(1))
@@ -155,7 +158,7 @@ def elements(
 
 
 def cells(mask: MaskData, grid: tuple[int, int]) -> Cells:
-    """The tiles of a mask of one batch and one head in at most `grid` rows and columns. On the CPU."""
+    """Counts for a mask of one batch and one head, in at most `grid` rows and columns. On the CPU."""
     table = mask.table()
     table = table.reshape(table.shape[-2:])
     steps = [max(1, tile_count(n, most)) for n, most in zip(table.shape, grid, strict=True)]
@@ -174,7 +177,7 @@ def cells(mask: MaskData, grid: tuple[int, int]) -> Cells:
 
 
 def tokens(mask: MaskData) -> Cells:
-    """Each element of a mask of one batch and one head. On the CPU."""
+    """Counts for each element of a mask of one batch and one head. On the CPU."""
     queries, keys = mask.seq_lengths
     q, kv = (torch.arange(n, dtype=torch.int32, device=mask.device) for n in (queries, keys))
     zero = torch.zeros((), dtype=torch.int32, device=mask.device)
@@ -189,7 +192,7 @@ def tokens(mask: MaskData) -> Cells:
 
 
 def _sizes(length: int, block: int) -> Tensor:
-    """How many positions each tile has, float32."""
+    """The number of positions in each tile, float32."""
     return (length - torch.arange(0, length, block, device="cpu")).clamp(max=block).float()
 
 
@@ -199,7 +202,7 @@ def _pooled(counts: Tensor, step: int, axis: int) -> Tensor:
 
 
 def _kept(mask: MaskData, table: Tensor, steps: list[int], partial: Tensor) -> Tensor:
-    """How many elements of partial tiles the mask keeps, by cell; half of them where they are too many."""
+    """How many elements of partial tiles the mask keeps, by cell; assumes half if there are too many."""
     if float(partial.sum()) > COUNTED:
         return partial / 2
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE

@@ -1,8 +1,7 @@
 """Finds the tiles of a traced mask_mod: by generated kernels on a GPU, in torch elsewhere.
 
-Whole tiles are decided by the bounds of the mask, from coarse to fine, and only the elements of those that
-stay open are looked at (`generated.py`, `refine.py`). A mask that is the same for each batch entry or head is
-built for one.
+The bounds of the mask decide whole tiles, from coarse to fine. Only the elements of undecided tiles are
+evaluated (`generated.py`, `refine.py`). A mask that is the same for each batch entry or head is built once.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def find_tiles(
     device: torch.device,
     separate: bool,
 ) -> TileStorage:
-    """The tiles of a mask_mod for (B, H, Q_LEN, KV_LEN), its captures checked (`check_captures`).
+    """Finds the tiles of a mask_mod for (B, H, Q_LEN, KV_LEN); `check_captures` must accept its captures.
 
-    `separate` False lists full tiles as partial. Raises CallSizeError, and what bounds and kernels raise.
+    `separate` False lists full tiles as partial. Raises CallSizeError, and every error of bounds and kernels.
     """
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
@@ -54,12 +53,12 @@ def _generated() -> ModuleType:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Do generated kernels find the tiles there?"""
+    """Do generated kernels find the tiles on this device?"""
     return device.type == "cuda"
 
 
 def check_captures(traced: Traced, device: torch.device) -> None:
-    """Captured tensors lie on the device of the mask, or are numbers of the host. Raises DeviceMismatch."""
+    """Raises DeviceMismatch if a captured tensor is neither on the mask's device nor a number of the host."""
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if tensor.device != device and not is_host_number(tensor, device):
             raise DeviceMismatch(

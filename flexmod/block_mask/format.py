@@ -1,7 +1,7 @@
-"""BlockMask: which tiles of the score matrix there is anything to compute in.
+"""BlockMask: the tiles of the score matrix that attention must compute.
 
-A drop-in for `torch.nn.attention.flex_attention.BlockMask` that owns the graph of its mask_mod, keeps it when
-it is sliced, and checks when it is made that its parts fit together.
+A drop-in for `torch.nn.attention.flex_attention.BlockMask`. It has the graph of its mask_mod, also after
+slicing, and its constructor checks that its parts fit together.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ DEFAULT_BLOCK = 128
 
 
 class BlockMask(MaskData):
-    """A block-sparse mask: for each row of tiles the partial and the full ones, and the mask_mod behind them.
+    """A block-sparse mask: each row's partial and full tiles, and the mask_mod behind them.
 
-    A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is listed as full when the mask keeps all of it,
-    as partial when it keeps some (or reaches over the end of a length), and not at all when it keeps nothing.
+    A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is full if the mask keeps all of it, partial if
+    the mask keeps some of it (or the tile reaches past the end of a length), and not listed if the mask keeps
+    nothing.
 
         kv_num_blocks, kv_indices              partial tiles of each row of tiles
-        full_kv_num_blocks, full_kv_indices    full ones; both None: every tile is listed as partial
+        full_kv_num_blocks, full_kv_indices    full tiles of each row; both None: every tile is partial
         q_num_blocks, q_indices                partial tiles of each column, or None
-        full_q_num_blocks, full_q_indices      full ones of each column, or None
+        full_q_num_blocks, full_q_indices      full tiles of each column, or None
 
-    With Qb and KVb the numbers of tiles, counts are int32 [B, H, Qb] (by column: [B, H, KVb]) and indices
-    int32 [B, H, Qb, KVb] ([B, H, KVb, Qb]); the first `count` entries of a row count, and `create_block_mask`
-    puts them in ascending order. Any strides: a mask that is the same for each head is an expanded view.
-    A mask that was built holds runs of tiles (`runs.py`), and makes these lists when they are asked for.
+    Qb and KVb are the numbers of tiles. By row, counts are int32 [B, H, Qb] and indices int32
+    [B, H, Qb, KVb]; by column, [B, H, KVb] and [B, H, KVb, Qb]. The first `count` entries of a row are valid,
+    and `create_block_mask` sorts them. Strides are free: a mask that is the same for each head is an expanded
+    view. A built mask stores runs of tiles (`runs.py`), and makes these lists at their first use.
 
-    Where a tensor that mask_mod captures or read (`t.item()`, `t.shape`) is written to, or gets other memory,
-    the tiles of a mask that was built are found again at its next use (`refresh`). Lists that a user gave
-    stay as they are.
+    A built mask finds its tiles again (`refresh`) at its next use after a change of a tensor that its
+    mask_mod captures or read (`t.item()`, `t.shape`): a write, or other memory. A user's own lists stay as
+    they are.
 
-    `full_tiles_padded`: a full tile reaches over the end of a length (never so in a mask that was built).
-    The lists, `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see it, the backward of
-    an earlier call does not. `traced` is the graph of `mask_mod`, taken when it was assigned.
+    `full_tiles_padded`: a full tile reaches past the end of a length (never in a built mask). The lists,
+    `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see the change, the backward of an
+    earlier call does not. `traced` is the graph of `mask_mod` from its assignment.
 
-    A mask can be copied, pickled and sent by a DataLoader's worker. A pickle holds the graph in place of the
-    mask_mod, and the captured tensors; torch.load reads one with weights_only=False.
+    A mask can be copied, pickled and sent by a DataLoader's worker. The pickle contains the graph, not the
+    mask_mod, and the captured tensors; torch.load reads it with weights_only=False.
 
-    Raises BlockMaskPartsError, BlockSizeError, LengthError, DeviceMismatch where the parts do not fit
-    together, TensorKindError and FreedStorageError where no kernel can read one, and what tracing a mask_mod
-    raises.
+    Raises BlockMaskPartsError, BlockSizeError, LengthError or DeviceMismatch if the parts do not fit
+    together, TensorKindError and FreedStorageError if a kernel cannot read one, and every error of tracing a
+    mask_mod.
     """
 
     def __init__(
@@ -109,11 +110,12 @@ class BlockMask(MaskData):
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> BlockMask:
-        """A BlockMask from its lists by row; the lists by column are made unless `compute_q_blocks` is False.
+        """Makes a BlockMask from its lists by row.
 
-        The lists are those of BlockMask, counts int32 [B, H, Qb] and indices int32 [B, H, Qb, KVb].
-        `mask_mod` None keeps every score of the listed tiles. `seq_lengths` (queries, keys) None: the tiles
-        end where the lengths do. Raises as BlockMask does.
+        Computes the lists by column too, unless `compute_q_blocks` is False. Counts are int32 [B, H, Qb],
+        indices int32 [B, H, Qb, KVb], as in BlockMask. `mask_mod` None keeps every score of the listed tiles.
+        `seq_lengths` (queries, keys) None: the lengths end with the last tiles. Raises the errors of
+        BlockMask.
         """
         parts = checked_lists(
             {
@@ -124,7 +126,7 @@ class BlockMask(MaskData):
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
         lengths = seq_lengths or (rows * block[0], width * block[1])
-        check_values(parts, lengths, block)  # before they are transposed
+        check_values(parts, lengths, block)  # before the lists are transposed
         columns = max(width, tiles.tile_count(lengths[1], block[1]))
         for kind in ("", "full_") if compute_q_blocks else ():
             lists = parts[f"{kind}kv_num_blocks"], parts[f"{kind}kv_indices"]
@@ -155,40 +157,40 @@ class BlockMask(MaskData):
         return (*lengths, *parts.values(), *block, self.mask_mod)
 
     def __getitem__(self, index: Any) -> BlockMask:
-        """mask[b, h, q]: some batches, heads and rows of tiles. No dimension is lost: mask[0] has B=1.
+        """mask[b, h, q] selects batches, heads and rows of tiles. Dimensions stay: mask[0] has B=1.
 
         An entry is an int, a slice, or a list or tensor of ints or bools. The slice sees the positions of the
-        whole: the mask_mod of mask[1] gets b = 1, that of mask[:, :, 2] gets q_idx from 2 * BLOCK_SIZE[0] on.
+        whole: the mask_mod of mask[1] gets b = 1, and with mask[:, :, 2] it gets q_idx from
+        2 * BLOCK_SIZE[0] on.
 
         Raises BlockMaskIndexError.
         """
         return cuts.sliced(fresh(self), index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The upper left corner: the same mask_mod on the first queries and keys.
+        """Crops the mask to the first queries and keys, with the same mask_mod.
 
-        Raises BlockMaskCropError where the lengths grow.
+        Raises BlockMaskCropError if a length grows.
         """
         return cuts.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
-        """The same mask_mod on other lengths, smaller or larger: as building it, but tiles that are known are
-        kept. So a mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, looks at one row and one
-        column of tiles.
+        """Makes the mask of the same mask_mod for other lengths, smaller or larger, and reuses known tiles.
 
-        Raises LengthError, and BlockMaskResizeError where a mask that was given as lists would grow.
+        A mask that grows with a sequence, `mask.resize(n + 1, n + 1)`, evaluates one row and one column of
+        tiles. Raises LengthError, and BlockMaskResizeError if a mask from a user's own lists would grow.
         """
         return combine.resized(fresh(self), (length("Q_LEN", q_len), length("KV_LEN", kv_len)))
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks keep. A dimension of 1, for batch or head, serves each of the other's.
+        """Keeps the elements that both masks keep. Batch and head dimensions of 1 broadcast.
 
         Raises BlockMaskCombineError.
         """
         return self._with(other, "and")
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """What either mask keeps. Raises BlockMaskCombineError."""
+        """Keeps the elements that either mask keeps. Raises BlockMaskCombineError."""
         return self._with(other, "or")
 
     def _with(self, other: BlockMask, how: How) -> BlockMask:
@@ -197,11 +199,11 @@ class BlockMask(MaskData):
         return combine.combined(fresh(self), fresh(other), how)
 
     def __invert__(self) -> BlockMask:
-        """What the mask does not keep. Raises BlockMaskCombineError."""
+        """Keeps exactly the elements that the mask drops. Raises BlockMaskCombineError."""
         return combine.complement(fresh(self))
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask with its tiles on another device. Tensors that mask_mod captures stay where they are."""
+        """A mask with its tiles on another device. Tensors that mask_mod captures do not move."""
         mask = fresh(self)
         mask_mod = moved(mask.mask_mod, device)
         traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, torch.device(device))
@@ -228,50 +230,48 @@ class BlockMask(MaskData):
         density: bool = False,
         color: bool = False,
     ) -> str:
-        """The picture: solid where all tiles are listed, shaded where some are, blank where none is.
+        """Draws the mask as text: cells are solid if all their tiles are listed, shaded if some, else blank.
 
-        `density` shades by the share of elements that the mask keeps instead; `color` does that in a
-        terminal's colors, and tells full tiles from partial ones.
-
-        At most `grid_size` rows and columns (-1: a cell for each tile), for the first `limit` pairs (b, h); a
-        negative limit draws all of them. Raises GridSizeError.
+        `density` shades by the share of elements that the mask keeps instead. `color` does so in a terminal's
+        colors, and distinguishes full from partial tiles. Draws at most `grid_size` rows and columns (-1: a
+        cell for each tile), for the first `limit` pairs (b, h), or for all if negative. Raises GridSizeError.
         """
         return pictures.text(fresh(self), grid_size, limit, density, color)
 
     def to_svg(self, b: int = 0, h: int = 0) -> str:
-        """The picture of one batch and head as the text of an SVG file.
+        """Draws one batch and head as the text of an SVG file.
 
-        Full tiles, partial ones, and how much these keep have colors; up to 128 positions each element is
-        drawn. Raises BlockMaskIndexError.
+        Colors show full tiles, partial tiles, and the kept share of partial tiles. Masks of up to 128
+        positions show each element. Raises BlockMaskIndexError.
         """
         return pictures.svg(self._one(b, h))
 
     def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
-        """The picture of one batch and head, drawn with matplotlib into `target`: the name of a file, axes,
-        or None for a new figure. Returns the axes.
+        """Draws one batch and head with matplotlib into `target`: a file's name, axes, or None for a new
+        figure. Returns the axes.
 
-        Up to 1024 positions each element is drawn. Raises MissingMatplotlib, BlockMaskIndexError.
+        Masks of up to 1024 positions show each element. Raises MissingMatplotlib, BlockMaskIndexError.
 
             mask.plot("mask.png")
         """
         return pictures.plot(self._one(b, h), target)
 
     def sparsity(self) -> float:
-        """How much of the score matrix lies outside of the listed tiles, in per cent.
+        """The part of the score matrix outside of the listed tiles, in per cent.
 
-        Below zero where the padding of the tiles at the edge outweighs what is skipped.
+        Negative if the padding of the tiles at the edge exceeds the skipped part.
         """
         return sparsity(fresh(self))
 
     def facts(self, budget: float = math.inf) -> Facts:
-        """What the mask turns out to be: density, whether every query has keys, and so on.
+        """Facts about the mask: density, whether every query has keys, and others.
 
-        Elements of partial tiles are counted where there are no more than `budget`.
+        Counts the elements of partial tiles if there are at most `budget`.
         """
         return facts(fresh(self), budget)
 
     def __str__(self) -> str:
-        """The picture, and the facts in a line."""
+        """The mask as text, and its facts in a line."""
         mask = fresh(self)
         head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
         head += "" if mask.positions is None else f"{mask.positions}, "
@@ -298,7 +298,7 @@ class BlockMask(MaskData):
 
 
 def from_torch(mask: Any) -> BlockMask:
-    """A BlockMask of a torch one: the same lists, the same mask_mod. A flexmod one comes back as it is.
+    """Converts torch's BlockMask: same lists, same mask_mod. Returns a flexmod BlockMask unchanged.
 
     Raises NotABlockMask, and SlicedTorchMaskError for a torch mask that lost its mask_mod.
     """
@@ -306,7 +306,7 @@ def from_torch(mask: Any) -> BlockMask:
         return mask
     if not all(hasattr(mask, name) for name in (*LISTS, "seq_lengths", "BLOCK_SIZE", "mask_mod")):
         raise NotABlockMask.of(mask)
-    # the stub that torch puts in a slice; its name is all that tells it from a user's function
+    # torch puts this stub into a slice; only its name distinguishes it from a user's function
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise SlicedTorchMaskError()
     parts: Parts = {name: getattr(mask, name, None) for name in (*LISTS, *FLASH_PARTS, "dq_kv_order_spt")}

@@ -1,13 +1,13 @@
-"""Runs of tiles from a traced mask by generated kernels: on a GPU, or in Triton's interpreter on CPU tensors.
+"""Finds the runs of a mask's tiles with generated kernels: on a GPU, or in Triton's interpreter.
 
-    terms_kernel       what the mask reads of rows or columns alone, bounded over each of their tiles
-    squares_kernel     squares of tiles by their bounds, then their tiles by bounds and by corners
-    elements_kernel    what is still open, element by element
-    runs_kernel        what the tiles are, as runs by row and by column
-    order_kernel       the rows and the columns by how many tiles they have, where the mask captures tensors:
-                       of others the first or the last ones have most
+        terms_kernel        bounds the terms that read rows or columns only, over each tile
+        squares_kernel      decides squares of tiles by their bounds, then tiles by bounds and by corners
+        elements_kernel     decides the remaining tiles element by element
+        runs_kernel         writes the tiles as runs by row and by column
+        order_kernel        sorts rows and columns by their number of tiles, if the mask captures tensors.
+                            Without captures, the first or the last ones have most tiles.
 
-Where the runs might need much room they are counted first, which takes the one synchronization there is.
+If the runs may need much memory, they are counted first, which takes the only synchronization.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from flexmod.runtime.direct import kind_of_number
 from flexmod.runtime.side_by_side import compiles, in_threads
 from flexmod.runtime.target import target_of
 
-# Tiles in a square, on a side. Elements that a program looks at together. Positions, and tiles of some lines.
+# Side of a square, in tiles. Elements that a program evaluates together. Positions, and tiles of some lines.
 SIDE = 32
 ROWS, COLUMNS = 16, 128
 CHUNK = 128
 LINES, TILES = 4, 128
-# Bytes of runs for which room is made without counting them, and of what is told of the tiles at once.
+# Bytes of runs that are allocated without a count, and bytes of tile kinds that are written at once.
 UNCOUNTED = 32 << 20
 TILES_AT_ONCE = 256 << 20
-# Rows of larger blocks are not put in order: kernels that go by it do the last block whole, past the end too.
+# Rows of larger blocks are not sorted: with an order, kernels compute the whole last block, past the end too.
 ORDERED_BLOCK = 128
 
-PLANS = 16  # of one mask_mod and grid, for captured tensors and numbers of so many kinds
+PLANS = 16  # plans for one mask_mod and grid, one for each kind of captured tensors and numbers
 Arguments = dict[str, Any]
 
 
@@ -63,10 +63,9 @@ def build(
     separate: bool,
     interpreted: bool = False,
 ) -> dict[Axis, Runs | None]:
-    """The runs of a mask of `sizes` (B, H, Q_LEN, KV_LEN): "kv" by row, "q" by column.
+    """Finds the runs of a mask of `sizes` (B, H, Q_LEN, KV_LEN): "kv" by row, "q" by column.
 
-    A batch dimension is 1 where the graph does not read it. `separate` False
-    makes full tiles partial.
+    A batch dimension is 1 if the graph does not read it. `separate` False makes full tiles partial.
     """
     batch, heads, queries, keys = sizes
     reads = traced.graph.reads
@@ -88,7 +87,7 @@ def build(
 
 
 def runs_of_parts(parts: Sequence[Runs]) -> Runs:
-    """Runs one after another, [groups, R, 2, 3] each."""
+    """Concatenates runs, [groups, R, 2, 3] each."""
     offset, rows = 0, []
     for part in parts:
         rows.append(part.rows + part.rows.new_tensor([0, 0, offset]))
@@ -104,7 +103,7 @@ def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
 
 
 class _BuilderPart:
-    """Some batches and heads of masks that differ in what they capture, nothing else."""
+    """Builds some batches and heads, for all masks that differ only in their captured values."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class _BuilderPart:
         self.device = device
         self.interpreted = interpreted
         self.squares = groups * -(-down // SIDE) * -(-across // SIDE)
-        # few squares have work, those along an edge of the mask: the others cost a program that ends at once
+        # only squares along an edge of the mask have work; for each other square a program ends at once
         self.parts = max(1, min(SIDE, self._programs() // self.squares))
         sizes: Arguments = {
             "first_group": first_group, "H": heads, "M": lengths[0], "N": lengths[1],
@@ -146,9 +145,9 @@ class _BuilderPart:
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
     def runs(self, tensors: Sequence[Tensor], numbers: Sequence[Any], separate: bool) -> tuple[Runs, Runs]:
-        """The runs of the mask that captures `tensors` and `numbers`, [groups, R, 2, 3].
+        """Finds the runs of the mask with captured `tensors` and `numbers`, [groups, R, 2, 3].
 
-        Two plans where runs are counted before room for them is made: the host reads the counts in between.
+        Takes two plans if runs are counted before their allocation: the host reads the counts in between.
         """
         watched = config.check_bounds()
         kinds = (*map(tensor_key, tensors), *map(kind_of_number, numbers))
@@ -169,7 +168,7 @@ class _BuilderPart:
         return Runs(*made[:half]), Runs(*made[half:])
 
     def _plan(self, tensors: Sequence[Tensor], separate: bool, watched: bool) -> Plan:
-        """From captured tensors to runs; or to what `_counted_plan` takes, and the counts."""
+        """The plan from captured tensors to runs, or to the inputs of `_counted_plan` and the counts."""
         writer = PlanWriter()
         captured = tuple(named(f"capture{number}", tensor) for number, tensor in enumerate(tensors))
         kinds = writer.empty("kinds", (self.groups, *self.grid), torch.uint8)
@@ -189,7 +188,7 @@ class _BuilderPart:
         return writer.plan(captured, (kinds, *by_axis, *counts), self.kernels.numbers)
 
     def _counted_plan(self, room: Sequence[int], captures: bool) -> Plan:
-        """From the kinds of tiles, and the rows whose runs have their places, to runs: there are `room`."""
+        """The plan from the kinds of tiles, and rows with the places of their runs, to `room` runs."""
         writer, sketch = PlanWriter(), PlanWriter()
         kinds = sketch.empty("kinds", (self.groups, *self.grid), torch.uint8)
         by_axis = self._rows(sketch)
@@ -218,7 +217,7 @@ class _BuilderPart:
         captures: bool,
         placed: bool = False,
     ) -> tuple[Place, ...]:
-        """What runs consist of, by row and then by column."""
+        """Writes the steps for the runs' tensors, by row and then by column."""
         spans = [
             writer.empty(f"{axis}_spans", (max(1, count), 2), torch.int32)
             for axis, count in zip(("kv", "q"), room, strict=True)
@@ -236,13 +235,13 @@ class _BuilderPart:
         return by_axis[0], spans[0], orders[0], by_axis[1], spans[1], orders[1]
 
     def _counts(self) -> bool:
-        """Are runs counted before room for them is made? A CUDA graph cannot wait for a count."""
+        """Are runs counted before their allocation? A CUDA graph cannot wait for a count."""
         return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
 
     def _write_kinds(
         self, writer: PlanWriter, kinds: Place, captured: Sequence[Place], watch: IndexWatch | None
     ) -> None:
-        """What each tile is, uint8 [groups, Qb, KVb]."""
+        """Writes the steps for the kind of each tile, uint8 [groups, Qb, KVb]."""
         kernels, module = self.kernels, self.kernels.module
         states = writer.empty("states", (self.squares,), torch.uint8)
         terms = self._write_terms(writer, module, captured, watch) if kernels.terms else {}
@@ -256,7 +255,7 @@ class _BuilderPart:
     def _write_terms(
         self, writer: PlanWriter, module: ModuleType, captured: Sequence[Place], watch: IndexWatch | None
     ) -> dict[str, Place]:
-        """The bounds of each term over the tiles of its axis, by the names that kernels give them."""
+        """Writes the steps for each term's bounds over its axis's tiles. Returns them by kernel name."""
         terms = self.kernels.terms
         made = {term.name.upper(): self._bounds(writer, term) for term in terms}
         axes = {term.axis for term in terms}
@@ -279,7 +278,7 @@ class _BuilderPart:
         return writer.empty(name, (2, self.groups, self.grid[term.axis == "column"]), term.stored)
 
     def _programs(self) -> int:
-        """As many as keep the device busy where most of them end at once."""
+        """The number of programs that keep the device busy although most end at once."""
         return 8 if self.interpreted else 128 * (target_of(self.device).processors or 1)
 
     def _capturing(self) -> bool:
@@ -289,7 +288,7 @@ class _BuilderPart:
     def _launch(
         self, writer: PlanWriter, module: ModuleType, kernel: str, programs: int, arguments: Arguments
     ) -> None:
-        # bounds of floating-point numbers hold where each operation rounds as it does in torch
+        # bounds of floating-point numbers need each operation to round as in torch
         exact = {**arguments, "enable_fp_fusion": False}
         writer.launch(_BuilderSource(module, self.interpreted), kernel, programs, exact)
 
@@ -314,12 +313,12 @@ def running_sums(counts: Tensor) -> tuple[()]:
 
 
 def place_runs(by_row: Tensor, by_column: Tensor) -> tuple[Tensor]:
-    """Gives the runs of each row and column their place, one after another. How many there are, int64 [2]."""
+    """Gives the runs of all rows and columns consecutive places. Returns their numbers, int64 [2]."""
     return (torch.stack([_place(by_row), _place(by_column)]),)
 
 
 def _place(rows: Tensor) -> Tensor:
-    """Gives the runs of each row their place, one row after another. How many runs there are, int64 []."""
+    """Gives the runs of all rows consecutive places. Returns the number of runs, int64 []."""
     number = rows[..., 1].movedim(-1, 0).flatten()
     stops = number.cumsum(0)
     rows[..., 2] = (stops - number).view(2, *rows.shape[:-2]).movedim(0, -1)

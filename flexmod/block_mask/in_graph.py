@@ -1,4 +1,4 @@
-"""Block masks inside torch.compile and torch.export: an operation of torch.library makes their tensors."""
+"""Builds block masks inside torch.compile and torch.export, with an operation of torch.library."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from flexmod.ir.offsets import Positions
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.trace import Traced
 
-# A graph needs the size of the runs before they are known: each tile might be one. On a GPU a line of tiles
-# has room for as many of both kinds.
+# A graph needs the runs' size before the runs are known, and each tile might be one. On a GPU, a line of
+# tiles has room for as many runs of each kind.
 MOST_RUNS = 1 << 24
 
 
 @dataclass
 class GraphMask:
-    """What create_block_mask gives inside a graph: for flex_attention in the same graph.
+    """The result of create_block_mask inside a graph, for flex_attention in the same graph.
 
     `tiles` are rows and spans, by row and by column, see `runs.py`. The mask_mod is `mod`, the text of a
-    Record, with what it captured.
+    Record, with its captures.
     """
 
     tiles: list[Tensor]
@@ -54,7 +54,7 @@ def create(
     separate: bool,
     positions: Positions | None = None,
 ) -> GraphMask:
-    """As `create_block_mask`. Raises InGraphMaskError for masks of very many tiles."""
+    """Does `create_block_mask` inside a graph. Raises InGraphMaskError for masks of very many tiles."""
     given = mask_mod if positions is None else positions.mask(mask_mod)
     mod = record(given, "mask", device)
     tiles = _tiles_of(mod, sizes, block, device, separate)
@@ -71,8 +71,8 @@ def outside(
     device: torch.device,
     separate: bool,
 ) -> BlockMask:
-    """The mask of a mask_mod that was traced, by the operation. For tensors without values, and where torch
-    makes a graph of what runs. Raises InGraphMaskError for masks of very many tiles.
+    """Builds the mask of a traced mask_mod with the operation, outside of TorchDynamo: for tensors without
+    values, and while torch traces. Raises InGraphMaskError for masks of very many tiles.
     """
     captures = (f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures)
     with tensor_kinds.naming_fake(dict(zip(captures, traced.tensors, strict=True))):
@@ -89,7 +89,7 @@ def _tiles_of(
     device: torch.device,
     separate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operation on a recorded mod. Raises InGraphMaskError before it runs."""
+    """Calls the operation on a recorded mod. Raises InGraphMaskError before the operation runs."""
     most_runs(sizes, *map(tile_count, sizes[2:], block))
     return build_tiles(
         mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
@@ -107,7 +107,7 @@ def build_tiles(
     separate: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rows and spans of the runs by row, then by column, for each batch entry and head."""
+    """The operation: rows and spans of the runs by row, then by column, for each batch entry and head."""
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
     traced, _ = traced_of(mod, captured, integers, reals, device)
@@ -158,7 +158,7 @@ def _empty_tiles(
 
 
 def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
-    """The runs of an axis that there is room for. Raises InGraphMaskError."""
+    """The number of an axis's runs to allocate. Raises InGraphMaskError."""
     most = sizes[0] * sizes[1] * max(rows * _even(columns), columns * _even(rows))
     if most > MOST_RUNS:
         raise InGraphMaskError(
@@ -175,7 +175,7 @@ def _even(tiles: int) -> int:
 def storage_of(
     tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]
 ) -> TileStorage:
-    """The tiles of a GraphMask as a mask holds them: once, where they are the same along a dimension."""
+    """Converts the tiles of a GraphMask to a mask's storage: once if a dimension repeats them."""
     b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
     by_axis: dict[Axis, Runs | None] = {
         "kv": Runs(tiles[0][b, h], tiles[1]),
@@ -184,7 +184,7 @@ def storage_of(
     return TileStorage(batch, grid, by_axis, {})
 
 
-# By the indices of a mask: the state of its lists when they were checked, and what the check found.
+# By the indices of a mask: the state of its lists at their last check, and the check's result.
 _checked = WeakTensorKeyDictionary()
 
 
@@ -195,9 +195,9 @@ def masked(
     traced: Traced,
     padded: bool = False,
 ) -> BlockMask:
-    """A BlockMask whose mask_mod nobody asks for. Lists are checked once in each of their states.
+    """Makes a BlockMask for launches, whose mask_mod is never called. Validates lists once in each state.
 
-    Raises as `BlockMask.look` does.
+    Raises the errors of `BlockMask.look`.
     """
     mask = BlockMask.of_storage(storage, lengths, block, noop_mask, traced, padded)
     lists = mask.storage.written()

@@ -1,4 +1,4 @@
-"""What a call reads of a block mask, fixed when it is called: its backward reads the same."""
+"""A snapshot of a block mask at a call, so that the call's backward reads the same mask."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from flexmod.ir.trace import Traced
 
 
 class SnapshotName:
-    """Stands for all snapshots that differ at most in what their tensors hold, where calls are known."""
+    """Represents, in the cache of calls, all snapshots that differ only in their tensors' values."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskSnapshot:
-    """A block mask as a call launches from it; see `BlockMask.snapshot`.
+    """A block mask as a call's launches read it; see `BlockMask.snapshot`.
 
-    Assigning a part of the mask does not change it. What its tensors hold may change: `lists` is the state of
-    the lists when they were checked. `derived` is for what backends make of the tiles, by their own keys.
+    Assigning a part of the mask does not change the snapshot. Its tensors' values may change: `lists` is the
+    state of the lists at their check. In `derived`, backends store results from the tiles under their own
+    keys.
     """
 
     storage: TileStorage
@@ -41,28 +42,28 @@ class MaskSnapshot:
     name: SnapshotName = field(default_factory=SnapshotName)
 
     def is_like(self, other: MaskSnapshot) -> bool:
-        """Do they differ at most in what their tensors hold?"""
+        """Do they differ only in their tensors' values, or not at all?"""
         return self.structure == other.structure and self.kinds == other.kinds
 
     @cached_property
     def traced(self) -> Traced:
-        """The graph of mask_mod, its index arithmetic wide enough for the lengths, and what it captures."""
+        """The graph of mask_mod with its captures; its index arithmetic is wide enough for the lengths."""
         batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
         return Traced(fitted(self.mod.graph, (batch, heads, *self.seq_lengths)), self.mod.tensors)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that kernels read: the tiles, and what mask_mod captures."""
+        """All tensors that kernels read: the tiles, and mask_mod's captures."""
         return (*self.storage.tensors(), *self.mod.tensors)
 
     @cached_property
     def kinds(self) -> tuple[object, ...]:
-        """The kind of each of `tensors`, as the first call found it."""
+        """The kind of each of `tensors` at the first call."""
         return tuple(map(tensor_key, self.tensors))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a user calls each of `tensors`."""
+        """The user's name of each of `tensors`."""
         captures = [f"{capture.name}, captured by mask_mod," for capture in self.mod.graph.captures]
         return (*self.storage.names(), *captures)
 
@@ -75,12 +76,12 @@ class MaskSnapshot:
         return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
 
     def capture_kinds(self) -> tuple[object, ...] | None:
-        """The kinds of captured tensors as they are now; None where one has no kind."""
+        """The present kinds of captured tensors; None if one has no kind."""
         kinds = tuple([tensor_key(tensor) for tensor in self.mod.tensors])
         return None if None in kinds else kinds
 
     def states(self) -> list[object]:
-        """Another value after a write to a tensor that is launched from, in the order of `tensors`."""
+        """One value for each of `tensors`, which differs after a write to the tensor."""
         found: list[object]
         if self.storage.form == "lists":
             found = list(self.storage.written())
@@ -90,27 +91,27 @@ class MaskSnapshot:
 
     @cached_property
     def in_inference_mode(self) -> bool:
-        """Was one of the tensors made there? It knows nothing of writes."""
+        """Was one of the tensors made in inference mode? torch does not count writes to it."""
         return any(tensor.is_inference() for tensor in self.tensors)
 
     @cached_property
     def structure(self) -> tuple[object, ...]:
-        """All but the tensors."""
+        """The snapshot's content except its tensors."""
         storage = (self.storage.form, self.storage.batch, self.storage.separate, self.storage.names())
         return storage, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph
 
     @cached_property
     def facts(self) -> int:
-        """A hash of all but the tensors."""
+        """A hash of the content except the tensors."""
         return hash(self.structure)
 
     def with_numbers_on(self, device: torch.device) -> MaskSnapshot:
-        """The snapshot for one launch: the host numbers of mask_mod, as they are now, on the device."""
+        """The snapshot for one launch: copies the present host numbers of mask_mod to the device."""
         mod = captures_on_device(self.mod, device)
         return self if mod is self.mod else replace(self, mod=mod)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> MaskSnapshot:
-        """The snapshot with others in place of `tensors`, of the same shapes."""
+        """The snapshot with these tensors, of the same shapes."""
         count = len(self.storage.tensors())
         tiles, captured = tuple(tensors[:count]), tuple(tensors[count:])
         mod = Traced(self.mod.graph, captured)
@@ -122,8 +123,8 @@ class MaskSnapshot:
 def is_captured(device: torch.device) -> bool:
     """Is a CUDA graph of the device's current stream being captured?
 
-    What is launched then runs at each replay, on the memory that it has now: nobody can wait for a value, and
-    what is made is the graph's.
+    A captured launch runs at each replay on the same memory. During the capture, the host cannot read values,
+    and new tensors belong to the graph.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -1,4 +1,4 @@
-"""What a block mask asks of its mask_mod: a graph."""
+"""Traces the mask_mod of a block mask."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
-    """The graph of a mask_mod. What it captures comes out of torch.func's wrappers, which a mask outlives.
+    """Traces a mask_mod. Unwraps its captures from torch.func's wrappers, which a mask outlives.
 
-    Raises what tracing raises, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
-    for a wrapper that wants a gradient.
+    Raises every error of tracing, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
+    for a wrapper that requires a gradient.
     """
     return unwrapped(remembered(mask_mod, "mask", device))
 
 
 def unwrapped(traced: Traced) -> Traced:
-    """A traced mask whose captures are out of torch.func's wrappers. Raises as `trace_mask`."""
+    """The traced mask with captures unwrapped from torch.func's wrappers. Raises as `trace_mask`."""
     captured = []
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if transforms.is_wrapped(tensor) and tensor.requires_grad:

@@ -1,4 +1,4 @@
-"""The parts of a block mask, and whether they fit together."""
+"""Validates the parts of a block mask, and that they fit together."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def length(name: str, value: SupportsIndex) -> int:
 
 
 def positive(value: object) -> int | None:
-    """The int that a positive integer of any library stands for, None for anything else."""
-    if isinstance(value, (int, torch.SymInt)):  # as it is: an index is fixed where lengths are symbols
+    """A positive integer of any library as an int; None for anything else."""
+    if isinstance(value, (int, torch.SymInt)):  # unchanged: `operator.index` would fix a symbolic length
         return value if value > 0 and not isinstance(value, bool) else None  # type: ignore[return-value]
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -46,9 +46,9 @@ def positive(value: object) -> int | None:
 
 
 def checked_lists(parts: Parts) -> Parts:
-    """The eight lists as int32, when they fit together. Those that `parts` does not name are None.
+    """Validates the eight lists and returns them as int32. Lists that `parts` does not name become None.
 
-    Their values are not looked at, see `check_values`.
+    Does not read their values, see `check_values`.
     """
     lists = [plain_list(name, parts.get(name)) for name in LISTS]
     counts, indices, columns = lists[0], lists[1], lists[5]
@@ -73,7 +73,7 @@ def checked_lists(parts: Parts) -> Parts:
 
 
 def plain_list(name: str, part: Any) -> Tensor | None:
-    """A list as kernels read it: out of the wrappers of torch.func, its sign in its elements, integers int32.
+    """A list for kernels: without torch.func's wrappers or a negative bit, and integers as int32.
 
     Raises BlockMaskPartsError, VmapError, TensorKindError, FreedStorageError.
     """
@@ -93,9 +93,9 @@ def plain_list(name: str, part: Any) -> Tensor | None:
 
 
 def _narrowed(part: Tensor) -> Tensor:
-    """A list of integers as int32; one of another kind as it is, for `checked_lists` to refuse.
+    """A list of integers as int32. Any other list is unchanged, and `checked_lists` raises an error for it.
 
-    A number that int32 does not hold becomes one that `check_values` refuses.
+    A number beyond int32 becomes one for which `check_values` raises an error.
     """
     dtype = part.dtype
     if dtype == torch.int32 or not _is_integer(part):
@@ -132,10 +132,7 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
 def check_lengths(
     lengths: tuple[int, int], by_row: Tensor, by_column: Tensor | None, block: tuple[int, int]
 ) -> None:
-    """Lengths and lists must agree: a kernel that looks for the tiles of a row finds them by these.
-
-    Raises BlockMaskPartsError.
-    """
+    """Raises BlockMaskPartsError if lengths and lists disagree: kernels address a row's tiles by both."""
     rows, columns = map(tile_count, lengths, block)
     problem = ""
     if by_row.shape[-2] != rows:
@@ -150,10 +147,11 @@ def check_lengths(
 
 
 def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int]) -> bool:
-    """Do full tiles reach over the end of a length? Kernels must look for the end in those too.
+    """Validates the lists' values. Returns whether full tiles reach past the end of a length: kernels must
+    mask the end in such tiles too.
 
     One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist, and
-    for a count below 0 or of more than are listed.
+    for a count that is negative or exceeds the list.
     """
     rows, columns = map(tile_count, lengths, block)
     ragged = {"kv": lengths[1] % block[1] > 0, "q": lengths[0] % block[0] > 0}
@@ -166,7 +164,7 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
         axis, other, count = ("q", "kv", rows) if "q_" in name else ("kv", "q", columns)
         room = indices.shape[-1]
         listed = torch.arange(room, device=indices.device) < counts[..., None]
-        width = max(count, room)  # lists made for longer keys may be cropped by assigning seq_lengths
+        width = max(count, room)  # assigning seq_lengths may crop lists for longer keys
         miscounted = ((counts < 0) | (counts > room)).any()
         outside = (listed & ((indices < 0) | (indices >= width))).any()
         whole = count - ragged[axis]  # tiles that end before the length does

@@ -1,11 +1,11 @@
 """Draws a block mask: as text, as SVG, or with matplotlib.
 
 The text has a character pair for each cell, and a grid for each (batch, head). By default it is torch's:
-solid where all tiles are listed, shaded where some are, blank where none is. By density, a cell's shade or
-color says how much of its elements the mask keeps.
+a cell is solid if all its tiles are listed, shaded if some are, and blank if none is. By density, a cell's
+shade or color shows how many of its elements the mask keeps.
 
-An image has one color for what full tiles keep, another for what partial tiles keep, and a pale one for what
-partial tiles compute and then mask. Where there are few positions, it shows each element.
+An image has one color for elements that full tiles keep, another for elements that partial tiles keep, and a
+pale one for elements that partial tiles compute and then mask. With few positions, it shows each element.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flexmod.block_mask.tiles import EMPTY, tile_count
 from flexmod.errors import GridSizeError, MissingMatplotlib
 
 SOLID, SHADED, BLANK = "█", "░", " "
-# from the density given on, until the next: nothing, up to a third, two thirds, less than all, all
+# (least density, shade), the densest first
 SHADES = ((1.0, "█"), (2 / 3, "▓"), (1 / 3, "▒"), (0.0, "░"))
 RESET = "\x1b[0m"
 Color = tuple[int, int, int]
-# Kept, in full tiles; kept, in partial ones; masked, in partial ones; in no tile.
+# Colors of elements: kept in full tiles, kept in partial tiles, masked in partial tiles, outside of tiles.
 FULL_COLOR: Color = (35, 61, 101)
 KEPT_COLOR: Color = (224, 123, 0)
 MASKED_COLOR: Color = (253, 236, 208)
 EMPTY_COLOR: Color = (255, 255, 255)
-# Positions on the longer axis up to which elements are drawn; cells on an axis beyond.
+# Up to this many positions on the longer axis, each element is drawn; beyond, this many cells on an axis.
 ELEMENTS = {"svg": 128, "plot": 1024}
 CELLS = {"svg": 96, "plot": 768}
 LEGEND = (
@@ -46,14 +46,14 @@ LEGEND = (
     ("masked, partial tile", MASKED_COLOR),
 )
 GRID_COLOR: Color = (190, 190, 190)
-# of an SVG, in its own units
+# sizes in an SVG, in its own units
 SIDE, LEFT, TOP, FONT = 480.0, 64.0, 40.0, 12
 
 
 def text(
     mask: MaskData, grid_size: int | tuple[int, int], limit: int, density: bool = False, color: bool = False
 ) -> str:
-    """The picture in characters; see `BlockMask.to_string`. Raises GridSizeError."""
+    """Draws a mask as text; see `BlockMask.to_string`. Raises GridSizeError."""
     batch_shape = mask.storage.batch
     count = math.prod(batch_shape) if limit < 0 else limit
     places = list(itertools.islice(itertools.product(*map(range, batch_shape)), count))
@@ -68,7 +68,7 @@ def text(
 
 
 def svg(mask: MaskData) -> str:
-    """A mask of one batch and one head as the text of an SVG file."""
+    """Draws a mask of one batch and one head as the text of an SVG file."""
     drawn = _drawn(mask, "svg")
     scale = SIDE / max(mask.seq_lengths)
     height, width = (n * scale for n in mask.seq_lengths)
@@ -103,7 +103,7 @@ def plot(mask: MaskData, target: Any = None) -> Any:
         raise MissingMatplotlib() from error
     to_file = isinstance(target, (str, os.PathLike))
     figure: Any = None
-    if target is None or to_file:  # a figure for a file is none of pyplot's, which would keep and show it
+    if target is None or to_file:  # not pyplot for a file: it would keep and show the figure
         height = 1.4 + 5.2 * mask.seq_lengths[0] / mask.seq_lengths[1]
         inches = (6.0, min(max(height, 2.8), 9.0))
         figure = (Figure if to_file else pyplot.figure)(figsize=inches, layout="constrained")
@@ -111,7 +111,7 @@ def plot(mask: MaskData, target: Any = None) -> Any:
     drawn = _drawn(mask, "plot")
     queries, keys = mask.seq_lengths
     rows, columns = drawn.area.shape
-    # the last cells reach over the end; the axes end with the lengths
+    # the last cells reach past the end; the axes end with the lengths
     extent = (-0.5, columns * drawn.step[1] - 0.5, rows * drawn.step[0] - 0.5, -0.5)
     axes.imshow(colors(drawn).numpy(), extent=extent, interpolation="nearest", aspect="equal")
     axes.set_xlim(-0.5, keys - 0.5)
@@ -136,7 +136,7 @@ def plot(mask: MaskData, target: Any = None) -> Any:
 
 
 def title(mask: MaskData) -> str:
-    """The name of the mask_mod, the lengths, and how much is not looked at."""
+    """The name of the mask_mod, the lengths, and the sparsity."""
     name = getattr(mask.mask_mod, "__name__", type(mask.mask_mod).__name__)
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     return (
@@ -145,7 +145,7 @@ def title(mask: MaskData) -> str:
 
 
 def colors(cells: Cells) -> Tensor:
-    """uint8 [rows, columns, 3]: the colors of a cell's elements, mixed."""
+    """uint8 [rows, columns, 3]: the mean color of each cell's elements."""
     masked = cells.partial - cells.kept
     parts = (cells.full, cells.kept, masked, cells.area - cells.full - cells.partial)
     mixed = torch.zeros(*cells.area.shape, 3, **ON_CPU)
@@ -155,7 +155,7 @@ def colors(cells: Cells) -> Tensor:
 
 
 def _titled(grids: Sequence[str], batch_shape: Sequence[int], limit: int) -> str:
-    """Grids under the names of their (batch, head), and a word on how to see the others."""
+    """Grids under the names of their (batch, head), and a hint how to see the others."""
     names = itertools.product(*map(range, batch_shape))
     parts = [f"{name}\n{grid}" for name, grid in zip(names, grids, strict=False)]
     if len(parts) < torch.Size(batch_shape).numel():
@@ -164,7 +164,7 @@ def _titled(grids: Sequence[str], batch_shape: Sequence[int], limit: int) -> str
 
 
 def _by_density(cells: Cells, color: bool) -> str:
-    """Cells as shades, or as colors of a terminal that has 24 bits of them."""
+    """Cells as shades, or as 24-bit colors of a terminal."""
     if not color:
         return "".join("".join(_shade(x) * 2 for x in row) + "\n" for row in cells.density().tolist())
     lines = []
@@ -193,7 +193,7 @@ def _grid(table: Tensor, steps: tuple[int, int]) -> str:
     rows, columns = table.shape
     padding = (0, -columns % steps[1], 0, -rows % steps[0])
     present = F.max_pool2d(F.pad(table.float(), padding)[None], steps)[0]
-    # the padding counts as present here: a cell at the edge is solid when all the tiles that exist are
+    # padding counts as listed, so that a cell at the edge is solid if all its real tiles are listed
     missing = F.max_pool2d(F.pad(1.0 - table.float(), padding)[None], steps)[0]
     cells = (present - missing).tolist()
     symbols = {1.0: SOLID, 0.0: SHADED, -1.0: BLANK}
@@ -207,8 +207,8 @@ def _drawn(mask: MaskData, kind: str) -> Cells:
 
 
 def _rectangles(drawn: Cells, lengths: tuple[int, int]) -> list[str]:
-    """Stretches of a row that have one color, as one rectangle each, a path for each color; in positions. The
-    ground is white.
+    """Rectangles for stretches of one color in a row, in positions; one path for each color. The background
+    is white.
     """
     paths: dict[Color, list[str]] = {}
     for row, line in enumerate(colors(drawn).tolist()):
@@ -232,7 +232,7 @@ def _lines(mask: MaskData, scale: float) -> list[str]:
 
 
 def _labels(mask: MaskData, height: float, width: float) -> list[str]:
-    """The ends of both axes, their names, and what the colors mean."""
+    """The ends of both axes, their names, and a legend of the colors."""
     queries, keys = mask.seq_lengths
     middle = TOP + height / 2
     parts = [

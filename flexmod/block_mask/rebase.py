@@ -1,9 +1,11 @@
-"""A sliced block mask keeps its mask_mod: what it passes to the mod are the positions of the whole mask.
+"""Lets a sliced block mask keep its mask_mod: the slice passes the whole mask's positions to the mod.
 
-mask[1:3]             b -> b + 1
-mask[:, [4, 0, 2]]    h -> entries[h], a captured table
-mask[:, :, 5:]        q_idx -> q_idx + 5 * BLOCK_SIZE[0], an offset (`ir/offsets.py`)
-mask[:, :, [4, 0]]    q_idx -> entries[q_idx // BLOCK_SIZE[0]] * BLOCK_SIZE[0] + q_idx % BLOCK_SIZE[0]
+        mask[1:3]             b -> b + 1
+        mask[:, [4, 0, 2]]    h -> entries[h], a captured table
+        mask[:, :, 5:]        q_idx -> q_idx + 5 * BLOCK_SIZE[0], an offset (`ir/offsets.py`)
+        mask[:, :, [4, 0]]    q_idx -> entries[q_idx // BLOCK_SIZE[0]] * BLOCK_SIZE[0] + q_idx % BLOCK_SIZE[0]
+
+Each index has a map of its own: a range, a table, or blocks of positions.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """`entries` int32 [n]."""
+    """Maps an index to `entries[index]`, int32 [n]."""
 
     entries: Tensor
 
@@ -49,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """Blocks of `size` positions move as a whole."""
+    """Maps blocks of `size` positions as a whole."""
 
     blocks: IndexMap
     size: int
@@ -63,7 +65,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class Composed:
-    """What `first` makes of what `second` makes of an index."""
+    """Applies `second` to an index, then `first` to the result."""
 
     first: IndexMap
     second: IndexMap
@@ -77,7 +79,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Same:
-    """Every position stays, and there are as many."""
+    """The identity, on the same number of positions."""
 
     def __call__(self, index: Any) -> Any:
         return index
@@ -90,10 +92,10 @@ KEPT = Same()
 
 
 def positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMap:
-    """The map from 0, 1, ... to the numbers chosen of `size`; KEPT where all are.
+    """The map from 0, 1, ... to the numbers chosen from `size`; KEPT if all are chosen.
 
-    The first of them are the same numbers, but fewer: a mod that was made for all of them (`ir/sizes.py`)
-    must not see KEPT, the position as it is.
+    The first few numbers are not KEPT, although they map to themselves: a mod that expects all of them
+    (`ir/sizes.py`) must not see an unchanged position.
     """
     if isinstance(chosen, range):
         whole = chosen == range(size)
@@ -102,7 +104,7 @@ def positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMa
 
 
 def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMap:
-    """The same for positions whose blocks of `size` are chosen."""
+    """Like `positions`, for positions in chosen blocks of `size`."""
     blocks = positions(chosen, len(chosen), device)
     if blocks == KEPT:
         return KEPT
@@ -112,7 +114,7 @@ def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> I
 
 
 def as_range(chosen: Sequence[int]) -> Sequence[int]:
-    """A range where the numbers ascend by one step, which needs no table; else the numbers."""
+    """A range if the numbers ascend evenly, which needs no table; else the numbers."""
     step = chosen[1] - chosen[0] if len(chosen) > 1 else 1
     if step > 0:
         steady = range(chosen[0], chosen[-1] + 1, step)
@@ -123,9 +125,9 @@ def as_range(chosen: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True, eq=False)
 class Rebased(Derived):
-    """`mask_mod` seen from a slice of batch entries and heads.
+    """The mask_mod of a slice of batch entries and heads.
 
-    `q` comes from pickles alone, of slices from before rows had offsets: other mods see indices beside it.
+    `q` occurs only in old pickles, from before slices of rows had offsets: there, other mods see indices.
     """
 
     mask_mod: MaskMod

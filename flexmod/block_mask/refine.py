@@ -1,12 +1,12 @@
-"""What each tile of a mask is, in torch, from coarse to fine: the builder's path for the CPU.
+"""Finds the kind of each tile of a mask in torch, from coarse to fine: the builder's path for the CPU.
 
-    squares     of SIDE x SIDE tiles, by the bounds of the mask
-    tiles       of the squares that stay open, by their bounds
-    samples     a few elements of the tiles that stay open: one kept and one not make a partial tile
-    pieces      tiles that stay open, cut where what the mask reads jumps, by the bounds of the pieces
-    elements    what is open still: some more elements of a tile, then all of them
+        squares     decides squares of SIDE x SIDE tiles by the bounds of the mask
+        tiles       decides the tiles of open squares by their bounds
+        samples     evaluates a few elements of each open tile: with kept and masked ones it is partial
+        pieces      cuts each open tile where the mask's inputs jump, and decides by the pieces' bounds
+        elements    evaluates some more elements of each open tile, then all of them
 
-So the work grows with the boundary of the mask. No step holds more than AT_ONCE numbers of a kind.
+So the work grows with the boundary of the mask. No step stores more than AT_ONCE numbers of a kind.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from flexmod.ir.intervals import analyze
 from flexmod.ir.trace import Traced
 
 OPEN = 3
-# Tiles in a square, on a side; elements of a tile that are tried, on a side: first, and before all of them.
+# Side of a square, in tiles; sides of a tile's samples, in elements: first, and before all elements.
 SIDE = 32
 SAMPLES = 4, 16
 AT_ONCE = 1 << 20
-# Pairs of pieces that a tile may have: many more, and its elements are as cheap.
+# Most pairs of pieces in a tile: with many more, its elements are as cheap.
 PIECES = 64
 
 
 def classify(traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device) -> Tensor:
-    """What each tile is, EMPTY, PARTIAL or FULL: int8 [B or 1, H or 1, Qb, KVb].
+    """The kind of each tile, EMPTY, PARTIAL or FULL: int8 [B or 1, H or 1, Qb, KVb].
 
-    `sizes` is (B, H, Q_LEN, KV_LEN), and `traced` fitted to them. The 1 stands where the graph reads no b, or
-    no h.
+    `sizes` is (B, H, Q_LEN, KV_LEN), and `traced` is fitted to them. A dimension is 1 if the graph does not
+    read b, or h.
     """
     refined = Refined(traced, (sizes[0], sizes[1], sizes[2], sizes[3]), block, device)
     refined.run()
@@ -44,9 +44,9 @@ def classify(traced: Traced, sizes: Sequence[int], block: tuple[int, int], devic
 
 
 def finish(traced: Traced, sizes: Sequence[int], block: tuple[int, int], table: Tensor) -> Tensor:
-    """A table int8 [B or 1, H or 1, Qb, KVb] whose OPEN tiles are decided. Arguments as for `classify`.
+    """Decides the OPEN tiles of a table, int8 [B or 1, H or 1, Qb, KVb]. Arguments as for `classify`.
 
-    Where most are open it is made afresh, from coarse to fine.
+    If most tiles are open, it decides all tiles again, from coarse to fine.
     """
     is_open = table == OPEN
     if 2 * int(is_open.sum()) > table.numel():
@@ -60,9 +60,9 @@ def finish(traced: Traced, sizes: Sequence[int], block: tuple[int, int], table: 
 
 
 class Refined:
-    """`table` int8 [B or 1, H or 1, Qb, KVb]: what each tile is, as far as the steps that were done know.
+    """The state between steps: `table` int8 [B or 1, H or 1, Qb, KVb] is the kind of each tile so far.
 
-    `open` int64 [n, 4]: b, h, row and column of the tiles that they have left OPEN.
+    `open` int64 [n, 4] has b, h, row and column of the OPEN tiles.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Refined:
         self.by_closer_looks()
 
     def run_on_open(self) -> None:
-        """The steps for tiles, on those that are open."""
+        """Runs the steps for tiles on the open tiles."""
         portions = self.open.split(AT_ONCE)
         left = [self._settle(at, self._decided(self.rows, self.columns, at)) for at in portions]
         self.open = torch.cat(left)
@@ -98,7 +98,7 @@ class Refined:
         self.by_elements()
 
     def by_bounds(self) -> None:
-        """Squares of tiles, then the tiles of those that stay open."""
+        """Decides squares of tiles, then the tiles of open squares."""
         down, across = self.rows.coarser(SIDE), self.columns.coarser(SIDE)
         shape = (*self.shape[:2], len(down), len(across))
         places = torch.cartesian_prod(*(torch.arange(n, device=self.axes.device) for n in shape))
@@ -114,7 +114,7 @@ class Refined:
         self.open = torch.cat([self.open, *left])
 
     def by_samples(self, side: int) -> None:
-        """`side` x `side` elements of each tile. They can but tell that it is partial."""
+        """Evaluates `side` x `side` elements of each open tile. They can only prove that it is partial."""
         left = [self.open[:0]]
         for at in self.open.split(max(1, AT_ONCE // side**2)):
             kept = self._kept(at, side, side)
@@ -123,7 +123,7 @@ class Refined:
         self.open = torch.cat(left)
 
     def by_pieces(self) -> None:
-        """Each pair of pieces of a tile."""
+        """Decides open tiles by each pair of their pieces."""
         if not len(self.open) or not self.axes.analysis.terms:
             return
         rows, first_row = self.axes.pieces("row", self.block[0])
@@ -158,7 +158,7 @@ class Refined:
         self.open = torch.cat(left)
 
     def by_elements(self) -> None:
-        """Each element of a tile."""
+        """Decides open tiles by each of their elements."""
         rows, columns = self.block
         height, width = max(1, min(rows, AT_ONCE // columns)), min(columns, AT_ONCE)
         for at in self.open.split(max(1, AT_ONCE // (rows * columns))):
@@ -179,13 +179,13 @@ class Refined:
         return torch.where(certain, FULL, torch.where(possible, OPEN, EMPTY)).expand(len(at))
 
     def _settle(self, at: Tensor, kinds: Tensor) -> Tensor:
-        """Writes what is known of the tiles `at`, and returns those that are open."""
+        """Writes the kinds of the tiles `at`, and returns the open tiles among them."""
         b, h, row, column = at.unbind(1)
         self.table[b, h, row, column] = kinds.to(torch.int8)
         return at[kinds == OPEN]
 
     def _kept(self, at: Tensor, height: int, width: int, start: tuple[int, int] | None = None) -> Tensor:
-        """bool [n, height * width]: elements of the tiles `at`, from `start` on, or from all over them."""
+        """bool [n, height * width]: elements of the tiles `at`, from `start` on, or spread over each tile."""
         b, h, row, column = (index[:, None, None] for index in at.unbind(1))
         q_idx = self._positions(self.rows, row, height, start and start[0])
         kv_idx = self._positions(self.columns, column, width, start and start[1]).mT
@@ -195,7 +195,7 @@ class Refined:
         return kept.expand(len(at), height, width).flatten(1)
 
     def _positions(self, spans: Spans, tile: Tensor, count: int, start: int | None) -> Tensor:
-        """int32 [n, count, 1]. Past the end of a tile its last position comes again."""
+        """Positions in tiles, int32 [n, count, 1]. Past a tile's end, its last position repeats."""
         low, high = spans.low[tile], spans.high[tile]
         steps = torch.arange(count, dtype=torch.int32, device=low.device)[:, None]
         if start is None:
@@ -204,6 +204,6 @@ class Refined:
 
 
 def _spread(squares: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """int8 of `shape`: each tile what its square [B, H, squares down, across] is."""
+    """int8 of `shape`: gives each tile the kind of its square [B, H, squares down, across]."""
     rows = squares.to(torch.int8).repeat_interleave(SIDE, 2)[:, :, : shape[2]]
     return rows.repeat_interleave(SIDE, 3)[..., : shape[3]].contiguous()

@@ -1,14 +1,14 @@
-"""Tiles as runs: in each row the stretches of tiles that follow each other, partial ones and full ones apart.
+"""Stores tiles as runs: each run is a range of consecutive tiles of one kind, partial or full, in a row.
 
-    rows     int32 [..., R, 2, 3]   for the partial tiles of a row, then for its full ones: how many tiles, in
-                                    how many runs, and the number of the first of these runs in `spans`
-    spans    int32 [N, 2]           the first tile of a run, and the one after its last
-    order    int32 [..., R]         the rows, those with most tiles first; None where it was not made
+        rows     int32 [..., R, 2, 3]   for a row's partial tiles, then for its full tiles: the number of
+                                        tiles, the number of runs, and the place of the first run in `spans`
+        spans    int32 [N, 2]           the first tile of a run, and the tile after its last
+        order    int32 [..., R]         the rows, longest first; None if not computed
 
-The runs of a kind in a row follow each other, ascending. Where in `spans` they begin is of no account, and
-there may be places that nothing uses.
+The runs of one kind in a row are consecutive in `spans`, in ascending order. Rows may be stored in any order,
+with gaps.
 
-What a mask costs grows with its boundary: a causal one has two runs a row, whatever its length.
+A mask's memory grows with its boundary: a causal mask has two runs a row at every length.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Runs:
         _, number, first = self.rows.reshape(-1, 2, 3).movedim(1, 0).flatten(0, 1).unbind(-1)
         rows = len(first) // 2
         here = torch.arange(len(self.spans), dtype=torch.int32, device=self.spans.device)
-        # of several with the same first run, one has runs: it comes last
+        # of several rows with the same first run, only one has runs: sort it last
         order = (first.long() * 2 + (number > 0)).argsort()
         owner = torch.searchsorted(first[order], here, right=True).sub_(1).clamp_(min=0)
         owner = order[owner]
@@ -63,13 +63,13 @@ class Runs:
 
 
 def of_table(table: Tensor) -> Runs:
-    """The runs of a table int8 [..., R, C].
+    """Finds the runs of a table int8 [..., R, C].
 
     Two synchronizations with its device for each four million tiles.
     """
     *lead, columns = table.shape
     flat = table.reshape(-1, columns)
-    # a row with nothing behind its end: no run goes on in the next one
+    # each row ends with an empty entry, so that no run continues in the next row
     width = (columns // 8 + 1) * 8
     found = []
     for group in row_groups(flat):
@@ -90,12 +90,12 @@ def of_table(table: Tensor) -> Runs:
 
 
 def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stretches of equal entries of int8 [8 n], where an entry is not EMPTY: start, stop and entry of each.
+    """Finds stretches of equal entries in int8 [8 n] that are not EMPTY: start, stop and entry of each.
 
     The last entry is EMPTY. All int64 [stretches].
     """
     before = torch.cat([kinds.new_zeros(1), kinds[:-1]])
-    # entries are bytes; eight at a time are looked at for a change
+    # entries are bytes; comparing eight at a time finds changes faster
     words = (before.view(torch.int64) != kinds.view(torch.int64)).nonzero()
     changed = (before.view(-1, 8)[words[:, 0]] != kinds.view(-1, 8)[words[:, 0]]).nonzero()
     at = words[changed[:, 0], 0] * 8 + changed[:, 1]

@@ -1,4 +1,4 @@
-"""What mask[b, h, q] asks for: the numbers chosen on each axis."""
+"""Reads the index of mask[b, h, q]: which numbers it selects on each axis."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Chosen = Sequence[int]
 
 
 def of(index: Any, shape: tuple[int, ...]) -> tuple[Chosen, Chosen, Chosen]:
-    """The chosen numbers of b, h and q for an index into a mask of [B, H, Qb].
+    """The selected numbers of b, h and q for an index into a mask of [B, H, Qb].
 
-    A range where they ascend evenly, else a list. Raises BlockMaskIndexError.
+    A range if they ascend evenly, else a list. Raises BlockMaskIndexError.
     """
     ask = _Ask(index, shape)
     entries = index if isinstance(index, tuple) else (index,)
@@ -41,9 +41,9 @@ def of(index: Any, shape: tuple[int, ...]) -> tuple[Chosen, Chosen, Chosen]:
 
 
 def length_of(rows: Chosen, count: int, length: int, block: int) -> int:
-    """How many queries the chosen rows of tiles hold, where the last of `count` rows may be a short one.
+    """The number of queries in the selected rows of tiles. The last of `count` rows may be short.
 
-    A short row keeps its place at the end: positions after it could not be told from its padding.
+    A short row must stay last: the padding of a row in the middle would look like positions.
     """
     short = length - (count - 1) * block
     if short < block and count - 1 in rows[:-1]:
@@ -56,7 +56,7 @@ def length_of(rows: Chosen, count: int, length: int, block: int) -> int:
 
 
 def take(part: Tensor, chosen: tuple[Chosen, ...]) -> Tensor:
-    """The chosen entries of the first three dimensions; a view where they ascend evenly."""
+    """Selects entries of the first three dimensions; a view if they ascend evenly."""
     for axis, numbers in enumerate(chosen):
         if isinstance(numbers, range):
             part = part[(slice(None),) * axis + (slice(numbers.start, numbers.stop, numbers.step),)]
@@ -66,7 +66,7 @@ def take(part: Tensor, chosen: tuple[Chosen, ...]) -> Tensor:
 
 
 class _Ask:
-    """One index into one mask, for the words of a refusal."""
+    """One index into one mask, for error messages."""
 
     def __init__(self, index: Any, shape: tuple[int, ...]) -> None:
         self.index = index
@@ -121,7 +121,7 @@ class _Ask:
 
 
 def _is_number(entry: Any) -> bool:
-    """An int, or what counts as one: a numpy integer, a 0-d integer tensor."""
+    """Is it an int, a numpy integer or a 0-d integer tensor?"""
     if isinstance(entry, Tensor):
         return entry.dim() == 0 and not entry.is_floating_point() and entry.dtype != torch.bool
     return hasattr(entry, "__index__") and not isinstance(entry, bool) and not getattr(entry, "shape", ())

@@ -1,11 +1,11 @@
-"""Tiles decided by the bounds of their mask, in torch.
+"""Decides tiles by the bounds of their mask, in torch.
 
     axes = Axes(analysis, tensors, (B, H, Q_LEN, KV_LEN), device)
     rows, columns = axes.tiles("row", 128), axes.tiles("column", 128)
     certain, possible = axes.decide(rows.at(b, h, i), columns.at(b, h, j), b, h)     # a list of tiles
 
-A span is a run of positions: all that is known of a row or a column of tiles. Spans of any lengths will do,
-tiles, squares of many tiles, or the pieces of a tile between the places where a term jumps.
+A span is a range of positions in a row or a column of tiles. It may have any length: a tile, a square of many
+tiles, or a piece of a tile between two jumps of a term.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs of positions of one axis, `low` to `high`, int32 [n], both ends in the run.
+    """Ranges of positions of one axis, `low` to `high`, int32 [n], both ends included.
 
-    `bounds`: what the axis's terms lie between in each run, [B or 1, H or 1, n].
+    `bounds`: the bounds of the axis's terms in each range, [B or 1, H or 1, n].
     """
 
     low: Tensor
@@ -40,12 +40,12 @@ class Spans:
         return len(self.low)
 
     def at(self, b: Tensor, h: Tensor, index: Tensor) -> Spans:
-        """The spans of these batches, heads and numbers, which broadcast, as parts of their shape."""
+        """The spans at these batches, heads and numbers, which broadcast; the result has their shape."""
         bounds = {name: _picked(bound, b, h, index) for name, bound in self.bounds.items()}
         return Spans(self.low[index], self.high[index], bounds)
 
     def coarser(self, factor: int) -> Spans:
-        """`factor` spans as one."""
+        """Merges each `factor` consecutive spans."""
         bounds = {name: _pooled(bound, factor, name) for name, bound in self.bounds.items()}
         last = torch.arange(factor - 1, len(self) + factor - 1, factor, device=self.low.device)
         return Spans(self.low[::factor], self.high[last.clamp_(max=len(self) - 1)], bounds)
@@ -54,9 +54,9 @@ class Spans:
 class Axes:
     """The terms of an analysis, evaluated at every position of their axis.
 
-    `values` has what a term is, [B or 1, H or 1, length], by the name of its lower bound. Of a diagonal term
-    it has counts, int32 [.., Q_LEN + KV_LEN]: entry i is the number of True among the first i differences,
-    which begin at 1 - KV_LEN.
+    `values` has each term's values, [B or 1, H or 1, length], by the name of its lower bound. For a diagonal
+    term it has counts, int32 [.., Q_LEN + KV_LEN]: entry i is the number of True values among the first i
+    differences, which begin at 1 - KV_LEN.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Axes:
         return Spans(low, (low + block - 1).clamp_(max=length - 1), bounds)
 
     def pieces(self, axis: str, block: int) -> tuple[Spans, Tensor]:
-        """The tiles cut wherever a term jumps, and for each tile the number of its first piece: int64
+        """Cuts tiles at each jump of a term. Also returns the number of each tile's first piece, int64
         [tiles + 1].
 
-        Between two cuts rules lose little that terms have in common. One synchronization.
+        Between two cuts the rules' bounds are tight. One synchronization.
         """
         length = self.sizes[2 if axis == "row" else 3]
         cut = torch.zeros(length, dtype=torch.bool, device=self.device)
@@ -118,9 +118,9 @@ class Axes:
         return Spans(low, high, bounds), starts
 
     def decide(self, rows: Spans, columns: Spans, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """(certain, possible), bool, of the tiles that rows and columns make.
+        """(certain, possible), bool, for the tiles at these rows and columns.
 
-        `rows` and `columns` come from `Spans.at`; all shapes broadcast, those of b and h (integers) too.
+        `rows` and `columns` come from `Spans.at`. All shapes broadcast, also with b and h (integers).
         """
         others = {"q_low": rows.low, "q_high": rows.high, "kv_low": columns.low, "kv_high": columns.high}
         for term in self.analysis.of_axis("diagonal"):
@@ -137,20 +137,20 @@ class Axes:
 
 
 def _picked(bound: Tensor, b: Tensor, h: Tensor, index: Tensor) -> Tensor:
-    """bound[b, h, index], where a dimension of 1 serves every b, or h."""
+    """bound[b, h, index]; a dimension of 1 serves every b, or h."""
     batch, heads = bound.shape[:2]
     return bound[b if batch > 1 else 0, h if heads > 1 else 0, index]
 
 
 def _pooled(bound: Tensor, factor: int, name: str) -> Tensor:
-    """The lowest, or highest, of each `factor` entries of the last dimension."""
+    """The lowest or highest of each `factor` entries in the last dimension."""
     missing = bound[..., -1:].expand(*bound.shape[:-1], -bound.shape[-1] % factor)
     runs = torch.cat([bound, missing], dim=-1).unflatten(-1, (-1, factor))
     return runs.amin(-1) if name.endswith("_low") else runs.amax(-1)
 
 
 def _reduced(value: Tensor, number: Tensor, count: int, name: str) -> Tensor:
-    """The same over the entries of each run: `number` [1, 1, length] is the run of an entry."""
+    """The lowest or highest entry of each range: `number` [1, 1, length] is an entry's range."""
     as_numbers = value.to(torch.uint8) if value.dtype == torch.bool else value
     found = as_numbers.new_zeros(*value.shape[:2], count)
     reduce = "amin" if name.endswith("_low") else "amax"
@@ -159,8 +159,8 @@ def _reduced(value: Tensor, number: Tensor, count: int, name: str) -> Tensor:
 
 
 def _jumps(value: Tensor) -> Tensor:
-    """bool [length]: where a value [B, H, length] takes a step of more than 1, which leaves a gap, or one
-    unlike the step before and the next."""
+    """bool [length]: where a value [B, H, length] jumps. A jump is a step of more than 1, which leaves a gap,
+    or a step that differs from the steps before and after it."""
     step = value[..., 1:].to(torch.float64) - value[..., :-1].to(torch.float64)
     changes = F.pad(step[..., 1:] != step[..., :-1], (1, 1), value=True)
     jumps = (step.abs() > 1) | ((step != 0) & changes[..., 1:] & changes[..., :-1])

@@ -1,8 +1,8 @@
-"""What a block mask holds of its tiles: runs, or the lists that a user gave.
+"""Stores the tiles of a block mask: as runs, or as the user's own lists.
 
-The builder makes runs. torch's eight lists, quadratic in the number of tiles, are made of them one by one
-when they are asked for. Lists of a user stay lists, in their order. A `TileStorage` never changes: a mask
-whose lists are assigned gets another one, and earlier calls keep theirs.
+The builder makes runs. torch's eight lists are quadratic in the number of tiles; each is computed from the
+runs at its first use. A user's lists stay lists, in their order. A `TileStorage` never changes: assigning
+lists gives the mask another one, and earlier calls keep theirs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Form = Literal["runs", "lists"]
 
 
 class TileStorage:
-    """The tiles of a mask, in the form that calls launch from.
+    """The tiles of a mask, in the form that launches read.
 
-    `batch` are the mask's batch dimensions; runs that are the same for each of one have a 1 there. `grid` is
-    (Qb, KVb). `by_axis` maps "kv" to the runs by row, "q" to those by column, or to None. `separate` False:
-    there are no full tiles, and their lists are None.
+    `batch` are the mask's batch dimensions; runs that do not depend on one have a 1 there. `grid` is
+    (Qb, KVb). The keys of `by_axis` are "kv", for the runs by row, and "q", for the runs by column or None.
+    `separate` False: there are no full tiles, and their lists are None.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TileStorage:
         self.grid = grid
         self._separate = separate
         self._runs = by_axis
-        self._lists = lists  # of runs: those that were asked for
+        self._lists = lists  # with runs, only the lists that were used so far
         if by_axis is None:
             self._tensors = tuple(part for name in LISTS if (part := lists[name]) is not None)
         else:
@@ -55,7 +55,7 @@ class TileStorage:
 
     @classmethod
     def of_lists(cls, lists: Parts) -> TileStorage:
-        """Checked lists, see `parts.checked_lists`."""
+        """Stores validated lists, see `parts.checked_lists`."""
         indices = lists["kv_indices"]
         return cls(tuple(indices.shape[:-2]), tuple(indices.shape[-2:]), None, lists)
 
@@ -63,14 +63,14 @@ class TileStorage:
     def of_table(
         cls, table: Tensor, batch: tuple[int, ...], separate: bool = True, by_column: bool = True
     ) -> TileStorage:
-        """The runs of `table`, int8 [..., Qb, KVb], whose batch dimensions are those of `batch` or 1."""
+        """Stores the runs of `table`, int8 [..., Qb, KVb]. Its batch dimensions are `batch`, or 1 each."""
         by_axis: dict[Axis, Runs | None] = {
             "kv": runs_of_table(table), "q": runs_of_table(table.mT) if by_column else None
         }  # fmt: skip
         return cls(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have dicts of their own; lists that were made of runs are made again."""
+        """Copies and pickles have dicts of their own, and compute lists from runs again."""
         if self.form == "lists":
             return TileStorage.of_lists, (dict(self._lists),)
         return TileStorage, (self.batch, self.grid, dict(self._runs or {}), {}, self._separate)
@@ -122,12 +122,12 @@ class TileStorage:
 
     @property
     def form(self) -> Form:
-        """What to launch from."""
+        """The form that launches read: runs or lists."""
         return "lists" if self._runs is None else "runs"
 
     @property
     def outdated(self) -> bool:
-        """Was a list that was made of the runs written to? Then the mask is what its lists say."""
+        """Did a user write to a list that came from the runs? Then the lists define the mask."""
         made = self._versions
         return bool(made) and any(version(self._lists[name]) != then for name, then in list(made.items()))
 
@@ -138,7 +138,7 @@ class TileStorage:
 
     @property
     def separate(self) -> bool:
-        """Are full tiles told from partial ones?"""
+        """Are full tiles listed apart from partial tiles?"""
         return self._lists["full_kv_indices"] is not None if self._runs is None else self._separate
 
     @property
@@ -151,24 +151,24 @@ class TileStorage:
         return None if self._runs is None else self._runs[axis]
 
     def by_row(self) -> list[Tensor]:
-        """The tensors that say what tiles a row has."""
+        """The tensors with the tiles of each row."""
         runs = self.runs("kv") if self.form == "runs" else None
         if runs is not None:
             return [runs.rows, runs.spans]
         return [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that is launched from, of whichever form."""
+        """All tensors that launches read, in either form."""
         return self._tensors
 
     def names(self) -> tuple[str, ...]:
-        """What a user calls each of `tensors`."""
+        """The user's name of each of `tensors`."""
         if self._runs is not None:
             return ("the tiles of block_mask",) * len(self._tensors)
         return tuple(f"block_mask.{name}" for name in LISTS if self._lists[name] is not None)
 
     def parts(self) -> tuple[str, ...]:
-        """What each of `tensors` is, as an identifier."""
+        """An identifier for each of `tensors`."""
         if self._runs is None:
             return tuple(name for name in LISTS if self._lists[name] is not None)
         kinds = ("rows", "runs", "order")
@@ -182,23 +182,23 @@ class TileStorage:
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:
-            made = self._lists.setdefault(name, self._made(name))  # another thread's, if that was first
+            made = self._lists.setdefault(name, self._made(name))  # another thread may have been first
             if made is not None:
                 self._versions.setdefault(name, version(made))
         found: Tensor | None = self._lists[name]
         return found
 
     def written(self) -> tuple[object, ...]:
-        """Another value whenever a list that is launched from is written to.
+        """A value that changes with each write to a list that launches read.
 
-        A tensor of inference mode does not know what is written to it.
+        torch does not count writes to tensors of inference mode.
         """
         return () if self._runs is not None else tuple([state(part) for part in self._tensors])
 
     def assigned(self, name: str, part: Tensor | None) -> TileStorage:
-        """The same tiles as lists, but for this one; integers of another size become int32.
+        """The same tiles as lists, with this list replaced; integers of another size become int32.
 
-        Raises as `plain_list`. Whether it fits the others is checked when the mask is used.
+        Raises as `plain_list`. The next use of the mask checks whether the list fits the others.
         """
         optional = name not in LISTS[:2]
         if not (isinstance(part, Tensor) or part is None and optional):
@@ -215,7 +215,7 @@ class TileStorage:
         return TileStorage.of_lists({name: self.list(name) for name in LISTS})
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TileStorage:
-        """The same form, with others in place of `tensors()`."""
+        """The same form, with these tensors."""
         rest = iter(tensors)
         if self._runs is None:
             return TileStorage.of_lists(
@@ -230,7 +230,7 @@ class TileStorage:
     def table(self, columns: int) -> Tensor:
         """int8 [..., Qb, columns]: EMPTY, PARTIAL or FULL for each tile, by row.
 
-        A batch dimension is 1 where the mask is the same along it.
+        A batch dimension is 1 if the mask is the same along it.
         """
         if self.form == "runs":
             return self._by_axis("kv").table(columns)
@@ -242,7 +242,7 @@ class TileStorage:
         return table.masked_fill_(tiles.dense((parts[2], parts[3]), columns), FULL) if parts[2:] else table
 
     def listed(self) -> int:
-        """How many tiles there are, in all batches and heads. One synchronization."""
+        """The number of listed tiles in all batches and heads. One synchronization."""
         if self.form == "runs":
             counts = self._by_axis("kv").counts()
             return int(counts.expand(2, *self.batch, -1).sum())
@@ -261,7 +261,7 @@ class TileStorage:
         return runs
 
     def _made(self, name: str) -> Tensor | None:
-        """One list, of the runs."""
+        """Computes one list from the runs."""
         axis: Axis = "q" if "q_" in name else "kv"
         runs, full = self.runs(axis), name.startswith("full_")
         if runs is None or full and not self.separate:
@@ -289,14 +289,14 @@ class ListPart:
 
 
 def state(tensor: Tensor) -> tuple[object, ...]:
-    """Another value after a write to the tensor, or after its memory was replaced.
+    """A value that changes with each write to the tensor, and with its memory.
 
-    A write in inference mode to a tensor made there leaves it as it is, and so does one through `.data`.
+    It does not change with writes to tensors of inference mode, or through `.data`.
     """
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def version(part: Tensor) -> float:
-    """How often a tensor was written to. One of inference mode does not know, which is unequal to itself."""
+    """torch's count of writes to a tensor; nan, which never equals itself, for a tensor of inference mode."""
     known = version_of(part)
     return math.nan if known == UNCOUNTED else known

@@ -1,11 +1,11 @@
-"""Tiles as a table, tiles as lists, and the way between them.
+"""Converts between tiles as a table and tiles as lists.
 
-    table   int8 [..., Qb, KVb]      EMPTY, PARTIAL or FULL, one entry a tile
-    lists   counts int32 [..., R], indices int32 [..., R, C]
-            row r holds the tiles indices[r, :counts[r]], ascending; the rest of the row are the other ones
+        table   int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile
+        lists   counts int32 [..., R], indices int32 [..., R, C]: row r has the tiles
+                indices[r, :counts[r]], ascending, and then the remaining ones
 
-Nothing here holds more than a bounded number of 64-bit positions at a time, so that the lists of a very long
-mask cost what they occupy and little more.
+All functions use a bounded number of 64-bit positions at a time, so converting a very long mask takes little
+memory beyond the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tile_count(length: int, block: int) -> int:
 
 
 def ordered(active: Tensor) -> Lists:
-    """Counts int32 [..., R] and indices int32 [..., R, C] of a bool table [..., R, C]."""
+    """Converts a bool table [..., R, C] to counts int32 [..., R] and indices int32 [..., R, C]."""
     *lead, columns = active.shape
     flat = active.reshape(-1, columns)
     counts = flat.sum(-1, dtype=torch.int32)
@@ -52,11 +52,11 @@ def ordered(active: Tensor) -> Lists:
 
 
 def dense(lists: Lists, columns: int) -> Tensor:
-    """The bool table [..., R, columns] of counts [..., R] and indices [..., R, width]."""
+    """Converts counts [..., R] and indices [..., R, width] to a bool table [..., R, columns]."""
     counts, indices = lists
     *lead, width = indices.shape
     flat_counts, flat = counts.reshape(-1, 1), indices.reshape(-1, width)
-    # one column more takes the entries that lie behind a row's count
+    # one more column takes the entries after a row's count
     table = torch.zeros(flat.shape[0], columns + 1, dtype=torch.bool, device=indices.device)
     place = torch.arange(width, dtype=torch.int32, device=indices.device)
     for rows in row_groups(flat):
@@ -79,9 +79,9 @@ def row_groups(flat: Tensor) -> Iterator[slice]:
 
 
 def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> Tensor:
-    """Marks FULL tiles that reach over the end of a length PARTIAL, in place.
+    """Marks FULL tiles that reach past the end of a length as PARTIAL, in place.
 
-    A full tile promises a kernel that every element of it counts, padding included.
+    Kernels compute every element of a full tile, padding included.
     """
     if seq_lengths[0] % block_size[0]:
         table[..., -1, :].clamp_(max=PARTIAL)
@@ -91,5 +91,5 @@ def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size
 
 
 def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:
-    """The parts that are there, changed; None stays None."""
+    """Applies `change` to each part that is not None."""
     return {name: None if part is None else change(part) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""The kernels that build the block masks of one mask_mod, as the compiler hands them to their launcher."""
+"""The kernels that build the block masks of one mask_mod. The compiler passes them to their launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Numbers = Sequence[bool | int | float]
 
 @dataclass(eq=False)
 class BuilderKernels:
-    """The texts, and the module that comes of them, built when it is first needed."""
+    """The texts, and the module that is built from them at its first use."""
 
     terms: tuple[BuilderTerm, ...]
     bounds: BoundsText
@@ -30,7 +30,7 @@ class BuilderKernels:
         return self.build()
 
     def texts(self, kernel: str) -> list[ModText]:
-        """The texts that a kernel calls, of these: the bounds, the mask, then the terms."""
+        """The texts that a kernel calls, in order: the bounds, the mask, then the terms."""
         first, stop = {"terms_kernel": (2, None), "squares_kernel": (0, 2), "elements_kernel": (1, 2)}[kernel]
         return self._texts[first:stop]
 
@@ -40,14 +40,14 @@ class BuilderKernels:
 
     @cached_property
     def number_parameters(self) -> tuple[tuple[int, Parameter], ...]:
-        """The parameters that stand for numbers, each with the place of its text."""
+        """The parameters for numbers, each with the place of its text."""
         return tuple(
             (place, p) for place, text in enumerate(self._texts) for p in text.parameters if p.is_number
         )
 
     @cached_property
     def numbers(self) -> tuple[RunNumber, ...]:
-        """What `number_parameters` are in a plan."""
+        """The steps of a plan that supply `number_parameters`."""
         return tuple(RunNumber(parameter.name) for _, parameter in self.number_parameters)
 
     def captured(self, kernel: str, tensors: Sequence[Place], watch: IndexWatch | None) -> dict[str, object]:
@@ -62,11 +62,11 @@ class BuilderKernels:
 
 @dataclass(frozen=True, eq=False)
 class Builder:
-    """The kernels for one graph, and the numbers that their parameters take: those of each text in turn."""
+    """The kernels for one graph, and their parameters' numbers, text by text."""
 
     kernels: BuilderKernels
     numbers: tuple[Numbers, ...]
 
     def run_numbers(self) -> list[bool | int | float]:
-        """What a run is given for `BuilderKernels.numbers`."""
+        """The values that a run passes for `BuilderKernels.numbers`."""
         return [parameter.number(self.numbers[place]) for place, parameter in self.kernels.number_parameters]

@@ -1,4 +1,4 @@
-"""The texts of the builder of block masks: bounds of a rectangle, and the terms that they are made of."""
+"""Writes the texts that build block masks: the bounds of a rectangle, and the terms that the bounds use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BuilderTerm:
 
     @property
     def stored(self) -> torch.dtype:
-        """Small integers and truth values grow: reductions are of 32 bits at least."""
+        """The dtype in memory. Small integers and truth values widen, since reductions need 32 bits."""
         return torch.int32 if not self.floating and self.dtype.itemsize < 4 else register_dtype(self.dtype)
 
     @property
@@ -40,12 +40,12 @@ class BuilderTerm:
 
     @property
     def suffix(self) -> str:
-        """Of the names of reductions."""
+        """The suffix of the reductions' names."""
         return "_float" if self.floating else ""
 
     @property
     def top(self) -> str:
-        """What no value is above."""
+        """An upper bound of all values."""
         return 'float("inf")' if self.floating else str(torch.iinfo(self.stored).max)
 
     @property
@@ -54,7 +54,7 @@ class BuilderTerm:
 
     @property
     def given(self) -> str:
-        """What brings a loaded bound to the dtype that the function of bounds takes."""
+        """The text that casts a loaded bound to the dtype that the bounds function takes."""
         if self.dtype == torch.bool:
             return " != 0"
         return "" if register_dtype(self.dtype) == self.stored else f".to({TRITON_DTYPES[self.dtype]})"
@@ -62,10 +62,10 @@ class BuilderTerm:
 
 @dataclass(frozen=True)
 class BoundsText:
-    """The function of bounds, and its calls for a square of tiles as a whole and for each of its tiles.
+    """The bounds function, and its two calls: for a whole square of tiles, and for each of its tiles.
 
-    There, q_low, q_high, kv_low, kv_high and the bounds of terms by row and by column are [SIDE]; those of a
-    diagonal term are those of the whole, and in the second call the names end in `s`.
+    In the second call, q_low, q_high, kv_low, kv_high and the bounds of row and column terms have shape
+    [SIDE], and their names end in `s`. A diagonal term has the bounds of the whole square in both.
     """
 
     text: ModText
@@ -73,12 +73,12 @@ class BoundsText:
     of_tiles: str
 
 
-# inputs that are positions, from 0 on; the first may stand for a difference of two
+# inputs that are positions from 0 on; the first may stand for a difference of two positions
 PLACES = ("q_idx", "b", "h", "kv_idx", "q_low", "q_high", "kv_low", "kv_high")
 
 
 class _Whole(TritonWriter):
-    """One device function of all a graph's inputs. In a kernel captures have the names of a mask's."""
+    """Writes one device function of all inputs of a graph. Its captures have a mask's names in a kernel."""
 
     def __init__(self, graph: Graph, main: str, checked: bool, signed: bool = False) -> None:
         inputs = sorted({str(n.value) for n in graph.nodes if n.op == "input"} - {"b", "h"})
@@ -96,24 +96,24 @@ class _Whole(TritonWriter):
         return [main.bind(fresh(name, self.taken), text) for name, text in zip(names, values, strict=True)]
 
     def live(self, index: Node, found: str) -> str:
-        """Nothing past an end is asked for here, but where q_idx is a difference."""
+        """All indices count here, except if q_idx is a difference, which may lie past an end."""
         return f"q_idx < tl.load({found})" if self.signed and "q_idx" in index.home else "True"
 
     def shaped(self, value: str, result: Node) -> str:
-        """A constant must be a tensor."""
+        """Turns a constant into a tensor."""
         constant = {"True": "b >= 0", "False": "b < 0"} if strong(result.dtype) == torch.bool else {}
         return constant.get(value, value)
 
 
 def write_term(term: BoundsTerm, checked: bool = False) -> BuilderTerm:
-    """The text of a term: the function `name`_at of its position."""
+    """Writes a term: the function `name`_at of its position."""
     name = term.low.removesuffix("_low")
     text = _Whole(term.graph, f"{name}_at", checked, term.axis == "diagonal").write()
     return BuilderTerm(name, term.axis, term.dtype, text)
 
 
 def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...], checked: bool = False) -> BoundsText:
-    """The text of a graph of bounds: the function tile_bounds, and its two calls."""
+    """Writes a graph of bounds: the function tile_bounds, and its two calls."""
     text = _Whole(graph, "tile_bounds", checked).write()
     by_name = {f"{term.name}_{end}": term for term in terms for end in ("low", "high")}
     square, tiles = [], []

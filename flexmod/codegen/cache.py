@@ -1,8 +1,8 @@
 """Source text -> a readable file in the user's cache folder -> an imported module.
 
-The file's name is the kernel's name and a hash of the text, so a file that exists is the one that is wanted,
-and two processes that write it at once write the same. Nothing is ever executed from the folder: the module
-runs the text that was asked for, which `inspect` and `triton.jit` get too; the file is there for people.
+The file's name is the kernel's name and a hash of the text. So an existing file has the right content, and
+two processes that write it at once write the same text. No code runs from the folder: the module, `inspect`
+and `triton.jit` use the text in memory, and the file is for people.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from flexmod import config
 from flexmod.lazy_imports import lazy_imports
 from flexmod.locks import Lock
 
-KEPT = 256  # modules that stay when nothing uses them any more
+KEPT = 256  # unused modules that stay in memory
 
 _lock = Lock(threading.RLock)
 _modules: OrderedDict[str, ModuleType] = OrderedDict()  # the one used last is the last
 _users: Counter[str] = Counter()  # of each path: modules that live
-# Paths of modules that are gone, for the next load: the collector runs in any thread, under any lock.
+# Paths of deleted modules, for the next load to handle: the collector runs in any thread, under any lock.
 _dead: deque[str] = deque()
 
 
 def load(text: str, name: str) -> ModuleType:
-    """The module with this source.
+    """Imports the module with this source.
 
     Args:
         text: complete Python source.
@@ -43,14 +43,14 @@ def load(text: str, name: str) -> ModuleType:
 
     Returns:
         the module; the same object for the same text and name among the last KEPT. `module.__file__` is the
-        path of the source, `<name>_<first 12 hex digits of the hash>.py`, which is written into the cache
-        folder of the first load and into that of this one.
+        path of the source, `<name>_<first 12 hex digits of the hash>.py`. The first load writes it into its
+        cache folder, and each later load into its own.
 
     Raises:
-        whatever the text raises when it runs.
+        every error that the text raises when it runs.
 
     Warns:
-        RuntimeWarning: once, where the cache folder cannot be written and a temporary one stands in. If that
+        RuntimeWarning: once, if the cache folder cannot be written and a temporary one replaces it. If that
             cannot be written either, there is no file.
     """
     stem = f"{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -59,7 +59,7 @@ def load(text: str, name: str) -> ModuleType:
         if module is None:
             path = _write(stem + ".py", text)
             module = _modules[stem] = _execute(text, path, _module_name(stem))
-            # what uses the module may ask for its lines as long as it lives
+            # users of the module may read its lines until it is deleted
             _users[str(path)] += 1
             weakref.finalize(module, _dead.append, str(path)).atexit = False
         elif Path(str(module.__file__)).parent != config.cache_dir():
@@ -73,7 +73,7 @@ def load(text: str, name: str) -> ModuleType:
 
 
 def _drop_oldest() -> None:
-    """Lets go of the module that was used longest ago: it lives on where it is in use."""
+    """Drops the least recently used module from the cache; its users keep it alive."""
     stem, _ = _modules.popitem(last=False)
     sys.modules.pop(_module_name(stem), None)
 
@@ -97,12 +97,12 @@ def _write(file_name: str, text: str) -> Path:
         _warn_once(folder, error.strerror or str(error))
     try:
         return _write_in(_process_folder(), file_name, text)
-    except OSError:  # nothing is read from the file: without one the module works as well
+    except OSError:  # the module works without its file, which nothing reads
         return folder / file_name
 
 
 def _write_in(folder: Path, file_name: str, text: str) -> Path:
-    """Write the file unless it holds this very text. A reader sees the old file or the new one, whole."""
+    """Writes the file unless it has this text already. A reader sees the old or the new file, never a mix."""
     path, data = folder / file_name, text.encode()
     if path.is_file() and path.read_bytes() == data:
         return path
@@ -140,7 +140,7 @@ def _process_folder() -> Path:
 def _execute(text: str, path: Path, name: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
-    # without a time stamp linecache keeps the lines as they are, whatever becomes of the file
+    # without a time stamp linecache keeps these lines when the file changes
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     # `inspect` finds the module of a function here, before it searches all modules
     sys.modules[name] = module

@@ -1,6 +1,7 @@
-"""Which rung of a ladder of tiles a kernel takes: one walk for every family, in launches and ahead of time.
+"""Chooses a kernel's tile from a ladder: the same search for every family, in launches and ahead of time.
 
-A rung is compiled and judged; none runs. The first that passes is taken, or else the best that is endured.
+Each rung is compiled and judged, and none runs. The search takes the first rung that passes, or else the best
+acceptable one.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ Rung = TypeVar("Rung", bound=Hashable)
 
 
 class Verdict(NamedTuple):
-    """What is known of a compiled rung."""
+    """The result of compiling a rung."""
 
     spills: int = 0
-    """Registers of a thread that are kept in memory."""
+    """Registers that a thread spills to memory."""
     losses: tuple[str, ...] = ()
-    """What makes it slow, in words, see `machine_code`. A kernel is right with them."""
+    """Reasons why it is slow, in words, see `machine_code`. Its results are correct."""
     refusal: object = None
-    """Why it cannot run: an error, or a class of errors; None where it can."""
+    """Why it cannot run: an error, or a class of errors; None if it can."""
 
     def __str__(self) -> str:
         return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
 
 
 class Limits(NamedTuple):
-    """What the kernels of a family may be like."""
+    """The limits for a family's kernels."""
 
     passing: int
-    """Registers that a thread may spill: with up to so many no other rung need be tried."""
+    """A rung that spills up to this many registers of a thread passes."""
     endured: float = math.inf
-    """With more than so many a rung is not taken at all."""
+    """A rung that spills more than this is never taken."""
     by_code: bool = False
-    """Does machine code that makes a rung slow count too?"""
+    """Does slow machine code keep a rung from passing?"""
     gives_way: bool = False
-    """Where no rung does, another family's kernels run. A rung that does not compile is refused then."""
+    """If no rung is acceptable, another family's kernels run; rungs that do not compile are skipped."""
 
     def passed(self, verdict: Verdict) -> bool:
         return verdict.refusal is None and verdict.spills <= self.passing and not verdict.losses
@@ -45,7 +46,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen(Generic[Rung]):
-    """`rung` is None where each is refused or spills more than is endured; `verdicts`: in order."""
+    """`rung` is None if each rung fails or spills more than `endured`; `verdicts`: in order."""
 
     rung: Rung | None
     verdicts: dict[Rung, Verdict]
@@ -60,10 +61,9 @@ class Chosen(Generic[Rung]):
 
 
 def choose(ladder: Sequence[Rung], judge: Callable[[Rung], Verdict], limits: Limits) -> Chosen[Rung]:
-    """The first rung that passes.
+    """Chooses the first rung that passes.
 
-    Where none does, of those that are endured one that is not slow goes before one that is, and then the one
-    that spills least.
+    If none passes, chooses the acceptable rung that spills least, and prefers rungs that are not slow.
     """
     chosen = Chosen[Rung](None, {})
     for rung in ladder:

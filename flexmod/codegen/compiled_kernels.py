@@ -1,11 +1,11 @@
-"""Compiled kernels between processes and threads: one compiles, others wait; a folder may bring them along.
+"""Shares compiled kernels: one process or thread compiles, others wait, and a folder can carry them along.
 
-Triton keeps what it compiled in a cache of its own (TRITON_CACHE_DIR). Processes that start at once, such as
-the ranks of one host, would all miss it and compile the same kernels side by side. Here each compile runs
-under a lock on a file of flexmod's cache folder, and whoever waited finds the kernel.
+Triton stores compiled kernels in its own cache (TRITON_CACHE_DIR). Processes that start together, such as the
+ranks of one host, would all miss it and compile the same kernels in parallel. Here each compile takes a lock
+on a file of flexmod's cache folder, and the processes that wait then find the kernel in Triton's cache.
 
-`flexmod warm` fills the folder COMPILED of a cache folder. A process whose cache folder has one finds its
-kernels, wherever the folder lies now.
+`flexmod warm` fills the folder COMPILED of a cache folder. A process whose cache folder contains it finds the
+kernels, also after the folder has moved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexmod import config
 from flexmod.internals.triton import Compile, add_compiled, around_compiles, compiles_always
 from flexmod.locks import Lock, file_lock
 
-_locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, of compiles that threads are at
+_locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, for compiles in progress
 _guard = Lock()
 
 COMPILED, LOCKS = "compiled", "locks"
@@ -31,7 +31,7 @@ PATIENCE = 300.0  # seconds; the slowest kernel of the library takes less than 6
 
 
 def share_compiles(module: ModuleType) -> None:
-    """From now on, the kernels of a generated module are compiled by one process at a time."""
+    """Makes a generated module compile its kernels in one process at a time."""
     for function in vars(module).values():
         if isinstance(function, triton.JITFunction):
             around_compiles(function, _compile)
@@ -45,7 +45,7 @@ def _compile(key: str, compile_kernel: Compile) -> Any:
 
 
 def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:
-    # few files serve all kernels: two that share one wait for each other now and then
+    # few files serve all kernels, so unrelated kernels sometimes wait for each other
     with file_lock(folder / LOCKS / key[:2], PATIENCE) as lock:
         if lock == "waited":
             warnings.warn(
@@ -58,14 +58,14 @@ def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:
 
 
 def _lock_of(key: str) -> Lock:
-    """A second thread waits for the first one's kernel, also where files cannot be locked."""
+    """The lock that makes a second thread wait for the first one's kernel, even without file locks."""
     with _guard:
         return _locks.setdefault(key, Lock())
 
 
 @cache
 def find_compiled(folder: Path) -> int:
-    """How many kernels a cache folder brings along, which Triton finds from now on. Looks once a process."""
+    """Lets Triton find the compiled kernels in a cache folder, and returns how many. Looks once a process."""
     try:
         return add_compiled(folder / COMPILED)
     except OSError as error:

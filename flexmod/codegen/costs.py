@@ -1,4 +1,4 @@
-"""What the value of a node costs the threads that need it."""
+"""The cost of a node's value for the threads that need it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flexmod.ir.ops import CAST, OPS, strong
 
 
 def costly(node: Node) -> bool:
-    """Does a value cost a register where it is held? A position as a float is made again, a bool is a bit."""
+    """Does storing a value take a register? A position as a float is recomputed, and a bool is a bit."""
     return node.op != CAST and strong(node.dtype) != torch.bool
 
 
 def expensive(node: Node) -> bool:
-    """Is a value loaded, or made in more than a few instructions?"""
+    """Does a value need a load, or more than a few instructions?"""
     if node.op not in OPS:
         return node.op == "load"
     if not divides(node):
@@ -24,5 +24,5 @@ def expensive(node: Node) -> bool:
 
 
 def divides(node: Node) -> bool:
-    """Is it a quotient or a remainder of whole numbers?"""
+    """Is it a quotient or a remainder of integers?"""
     return node.op in OPS and OPS[node.op].cost == "division" and not strong(node.dtype).is_floating_point

@@ -1,4 +1,4 @@
-"""A score_mod as the exponent of a weight, see `ir/exponents.py`, as device functions."""
+"""Writes a score_mod's exponent of exp2, see `ir/exponents.py`, as device functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INDENT = "    "
 
 
 def write_exponent(graph: Graph, checked: bool = False) -> ModText:
-    """That of an optimized score graph."""
-    found = exponent(graph, choose=not checked)  # one text has all the checks
+    """Writes the exponent of an optimized score graph."""
+    found = exponent(graph, choose=not checked)  # a checked kernel has one text only
     writer = _ExponentWriter(found.graph, found.parts, checked)
     text = writer.write()
     of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]
@@ -52,7 +52,7 @@ def _shift(graph: Graph, parts: int) -> Literal["", "row", "tile"]:
 
 class _WrappingWriter(TritonWriter):
     def called(self, function: Function) -> str:
-        """On lines of its own where it is long: calls stand far to the right in a kernel."""
+        """The function's call, on several lines if it is long: kernels indent calls deeply."""
         call = super().called(function)
         if len(call) < 80:
             return call
@@ -67,7 +67,7 @@ class _ExponentWriter(_WrappingWriter):
         self.parts = parts
 
     def of_program(self, node: Node) -> str:
-        """In a kernel, a number that b and h decide."""
+        """The text, in a kernel, for a number that depends on b and h only."""
         if node.is_const:
             return literal(node.value, torch.float32)
         if node.op == "param":

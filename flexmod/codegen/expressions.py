@@ -1,4 +1,4 @@
-"""Expressions of the Triton text: numbers, casts, and no more parentheses than are needed."""
+"""Expressions of the Triton text: numbers, casts, and only the necessary parentheses."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ TRITON_DTYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float64",
 }  # fmt: skip
 
-WIDTH = 96  # of a line in a function
+WIDTH = 96  # columns of a line in a function
 
 
 def printable(text: str) -> str:
-    """A user's text for a comment: blanks stand for what might end its line, or hide some of it."""
+    """A user's text for a comment: replaces characters that end the line or hide text by blanks."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 class UserLines:
-    """The user's lines that one function quotes: each above the first statement that it made.
+    """The user's lines that one function quotes: each above the first statement that comes from it.
 
-    Where they stand is told above the function. Triton's cache does not read what is there, so a mod may move
-    in its file, or to another, and nothing compiles anew.
+    A comment above the function gives their files and line numbers. Triton's cache ignores that comment, so
+    moving a mod in its file, or to another file, compiles nothing.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Where, str] = {}
 
     def new(self, where: Where | None) -> list[str]:
-        """The line as a comment if it was not quoted yet, or nothing."""
+        """The line as a comment, or nothing if it is quoted already."""
         if where is None or where in self._lines:
             return []
         line = _comment(where.text)
@@ -64,12 +64,12 @@ def _comment(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """The expression with no more parentheses than it needs."""
+    """The expression without unnecessary parentheses."""
     return ast.unparse(parse(text, mode="eval")).replace("'", '"')
 
 
 def register_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the text holds a value: halves live as float32, rounded."""
+    """The dtype of a value in registers: halves are float32, rounded to the half type."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -87,12 +87,12 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
     if register_dtype(source) == target:
         return text
     if source.is_floating_point and target.itemsize < 4:
-        text = f"{group(text)}.to(tl.int32)"  # so that what does not fit wraps, as on the CPU
+        text = f"{group(text)}.to(tl.int32)"  # so that large values wrap, as on the CPU
     return f"{group(text)}.to({TRITON_DTYPES[target]})"
 
 
 def asks_for_dtype(template: str, at: torch.dtype) -> bool:
-    """Is it a function of the prelude that needs its arguments' dtypes, so that a bare number will not do?"""
+    """Is it a prelude function that needs its arguments' dtypes, and so takes no bare number?"""
     called = re.match(r"(\w+)\(\{0\}", template)
     if called is None or called[1] not in prelude.names():
         return False
@@ -100,7 +100,7 @@ def asks_for_dtype(template: str, at: torch.dtype) -> bool:
 
 
 def literal(value: object, dtype: torch.dtype) -> str:
-    """A Python number where an operation wants this dtype."""
+    """A Python number as the argument of an operation in this dtype."""
     held = number(value, dtype).item()  # type: ignore[arg-type]
     if dtype == torch.float32 and math.isfinite(held):
         held = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
@@ -113,9 +113,9 @@ def typed(text: str, dtype: torch.dtype) -> str:
 
 
 def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False) -> str:
-    """A Python number in Triton, which takes a denormal one for a float64, and -0.0 for 0.0.
+    """A Python number as Triton text. Triton reads a denormal number as float64, and -0.0 as 0.0.
 
-    Beside float64 it would compare with the number that float32 has.
+    In float64 arithmetic, Triton would round the number to float32 first.
     """
     text = literal(value, dtype)
     rounded = number(value, dtype)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def triton_literal(value: object, dtype: torch.dtype, *, has_dtype: bool = False
 
 
 def _in_float32(rounded: torch.Tensor) -> bool:
-    """Has float32 the same number, which is not -0.0?"""
+    """Can float32 represent the number, and is it not -0.0?"""
     return bool(rounded.float().double() == rounded and not (rounded == 0 and rounded.signbit()))
 
 
@@ -144,7 +144,7 @@ def group(text: str) -> str:
 
 
 def fill(template: str, values: list[str]) -> str:
-    """The arguments in their places; one that is a call's own argument needs no parentheses."""
+    """Puts the arguments into a template; one that is a call's own argument needs no parentheses."""
 
     def put(match: re.Match[str]) -> str:
         before, after = template[: match.start()].rstrip(), template[match.end() :]

@@ -1,4 +1,4 @@
-"""A function while it is written: its lines, the names in it, the user's lines above them."""
+"""A device function under construction: its lines, its names, and the user's lines above them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARGUMENTS = {
 
 @dataclass
 class Function:
-    """`uses`: what it takes besides its arguments, in order; `bound`: the names of some expressions."""
+    """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions."""
 
     name: str
     arguments: list[str]
@@ -29,16 +29,16 @@ class Function:
     user: UserLines = field(default_factory=UserLines)
 
     def quote(self, node: Node) -> None:
-        """The user's line that made a node, as a comment."""
+        """Writes the user's line that made a node, as a comment."""
         self.lines += self.user.new(node.where)
 
     def bind(self, name: str, text: str) -> str:
-        """A line that gives an expression a name."""
+        """Writes a line that gives an expression a name."""
         self.lines.append(f"{name} = {tidy(text)}")
         return name
 
     def give_back(self, *values: str) -> None:
-        """The last statement; a value that the line before has just named needs no name."""
+        """Writes the return statement; a value that the line before names is returned without its name."""
         text = ", ".join(map(tidy, values))
         last = self.lines[-1] if self.lines else ""
         if last.startswith(f"{text} = "):
@@ -47,7 +47,7 @@ class Function:
         self.lines.append(f"return {text}")
 
     def source(self, decorator: str = "") -> str:
-        """The whole, with the places of the user's lines above it."""
+        """The whole function, with the places of the user's lines above it."""
         given = [*self.arguments, *self.uses]
         head = f"def {self.name}({', '.join(given)}):"
         if len(head) > WIDTH + 14:
@@ -57,7 +57,7 @@ class Function:
 
 
 def fresh(name: str, taken: set[str]) -> str:
-    """The name, or with a number where it is taken; it is taken from now on."""
+    """The name, with a number if it is taken; adds it to `taken`."""
     candidate, n = name, 0
     while candidate in taken:
         n += 1
@@ -67,7 +67,7 @@ def fresh(name: str, taken: set[str]) -> str:
 
 
 def count_users(graph: Graph) -> dict[Node, int]:
-    """How often each node is needed: by others, and as one result of several."""
+    """How often each node is used: by other nodes, and as one of several results."""
     users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
     for node in graph.nodes:
         for argument in node.args:

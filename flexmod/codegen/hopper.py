@@ -1,4 +1,4 @@
-"""Kernels made for Hopper chips (sm_90): what they take, their text, the shapes in which to try them."""
+"""Kernels for Hopper chips (sm_90): which calls they support, their text, and their ladder of shapes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flexmod.codegen.spec import Direction, KernelSpec, option, template
 Registers = tuple[int, int, int]
 
 NAME, TARGET = "hopper", "sm_90"
-# the widest head dimension: a thread has registers for no more
+# the widest head dimension: a thread has no registers for more
 WIDEST = 256
-# the fastest shapes spill up to 30 registers; where all spill more than is endured, the portable kernels run
+# the fastest shapes spill up to 30 registers; if all spill more than `endured`, the portable kernels run
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
-# by the number of consumers, registers of a thread: of a consumer, of the producer, and those it starts with
+# a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
 TWO, THREE = (240, 24, 168), (160, 32, 128)
-# kernel_options that speak of the portable template's kernels
+# kernel_options for the portable template's kernels
 TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
     "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
     "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
@@ -34,7 +34,7 @@ TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """The forward's: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
+    """The forward's shape: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
     `stages` tiles are in flight.
     """
@@ -61,11 +61,13 @@ class ForwardShape:
 
 @dataclass(frozen=True)
 class BackwardShape:
-    """The backward's: `block_m` queries at a time over `block_n` keys, `stages` tiles of them in flight.
+    """The backward's shape: `block_m` queries at a time over `block_n` keys, with `stages` tiles in flight.
 
-    `ahead`: the next score is issued before dQ is taken out. `late`: dp is issued after p is made, not
-    before; this takes fewer registers. `shared_operand`: dK's product reads the gradients of the scores from
-    shared memory, not from registers; where consumers share 64 keys it always does, and this is None.
+        ahead           issues the next score before dQ is read from its accumulator
+        late            issues dp after p is computed, not before; this takes fewer registers
+        shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
+
+    If consumers share 64 keys, the product always reads shared memory, and `shared_operand` is None.
     """
 
     block_m: int
@@ -116,9 +118,9 @@ def obstacle(
     *,
     deterministic: bool = False,
 ) -> str | None:
-    """Why these kernels are not made for Hopper on a chip, None where they are.
+    """Why the kernels for Hopper cannot serve on a chip, or None if they can.
 
-    `options` are checked kernel_options; `deterministic`: reruns shall agree bit for bit.
+    `options` are validated kernel_options; `deterministic`: reruns must agree bit for bit.
     """
     if target != TARGET:
         return f"{target} is no Hopper chip ({TARGET})"
@@ -139,7 +141,7 @@ def _given(options: Mapping[str, Any], direction: Direction, name: str) -> Any:
 
 
 def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
-    """Why the kernels of the forward or of the backward do not take a spec, None where they do."""
+    """Why the forward's or the backward's kernels do not support a spec, or None if they do."""
     if spec.q_dtype not in (torch.float16, torch.bfloat16):
         return f"{_name(spec.q_dtype)} operands"
     if not spec.q_dtype == spec.k_dtype == spec.v_dtype:
@@ -160,33 +162,34 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
 
 
 def narrow(spec: KernelSpec) -> bool:
-    """Heads of 64, whose accumulators leave registers."""
+    """Are heads 64 wide? Their accumulators leave registers free."""
     return max(spec.head_tile, spec.value_tile) <= 64
 
 
 def wide(spec: KernelSpec) -> bool:
-    """Do the backward's consumers share 64 keys? 128, half of them each, take too many registers."""
+    """Do the backward's consumers share 64 keys? 64 keys each would take too many registers."""
     return max(spec.head_tile, spec.value_tile) > 128
 
 
 def holds_keys(spec: KernelSpec) -> bool:
-    """Does the wide backward hold its keys in registers? Beside values of up to 128 there are enough."""
+    """Does the wide backward keep its keys in registers? With values of up to 128 there are enough."""
     return spec.head_used == 192 and spec.value_tile <= 128
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
-    """What a consumer of the backward adds to the sums of dQ at a time, in rows of `sum_row` numbers.
+    """The block that a consumer of the backward adds to dQ at a time, in rows of `sum_row` numbers.
 
-    64 queries by half of the columns, by all of them where a tile has 128 queries, by 64 columns at most.
+    It has 64 queries and half of the columns, or all of them if a tile has 128 queries; 64 columns at most.
     """
     row = sum_row(head_tile)
     return 1, 64 * min(head_tile * block_m // 128, 64) // row, row
 
 
 def sum_row(head_tile: int) -> int:
-    """The TMA unit takes 32 numbers of a row: of 64, two warps each have it send a half, which is faster.
+    """How many numbers of dQ's sums form a row.
 
-    It takes a register more, which heads of 64 lack.
+    The TMA unit takes 32 numbers of a row. A row of 64 goes out as two halves, sent by two warps each, which
+    is faster. It takes one more register, which heads of 64 do not have.
     """
     return 32 if head_tile <= 64 else 64
 
@@ -212,11 +215,11 @@ def _forward_ladder(
     shapes = [narrow]
     if widest <= 128:
         shapes = [wide, narrow]
-        # numbers by column: each takes as many registers of a thread as a row of its scores
+        # each number by column takes as many registers of a thread as a row of its scores
         values = sum(mod.held_by_column for mod in (score, mask) if mod)
         if widest <= 64 and spec.mask_block is None and (not values or (score and score.linear_column)):
             shapes.insert(0, ForwardShape(3, 128))
-        # where each element has work of its own, smaller tiles leave registers for it
+        # smaller tiles leave registers for work on each element
         busy = widest > 64 and score is not None and "element" in score.expensive
         if values > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
@@ -228,7 +231,7 @@ def _backward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[BackwardShape, ...]:
     if wide(spec):
-        # keys in registers leave fewer of them
+        # keys in registers leave fewer free registers
         first = holds_keys(spec)
         return tuple(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
@@ -245,14 +248,14 @@ def _backward_ladder(
             BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
         ]
-        # a score_mod or a mask's numbers by row take the registers of dp and of the next score
+        # a score_mod, or a mask's numbers by row, need the registers of dp and of the next score
         shapes = [*(tall[1:] if score or (mask and mask.row) else tall), *shapes]
     return tuple(shapes)
 
 
 @dataclass(eq=False)
 class HopperKernels:
-    """The kernels of `portable` as they are made for Hopper. `tiles`: see `Made`."""
+    """The Hopper version of the kernels of `portable`. `tiles`: see `Made`."""
 
     portable: Kernels
     tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict)
@@ -271,11 +274,11 @@ class HopperKernels:
 
     @property
     def score(self) -> ModText | None:
-        """The score_mod as a backward has it, or its exponent."""
+        """The score_mod for a backward, or its exponent for a forward."""
         return self.portable.score if self.spec.backward else self.portable.exponent
 
     def ladder(self, kernel: Any) -> tuple[Any, ...]:
-        """Shapes of the forward and the backward; tiles of what portable kernels do beside them."""
+        """Shapes for the forward and the backward kernels; tiles for the portable kernels next to them."""
         if kernel not in get_args(Direction):
             return self.portable.ladder(kernel)
         return ladder(self.spec, kernel, self.score, self.portable.mask)
@@ -292,7 +295,7 @@ class HopperKernels:
         return cache.load(self.text, "_".join(names))
 
     def choices(self, direction: Direction) -> list[Shape]:
-        """The shapes that tuning tries: the ladder's, and those of a backward in the other order too."""
+        """The shapes that tuning tries: the ladder's, and for a backward also the other order of dp and p."""
         rungs = self.ladder(direction)
         late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
         return list(dict.fromkeys([*rungs, *late]))
@@ -300,7 +303,7 @@ class HopperKernels:
 
 @lru_cache(cache.KEPT)
 def hopper_kernels(portable: Kernels) -> HopperKernels:
-    """Those of a spec and its mods; one for all calls."""
+    """The Hopper kernels for a spec and its mods; the same object for all calls."""
     return HopperKernels(portable)
 
 
@@ -311,11 +314,10 @@ def text(
     grad: ModText | None = None,
     captures: CaptureTexts = NO_CAPTURES,
 ) -> str:
-    """The module of a spec and its mods: `forward_kernel`, or for a backward its three kernels.
+    """Renders the module for a spec and its mods: `forward_kernel`, or a backward's three kernels.
 
-    A forward takes the exponent of a score_mod in place of the score_mod.
-
-    Of the captures, those summed by column are made here.
+    A forward takes the exponent of a score_mod as `score`. Of the captures' gradients, this module computes
+    the sums by column.
     """
     own = CaptureTexts(column=captures.column)
     return render.render(

@@ -1,4 +1,4 @@
-"""Kernels: one compiled attention, as the compiler hands it to the launcher."""
+"""The kernels of one compiled attention. The compiler passes them to the launcher."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flexmod.plan import Place
 
 
 class Captured(NamedTuple):
-    """What a mod closes over in a plan: its tensors (`Traced.tensors`), as places, and its promoted numbers.
+    """A mod's captures in a plan: its tensors (`Traced.tensors`), as places, and its promoted numbers.
 
-    `watch` is there for kernels that check what indexes the tensors.
+    `watch` is set for kernels that check the indices into the tensors.
     """
 
     tensors: Sequence[Place] = ()
@@ -28,7 +28,7 @@ class Captured(NamedTuple):
     watch: IndexWatch | None = None
 
     def arguments(self, text: ModText) -> dict[str, object]:
-        """The launch arguments that a text's parameters stand for, by name."""
+        """The launch arguments for a text's parameters, by name."""
         given = {p.name: p.value(self.tensors, self.numbers) for p in text.parameters if p.kind != "found"}
         if text.checks:
             assert self.watch is not None
@@ -41,10 +41,10 @@ NOTHING = Captured()
 
 
 class Made(Protocol):
-    """The kernels of a family for one direction of a variant: what launches, and choosing tiles, go by.
+    """The kernels of a family for one direction of a variant, as launches and the choice of tiles use them.
 
-    `rungs`: the classes of its tiles, dataclasses of plain numbers. `tiles`: the rung that each kernel has
-    settled on, on each device, or why there is none; the launcher keeps it.
+    `rungs`: the classes of its tiles, dataclasses of plain numbers. `tiles`: each kernel's chosen rung on
+    each device, or why there is none; the launcher fills it.
     """
 
     family: ClassVar[str]
@@ -69,12 +69,15 @@ class Made(Protocol):
 
 @dataclass(eq=False)
 class Kernels:
-    """A spec, the mods' texts, and the module that comes of them, built when it is first needed.
+    """A spec, the mods' texts, and the module that is built from them at its first use.
 
-    `build(spec)` renders and loads the module. `grad` is the derivative of `score`, there when spec.backward;
-    `captures` are those that make gradients of captured tensors as well. `exponent` is `score` as a
-    forward takes it that computes weights from it: see `ir/exponents.py`.
-    `options` are checked kernel_options. `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
+        build           renders and loads the module for a spec
+        grad            the derivative of `score`, if spec.backward
+        captures        the derivatives that also compute gradients of captured tensors
+        exponent        `score` as the exponent of a forward's weights, see `ir/exponents.py`
+        options         validated kernel_options
+
+    `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
     """
 
     spec: KernelSpec
@@ -97,15 +100,15 @@ class Kernels:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The forward's arguments for what a backward may need besides the lse, [B, Hq, M] float32 each.
+        """The forward's arguments for tensors that a backward needs besides the lse, [B, Hq, M] float32 each.
 
-        The same for each score_mod: a number that becomes an argument meanwhile makes another backward.
+        The same for each score_mod: if a number becomes an argument later, the backward is another one.
         """
         return ("ROW_MAX", "TOTAL") if self.spec.exact else ("ROW_MAX", "REST")
 
     @property
     def small_scores(self) -> bool:
-        """Are scores small, whatever the operands are? Then the lse is all that the backward needs."""
+        """Are scores small for all operands? Then the backward needs only the lse."""
         return self.score is not None and self.score.small
 
     @cached_property

@@ -1,29 +1,34 @@
-"""A mod as Triton text: the pieces that the kernel templates splice in, and the kernel parameters they need.
+"""A mod as Triton text: the pieces that kernel templates insert, and the kernel parameters they need.
 
-    text      the device functions, complete
-    program   a statement that reads neither q_idx nor kv_idx; it stands where b and h are known
-    row       a statement that reads q_idx; it stands outside the loop of the forward and of dQ
-    column    a statement that reads kv_idx; it stands outside the loop of dK/dV
-    call      the expression of the whole, over b, h, q_idx, kv_idx (and score, grad)
+        text            the device functions, complete
+        program         a statement that reads neither q_idx nor kv_idx, for the place where b and h are known
+        row             a statement that reads q_idx, for the place outside the loop of the forward and of dQ
+        column          a statement that reads kv_idx, for the place outside the loop of dK/dV
+        call            the whole expression, over b, h, q_idx, kv_idx (and score, grad)
+        arguments       the call's arguments before the parameters
+        held_by_column  how many numbers, truth values apart, the column statement computes
+        expensive       the homes whose statement loads, or takes more than a few instructions, and so
+                        should run once for a row or a column
+        waits_for_score a load's place depends on the score
+        keeps_zeros     a derivative with terms does not read the score, and is 0 if the incoming gradient is
+        compares        elements are compared by their positions, row and column together
+        divides         integers computed from positions are divided
+        checks          with FLEXMOD_CHECK_BOUNDS, the index checks in the order of their places
 
-A statement that nothing needs is "". `arguments` are those of the call that come before the parameters.
-`held_by_column` counts the numbers, truth values apart, that the column statement makes; `expensive`: the
-homes whose statement loads, or takes more than a few instructions, so that it had better run once for a row
-or a column. `waits_for_score`: a load's place depends on the score; `keeps_zeros`: a derivative with terms
-does not read the score, and is 0 wherever the incoming gradient is; `compares`: elements are told apart by
-their positions, row and column together; `divides`: whole numbers made of positions are divided. The call of
-a mask gives an int1 tile, that of a score or of its derivative a float32 tile, and that of a derivative with
-`terms` a tuple, see `codegen.term_text`.
+An unused statement is "". A mask's call returns an int1 tile. The call of a score or of its derivative
+returns a float32 tile; with `terms`, a derivative returns a tuple, see `codegen.term_text`.
 
 An exponent's call takes the raw product of a query and a key as `score`, and may read `scale`, `start_n` and
-`offset`, see `ir/exponents.py`. `shift`, "row" or "tile": it gives a tuple, a tile and what is to be added to
-all of a row of it, [rows, 1] or one number. `steep`: a condition, known once a program, under which the
-largest score is to be subtracted first, and `as_written`, the score as the mod has it, to be called.
-`unit`: a number of the program, by which the call divides the score. `in_base_2`: the call gives the score
-times log2(e). `bounds` are those of the score. `linear_column`: the column statement makes one number, a
-multiple of `offset`.
+`offset`, see `ir/exponents.py`. It has further fields:
 
-`checks` are there where FLEXMOD_CHECK_BOUNDS asks for them, in the order of their places.
+        shift           "row" or "tile": the call returns a tile, and a term to add to each row of it,
+                        [rows, 1] or one number
+        steep           a condition, known once a program. If it is true, the kernel calls `as_written`, the
+                        score in the mod's own form, and subtracts the largest score first.
+        unit            a number, known once a program, by which the call divides the score
+        in_base_2       the call returns the score times log2(e)
+        bounds          bounds of the score
+        linear_column   the column statement computes one number, a multiple of `offset`
 """
 
 from __future__ import annotations
@@ -41,12 +46,12 @@ from flexmod.plan import Place
 
 Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
 
-# Numbers of a "found" parameter before those of the checks: M and N.
+# A "found" parameter starts with this many numbers, M and N, before one for each check.
 FOUND_HEAD = 2
 
 
 class Check(NamedTuple):
-    """An index of a load that a kernel checks: into dimension `dim` of captured tensor `capture`.
+    """An index that a kernel checks: of a load, into dimension `dim` of captured tensor `capture`.
 
     `mod` is "score_mod" or "mask_mod", `where` the user's line.
     """
@@ -62,9 +67,9 @@ class Check(NamedTuple):
 class Parameter:
     """A kernel parameter that a mod needs.
 
-    `index` counts captured tensors, or for kind "number" the promoted constants; `dim` is the dimension whose
-    size or stride (in elements) it is. A "double" is the bits of one as an int64: a launch takes floats as
-    float32. Kind "found" is what checks write to, see `codegen/watch.py`.
+    `index` counts captured tensors, or for kind "number" the promoted constants. For a size or a stride (in
+    elements), `dim` is the dimension. A "double" has a double's bits as an int64, since a launch takes floats
+    as float32. Checks write to a parameter of kind "found", see `codegen/watch.py`.
     """
 
     name: str
@@ -78,14 +83,14 @@ class Parameter:
         return self.kind in ("number", "double")
 
     def number(self, numbers: Sequence[bool | int | float]) -> bool | int | float:
-        """The launch argument where this parameter stands for a number."""
+        """The launch argument, for a parameter that is a number."""
         if self.kind == "number":
             return numbers[self.index]
         bits: int = struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
         return bits
 
     def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float]) -> object:
-        """The launch argument that this parameter stands for."""
+        """The launch argument for this parameter."""
         if self.is_number:
             return self.number(numbers)
         tensor = tensors[self.index]
@@ -95,9 +100,9 @@ class Parameter:
 
 
 class TermText(NamedTuple):
-    """A term of a captured tensor's gradient: its name, that of the sum it goes into, the tensor's number.
+    """A term of a captured tensor's gradient: its name, the name of its sum, and the tensor's number.
 
-    `along`: how it is summed, see `ir/reductions.py`.
+    `along`: the direction of the sum, see `ir/reductions.py`.
     """
 
     name: str
@@ -108,7 +113,7 @@ class TermText(NamedTuple):
 
 @dataclass(frozen=True)
 class ModText:
-    """What `codegen.triton_text.write` makes of a graph; see the head of this file."""
+    """A graph's text from `codegen.triton_text.write`; the head of this file describes the fields."""
 
     text: str
     call: str
@@ -135,12 +140,12 @@ class ModText:
 
     @property
     def small(self) -> bool:
-        """Is the score small, whatever the operands are? Then float32 has digits enough."""
+        """Is the score small for all operands? Then float32 has enough digits."""
         return is_small(self.bounds)
 
     @property
     def cheap(self) -> bool:
-        """Is each row, column and element made in a few instructions? A kernel may have such a text twice."""
+        """Do rows, columns and elements take few instructions each? A kernel may use such a text twice."""
         return self.expensive <= {"program"}
 
     @property
@@ -150,11 +155,11 @@ class ModText:
 
 @dataclass(frozen=True)
 class CaptureTexts:
-    """The derivatives that make gradients of captured tensors, by how their terms are summed.
+    """The derivatives that compute gradients of captured tensors, by the direction of their sums.
 
-    `row` and `column` take the place of the plain derivative in the dQ and the dK/dV kernel; `diagonal` and
-    `element` have kernels of their own. For a backward that makes these sums itself, `column` has
-    the terms of diagonals too. None where no term is summed that way.
+    `row` and `column` replace the plain derivative in the dQ and the dK/dV kernel; `diagonal` and `element`
+    have kernels of their own. If a backward computes these sums itself, `column` has the diagonals' terms
+    too. A direction without terms is None.
     """
 
     row: ModText | None = None
@@ -167,7 +172,7 @@ class CaptureTexts:
         return any((self.row, self.diagonal, self.element))
 
     def by_kernel(self, grad: ModText | None) -> dict[str, ModText | None]:
-        """The derivative that each kernel calls, `grad` where it has no terms."""
+        """The derivative that each kernel calls: `grad` if it has no terms."""
         return {
             "dq": self.row or grad,
             "dkdv": self.column or grad,

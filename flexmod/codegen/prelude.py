@@ -1,7 +1,7 @@
-"""The text of device functions: what generated modules take from the files of `flexmod/device_functions`.
+"""Reads the device functions in `flexmod/device_functions` as text, for generated modules.
 
-These files are read, not imported, since a module carries the functions that it uses, and no Triton is needed
-before a kernel is.
+It reads these files and does not import them: a module contains the functions that it uses, and only kernels
+need Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-# Of chips: NVIDIA's from sm_75 on, or any, the interpreter too.
+# families of chips: NVIDIA's from sm_75 on, or any chip and the interpreter
 Family = Literal["nvidia", ""]
 
 FOLDER = Path(__file__).resolve().parents[1] / "device_functions"
@@ -22,13 +22,13 @@ PACKAGE = "flexmod.device_functions."
 
 @cache
 def module_text(file: str) -> str:
-    """A whole file, by its name without the suffix."""
+    """The text of a whole file, by its name without the suffix."""
     return (FOLDER / f"{file}.py").read_text(encoding="utf-8")
 
 
 @cache
 def functions(file: str) -> Mapping[str, str]:
-    """The texts of a file's functions by name, from the decorator on, and of those that it imports."""
+    """The texts of a file's own and imported functions, by name, each from its decorator on."""
     text = module_text(file)
     lines = text.splitlines()
     found: dict[str, str] = {}
@@ -43,7 +43,7 @@ def functions(file: str) -> Mapping[str, str]:
 
 
 def texts(file: str, *names: str) -> str:
-    """The texts of some functions of a file, as they stand in a module."""
+    """The texts of some functions of a file, ready for a module."""
     return "\n\n\n".join(functions(file)[name] for name in names)
 
 
@@ -53,9 +53,9 @@ def names() -> frozenset[str]:
 
 
 def used_by(*texts: str, single: bool = False, target: str = "") -> str:
-    """The functions that the texts call, and those that these call, complete, in the order of `arithmetic`.
+    """The functions that the texts call, directly or indirectly, in the order of `arithmetic`.
 
-    `single`: for kernels on float32. `target`: for kernels made for these chips, "nvidia" or "hopper".
+    `single`: for kernels on float32. `target`: for kernels for these chips only, "nvidia" or "hopper".
     """
     known = {
         **functions("arithmetic"),
@@ -71,12 +71,12 @@ def used_by(*texts: str, single: bool = False, target: str = "") -> str:
 
 
 def in_pairs(text: str, target: str) -> bool:
-    """Does the text call, on these chips, what may spoil an element with its neighbor in a row?"""
+    """Does the text call a function that, on these chips, may corrupt an element by its neighbor in a row?"""
     return any("pack=2" in _made_for(target).get(name, "") for name in _called(text))
 
 
 def _made_for(target: str) -> Mapping[str, str]:
-    """The functions of `arithmetic` as these chips have them."""
+    """The functions of `arithmetic` in these chips' versions."""
     return functions(f"{target}_arithmetic") if target else {}
 
 

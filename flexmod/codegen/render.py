@@ -1,4 +1,4 @@
-"""KernelSpec and mods -> the text of one module. The only user of Jinja."""
+"""Renders the text of one module from a KernelSpec and mods. The only user of Jinja."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def render(
     target: str = "",
     **facts: object,
 ) -> str:
-    """One complete module: `forward_kernel`, and if spec.backward also the three kernels of the backward
+    """Renders one complete module: `forward_kernel`, and if spec.backward also the backward's three kernels
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
 
-    `grad` is the derivative of the score_mod; a backward with a score_mod needs it. `captures` are those that
-    make gradients of captured tensors as well, and may ask for a `diagonal_kernel` and a `scatter_kernel`.
-    The functions of the table of operations that the mods call are in the module too, see `prelude.used_by`.
-    `facts` are what another template asks for.
+    A backward with a score_mod needs `grad`, its derivative. `captures` are derivatives that also compute
+    gradients of captured tensors; they may add a `diagonal_kernel` and a `scatter_kernel`. The module
+    contains the device functions that the mods call, see `prelude.used_by`. `facts` are further variables of
+    a template.
     """
     if not spec.backward:
         grad, captures = None, NO_CAPTURES
@@ -75,7 +75,7 @@ def render(
 
 
 def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: ModText) -> str:
-    """The module of a builder of block masks: `terms_kernel` (where there are terms), `squares_kernel` and
+    """Renders the module that builds block masks: `terms_kernel` (if there are terms), `squares_kernel` and
     `elements_kernel`.
     """
     texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
@@ -107,7 +107,7 @@ def _environment() -> jinja2.Environment:
     with lazy_imports():
         import jinja2
     package = Path(__file__).resolve().parents[1]
-    # in a wheel the templates lie inside the package, in a checkout beside it
+    # a wheel has the templates inside the package, a checkout next to it
     folders = [package / "templates", package.parent / "templates"]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
@@ -132,18 +132,18 @@ def _environment() -> jinja2.Environment:
 
 
 def _block(text: str, width: int = 0) -> str:
-    """Lines moved right by `width`, without blank ones at either end."""
+    """Indents lines by `width`, without blank lines at either end."""
     blank = " " * width
     return "\n".join(blank + line if line else line for line in text.strip("\n").split("\n"))
 
 
 def _hoisted(home: str, *mods: ModText | None) -> list[str]:
-    """The statements that the mods place at one home: "program", "row" or "column"."""
+    """The mods' statements for one home: "program", "row" or "column"."""
     return [line for mod in mods if mod for line in getattr(mod, home).splitlines()]
 
 
 def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) -> list[str]:
-    """The statement of a home for a thread's `own` positions, and its results brought to a layout."""
+    """The statement of a home for a thread's `own` positions, with its results converted to a layout."""
     names, call = getattr(mod, home).split(" = ", 1)
     for position, place in own.items():
         call = re.sub(rf"\b{position}\b", place, call)
@@ -152,9 +152,9 @@ def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) ->
 
 
 def _in_parts(mod: ModText, own: str, rest: str) -> list[str]:
-    """The statement of a linear column as the sum of what it makes of two parts of the offset.
+    """Splits the statement of a linear column into a sum over two parts of the offset.
 
-    The first one, a lane's `own`, is made anew.
+    The first part, a lane's `own`, is behind an optimization barrier.
     """
     name, call = mod.column.split(" = ", 1)
     of_own, of_rest = (re.sub(r"\boffset\b", part, call) for part in (own, rest))
@@ -162,7 +162,7 @@ def _in_parts(mod: ModText, own: str, rest: str) -> list[str]:
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:
-    """Names for do_not_specialize, as the inside of a list. A mod stands for its sizes and numbers."""
+    """Names for do_not_specialize, as the inside of a list; for a mod, its sizes and numbers."""
     own: list[str] = []
     for name in names:
         own += name if isinstance(name, list) else [name] if isinstance(name, str) and name else []
@@ -177,13 +177,13 @@ def _unspecialized(*names: str | list[str] | ModText | None) -> str:
 
 
 def _as_tuple(names: Sequence[str]) -> str:
-    """A tuple of names; on lines of its own where it is long."""
+    """A tuple of names; on several lines if it is long."""
     line = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
     return line if len(line) < 90 else "(\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:
-    """The module's docstring: what it is, and the facts that shaped it."""
+    """The module's docstring: its purpose, and the facts that determine its text."""
     kernels = "forward and backward" if spec.backward else "forward"
     mods = " and ".join([*(["a score_mod"] if score else []), *(["a mask_mod"] if mask else [])])
     q, k, v = (str(d).removeprefix("torch.") for d in (spec.q_dtype, spec.k_dtype, spec.v_dtype))

@@ -1,4 +1,4 @@
-"""Which products of a mod a compiler must not fuse with the sum that takes them."""
+"""Finds the products of a mod that the compiler must not fuse into a multiply-add."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, strong
 
 
 def products_that_decide(graph: Graph) -> frozenset[Node]:
-    """Products of floats, free of the score, on which a truth value or a whole number depends.
+    """Products of floats, independent of the score, that decide a truth value or an integer.
 
-    A fused multiply-add rounds once where torch rounds twice. `q_idx * 0.01 + kv_idx * 0.1 > 0.6` may be
-    true by it where torch says false. A product that is only compared is fused with nothing, and one of half
-    precision is rounded by a cast.
+    A fused multiply-add rounds once where torch rounds twice. With it, `q_idx * 0.01 + kv_idx * 0.1 > 0.6`
+    may be true where torch gives false. A product that is only compared is never fused, and a half-precision
+    product is rounded by a cast.
     """
     decides: set[Node] = set()
     found: set[Node] = set()

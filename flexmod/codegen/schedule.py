@@ -1,6 +1,6 @@
 """The grids of attention's kernels: how many programs there are.
 
-Which program does which tile, in which order: `device_functions/attention.py`.
+`device_functions/attention.py` decides which program computes which tile, and in which order.
 """
 
 from __future__ import annotations

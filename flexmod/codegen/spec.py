@@ -1,4 +1,4 @@
-"""What shapes a kernel (KernelSpec), and the tile sizes to try for it (ladder), best first.
+"""The facts that determine a kernel's text (KernelSpec), and its tile sizes to try (ladder), best first.
 
 Everything else (lengths, head counts, strides, the scale's size, captured sizes) is a run-time argument.
 """
@@ -18,19 +18,22 @@ from flexmod.ir.exponents import is_small
 Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
-# tl.dot wants 16 of everything, and a block of the mask is a whole number of tiles.
+# tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The facts that a module of kernels is rendered from, besides its mods.
+    """The facts, besides its mods, from which a module of kernels is rendered. Some of them:
 
-    `mask_block` is (queries, keys) of a block of the mask, or None where every tile runs; `mask_form`: the
-    mask has runs of blocks (`block_mask/runs.py`) or lists of single ones; `full_tiles_padded`: full ones may
-    reach over an end. `precision` is tl.dot's input_precision for float32. `positive_scale` allows the
-    running maximum of raw scores. `shared_kv`: several query heads, or the whole batch, read one head of keys
-    (only the backward asks).
+        mask_block          (queries, keys) of a block of the mask; None if every tile runs
+        mask_form           the mask has ranges of blocks (`block_mask/runs.py`) or lists of single blocks
+        full_tiles_padded   full blocks may reach past an end
+        precision           tl.dot's input_precision for float32
+        positive_scale      permits the running maximum of raw scores
+        shared_kv           several query heads, or the whole batch, read one head of keys
+
+    Only the backward sets `shared_kv`.
     """
 
     q_dtype: torch.dtype
@@ -48,7 +51,7 @@ class KernelSpec:
 
     @property
     def exact(self) -> bool:
-        """float32 inputs and products: sums are compensated, and the backward gets more than the lse."""
+        """Are inputs and products float32? Then sums are compensated, and the lse alone is not enough."""
         return self.q_dtype is torch.float32 and self.precision == "ieee"
 
     @property
@@ -57,14 +60,17 @@ class KernelSpec:
 
     @property
     def value_tile(self) -> int:
-        """Products on a matrix unit find values in rows as long as keys', up to 128 bytes, the longest that
-        shared memory is laid out by: ptxas may lose addresses of unlike layouts, see `compiler_bugs`."""
+        """The padded width of values, at least the keys' up to 128 bytes on matrix units.
+
+        Then keys and values have the same shared memory layout, whose rows have up to 128 bytes: ptxas may
+        lose addresses of different layouts, see `compiler_bugs`.
+        """
         tile = padded(self.value_dim)
         return tile if self.exact else max(tile, min(self.head_tile, 128 // self.v_dtype.itemsize))
 
     @property
     def head_used(self) -> int:
-        """The columns of a head tile that products need not skip: 192 of 256 where they hold the head."""
+        """The columns of a head tile that products use: 192 of 256 if they contain the head."""
         return 192 if 128 < self.head_dim <= 192 else self.head_tile
 
     @property
@@ -85,42 +91,42 @@ class Tile:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
 
 
-# log2 of the smallest weight of a row's first tile under a fixed maximum, and of the largest of any tile.
-# bfloat16 keeps room on both sides for values, and for sums of many.
+# Under a fixed maximum: log2 of the smallest weight in a row's first tile, and of the largest in any tile.
+# (bfloat16 keeps room on both sides for values, and for sums of many weights.)
 SMALLEST_WEIGHT, LARGEST_WEIGHT = -100.0, 50.0
 
 
-# The largest score, in base 2, whose product with a factor may be rounded: by 8, so that a weight is at most
-# 2^8. Beyond, two scores that differ are 16 apart at least.
+# The largest score, in base 2, whose product with a factor may be rounded: the error is up to 8, so a weight
+# is at most 2^8. Beyond, two different scores differ by 16 at least.
 LARGEST_EXACT = 2.0**28
-# The lse, in base 2, from which on one float32 is too few for a backward in half types. Below it, rounding
+# From this lse on, in base 2, a backward in half types needs more than one float32. Below it, rounding
 # the lse moves a row's weights by less than 2^-11, as far as float16 moves one.
 LARGE = 2.0**14
 
 
 def min_fixed_max(spec: KernelSpec, bounds: tuple[float, float]) -> float | None:
-    """The least that a row's row_max may be, in base 2, if that of its first tile is to serve the whole row.
+    """The smallest row_max, in base 2, for which the first tile's row_max can serve the whole row.
 
-    Scores lie between `bounds`. None where weights would leave the range of the operands' dtype: float16 has
-    too little of it, always; and where scores are large, so that a row_max has few digits.
+    Scores lie between `bounds`. None if weights would leave the range of the operands' dtype (float16's range
+    is always too small), or if scores are large, so that a row_max has few digits.
     """
     if not is_small(bounds):
         return None
     low, high = (end * math.log2(math.e) for end in bounds)
-    # not `>`: where both ends are the same infinity, the difference is no number
+    # not `>`: if both ends are the same infinity, the difference is nan
     if spec.q_dtype is not torch.bfloat16 or not high - low <= LARGEST_WEIGHT - SMALLEST_WEIGHT:
         return None
     return high - LARGEST_WEIGHT
 
 
 def padded(dim: int) -> int:
-    """The power of two, 16 at least, that holds a head dimension."""
+    """A head dimension rounded up to a power of two, 16 at least."""
     return max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
 
 
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
-# begins with the fastest and goes on to what fits less: the 99 KB of small cards, the 64 KB of AMD's. One
-# stage costs registers where operands pass through them: two stages of a smaller tile come before it.
+# begins with the fastest tile and continues with tiles for less shared memory: 99 KB on small cards, 64 KB on
+# AMD's. One stage costs registers if operands pass through them, so two stages of a smaller tile come first.
 _Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
@@ -181,8 +187,8 @@ _TF32: _Table = {
         512: ((16, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
     },
 }
-# float32 products without tensor cores: a thread holds whole rows of its operands, and spills soon. On AMD's
-# chips a thread of four warps has twice the registers of one of eight.
+# float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
+# chips a thread has twice the registers with four warps as with eight.
 _IEEE: _Table = {
     "forward": {
         64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 1)),
@@ -209,8 +215,8 @@ _IEEE: _Table = {
         512: ((16, 16, 8, 1),),
     },
 }
-# kernel_options that name a side of a tile, with torch's numbers: 1 is the dK/dV kernel, 2 the dQ kernel. 3,
-# which torch has not, is for the kernels that exist for gradients of captured tensors alone.
+# kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
+# The number 3 is ours, for the kernels that compute only gradients of captured tensors.
 _SIDES: dict[KernelName, tuple[str, str]] = {
     "forward": ("BLOCK_M", "BLOCK_N"),
     "dq": ("BLOCK_M2", "BLOCK_N2"),
@@ -228,15 +234,15 @@ def ladder(
 ) -> tuple[Tile, ...]:
     """The tiles to try for a kernel, best first; later ones need less shared memory.
 
-    `by_column`: a mod holds numbers by column, and a thread has many of them in a large tile. Small ones go
-    first in the forward then. `waits_for_score`: a load between two products, which Triton's pipeliner fails
-    on for some chips, so that one tile is in flight.
-    `options` are checked kernel_options: a tile side, num_warps or num_stages among them is on every rung.
+    `by_column`: a mod keeps numbers by column, many for each thread of a large tile. Then the forward tries
+    small tiles first. `waits_for_score`: a load stands between two products. Triton's pipeliner fails on such
+    a loop for some chips, so only one tile is in flight. `options` are validated kernel_options: a tile side,
+    num_warps or num_stages among them applies to every rung.
 
     Raises:
-        BlockSizeError: a block of the mask is no multiple of 16 on a side.
-        OptionValueError: a tile side that the mask's blocks are no multiple of, or keys of a tile along
-            diagonals that do not divide its queries.
+        BlockSizeError: a side of the mask's blocks is not a multiple of 16.
+        OptionValueError: a tile side does not divide the mask's blocks, or the keys of a tile along diagonals
+            do not divide its queries.
     """
     single = _IEEE if spec.precision == "ieee" else _TF32
     table = single if spec.q_dtype is torch.float32 else _HALF
@@ -251,12 +257,12 @@ def ladder(
 
 
 def _like(kernel: KernelName) -> KernelName:
-    """Whose tiles a kernel takes. The sums of delta_kernel must come out as those of dq_kernel do."""
+    """The kernel whose tiles a kernel uses: delta_kernel must sum in the same order as dq_kernel."""
     return {"delta": "dq", "scatter": "diagonal"}.get(kernel, kernel)  # type: ignore[return-value]
 
 
 def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:
-    """A kernel option as one kernel sees it: the prefix `fwd_` or `bwd_` counts more than the bare name."""
+    """A kernel option for one kernel: the name with prefix `fwd_` or `bwd_` overrides the bare name."""
     prefix = "fwd_" if kernel == "forward" else "bwd_"
     return options.get(prefix + name, options.get(name, default))
 
@@ -267,12 +273,12 @@ def template(options: Mapping[str, Any], direction: Direction) -> str:
 
 
 def statistics_rows(spec: KernelSpec) -> int:
-    """Rows a program of the statistics kernel takes: about 8192 elements."""
+    """Rows for a program of the statistics kernel: about 8192 elements."""
     return max(SMALLEST_TILE, min(128, 8192 // spec.value_tile))
 
 
 def _inside(tile: Tile, spec: KernelSpec, kernel: KernelName) -> Tile:
-    """The tile, made small enough to divide the mask's blocks."""
+    """Shrinks the tile until it divides the mask's blocks."""
     if spec.mask_block is None:
         return tile
     q_block, kv_block = spec.mask_block
@@ -290,7 +296,7 @@ def _inside(tile: Tile, spec: KernelSpec, kernel: KernelName) -> Tile:
 
 
 def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> Tile:
-    """The tile with what the options say in its place."""
+    """The tile with the values from the options."""
     m_name, n_name = _SIDES[_like(kernel)]
     block_m = option(options, kernel, m_name, tile.block_m)
     block_n = option(options, kernel, n_name, tile.block_n)

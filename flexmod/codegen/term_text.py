@@ -1,11 +1,11 @@
-"""The derivative of a score_mod by what it loads, as device functions.
+"""Writes the derivative of a score_mod by its loaded elements, as device functions.
 
-What the main function returns, by how the terms are summed (see `ir/reductions.py`):
+The main function's results depend on the direction of the sums (see `ir/reductions.py`):
 
-    row, column    (gradient of the score, a term for each load)
-    diagonal       a term for each load; where `reduce_in_backward`, these are terms of `column`
-    element        for each load a term, its place in a contiguous tensor of the capture's sizes (int64), and
-                   whether it has one: what an index outside of the tensor loads is 0, and nobody's
+        row, column     (gradient of the score, a term for each load)
+        diagonal        a term for each load; with `reduce_in_backward`, `column` has these terms
+        element         for each load a term, its place in a contiguous tensor of the capture's sizes
+                        (int64), and whether it has a place: an index outside of the tensor has none
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAIN: dict[Along, str] = {
 def write_terms(
     found: CaptureGrad, terms: Sequence[GradientTerm], reduce_in_backward: bool = False, checked: bool = False
 ) -> CaptureTexts:
-    """The device functions for all terms of a CaptureGrad.
+    """Writes the device functions for all terms of a CaptureGrad.
 
     `reduce_in_backward`: one kernel sums by column and along diagonals, from one text.
     """
@@ -70,7 +70,7 @@ class _TermWriter(TritonWriter):
         return values
 
     def term_names(self) -> tuple[TermText, ...]:
-        """Unique where case does not count: those of buffers are in capitals."""
+        """Names that are unique without regard to case: buffers have the same names in capitals."""
         taken: set[str] = set()
         found: list[TermText] = []
         first: dict[int, str] = {}
@@ -81,7 +81,7 @@ class _TermWriter(TritonWriter):
         return tuple(found)
 
     def keeps_zeros(self) -> bool:
-        """Are results the gradient times what is finite everywhere: numbers, integers of positions?"""
+        """Are results the gradient times factors that are always finite: numbers, integers of positions?"""
         return all(
             node.op != "load"
             and "score" not in node.home
@@ -90,7 +90,7 @@ class _TermWriter(TritonWriter):
         )
 
     def _place(self, main: Function, term: GradientTerm) -> tuple[str, str]:
-        """Where the element is, and whether it is anywhere."""
+        """The texts for the element's place, and for whether it has one."""
         load = Node("load", term.indices, torch.float32, term.capture)
         place, guards = "", []
         for dim in range(len(term.indices)):
@@ -108,7 +108,7 @@ class _TermWriter(TritonWriter):
 
 
 def _is_finite(node: Node) -> bool:
-    """Is a float finite where what it is made of is, range apart?"""
+    """Is a float finite if its arguments are, overflow aside?"""
     if node.is_const:
         return math.isfinite(node.value)  # type: ignore[arg-type]
     return OPS[node.op].finite if node.op in OPS else True

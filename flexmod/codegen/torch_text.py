@@ -1,10 +1,10 @@
-"""Graph -> a plain torch function on positions that broadcast, for people and for dense checks.
+"""Writes a graph as a plain torch function on positions that broadcast, for people and for dense checks.
 
     def score_mod_in_torch(score, b, h, q_idx, kv_idx, slopes):
         return score + slopes[h] * (kv_idx.float() - q_idx.float())
 
-It says what the device functions of `triton_text` say. Positions are int32 tensors of one dimension or more;
-what they broadcast to is the shape of the result.
+It computes the same as the device functions of `triton_text`. Positions are int32 tensors of one dimension or
+more; the result has their broadcast shape.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
 
-# of a number, which torch.minimum and torch.maximum do not take
+# for numbers, which torch.minimum and torch.maximum do not take
 CLAMPS = {"minimum": "torch.clamp({0}, max={1})", "maximum": "torch.clamp({0}, min={1})"}
 METHODS = {torch.float32: "float()", torch.int64: "long()", torch.int32: "int()", torch.bool: "bool()"}
 
 
 @dataclass(frozen=True)
 class TorchText:
-    """The text of a function, its name, and the numbers of the captures that follow its positions."""
+    """A function's text, its name, and the numbers of the captures that it takes after the positions."""
 
     name: str
     text: str
@@ -33,9 +33,9 @@ class TorchText:
 
 
 def write_torch(graph: Graph, name: str, names: tuple[str, ...]) -> TorchText:
-    """A function `name` of the graph's inputs and of the captures it loads from, which are called `names`.
+    """Writes a function `name` of the graph's inputs and of its captures, with the names `names`.
 
-    It returns the graph's result, or a tuple of its results. A graph whose constants were promoted has none.
+    It returns the graph's result, or a tuple of its results. The graph's constants must not be promoted.
     """
     return _TorchWriter(graph, name, names).write()
 
@@ -55,7 +55,7 @@ class _TorchWriter:
         return TorchText(self.function.name, self.function.source(), self.used)
 
     def _result(self, node: Node) -> str:
-        """A constant becomes a tensor, so that it has a shape and a device."""
+        """Turns a constant into a tensor, so that it has a shape and a device."""
         text = self._value(node)
         if node.is_const:
             like = "score" if self.graph.kind == "score" else "kv_idx"
@@ -87,7 +87,7 @@ class _TorchWriter:
             return fill(f"{{0}}.{_to(node.dtype)}", [self._value(node.args[0])])  # type: ignore[arg-type]
         row = OPS[node.op]
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
-        # a tensor without dimensions promotes others less than torch's scalars of a mod do each other
+        # a 0-d tensor promotes other tensors less than a mod's scalars promote each other
         said = any(not a.home and (not a.is_const or isinstance(a.dtype, torch.dtype)) for a in node.args)
         clamps = node.op in CLAMPS and at[0] != torch.bool and any(a.is_const for a in node.args)
         template = CLAMPS[node.op] if clamps else row.python

@@ -1,11 +1,11 @@
-"""Graph -> Triton device functions, as a careful person would write them.
+"""Writes a graph as Triton device functions that read like careful handwritten code.
 
-A node that several others use gets a line of its own; one that a single node uses stands inside its
-expression. What only b and h decide is computed once a program, what q_idx (or kv_idx) decides too once a row
-(or a column) of the tile: each in a small function whose results the main one takes as arguments.
+A node with several users gets a line of its own; a node with one user becomes part of its expression. Values
+that depend on b and h only are computed once a program, values that also depend on q_idx (or kv_idx) once a
+row (or a column) of the tile. Each has a small function, and its results are arguments of the main function.
 
-Names inside the functions are the user's. In a kernel, which may hold two mods, they end in `_of_mask`,
-`_of_score` or `_of_grad`, which no template's own name does.
+Names inside the functions are the user's. In a kernel, which may contain two mods, they end in `_of_mask`,
+`_of_score` or `_of_grad`; no template's own name does.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ HOMES = {
     "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
 }
 JIT = "@triton.jit\n"
-# what an exponent may read besides, and its name in a kernel
+# further inputs of an exponent, and their names in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 
 
 def write(graph: Graph, checked: bool = False) -> ModText:
-    """The device functions of a mask, score or grad graph and the lines that splice them into a kernel.
+    """Writes a mask, score or grad graph: its device functions, and the lines that call them in a kernel.
 
-    `checked`: indices into captured tensors are checked, see `codegen/watch.py`.
+    `checked`: kernels check indices into captured tensors, see `codegen/watch.py`.
     """
     return TritonWriter(graph, checked=checked).write()
 
@@ -67,7 +67,7 @@ def home_of(node: Node) -> str:
 
 
 def _is_judged(node: Node) -> bool:
-    """Is it a truth value of an element, by its positions?"""
+    """Is it a truth value that depends on an element's row and column positions?"""
     return node.dtype == torch.bool and home_of(node) == "element" and "score" not in node.home
 
 
@@ -83,9 +83,9 @@ class TritonWriter:
         checked: bool = False,
         taken: Collection[str] = (),
     ) -> None:
-        """`arguments` are the inputs, in order, of graphs of other kinds; `places` those from 0 on.
+        """`arguments` are the inputs, in order, for graphs of other kinds; `places` are inputs from 0 on.
 
-        `taken` are names that another text of the kernel has given to what it hoists.
+        `taken` are names that another text of the kernel uses for its hoisted values.
         """
         self.checked = checked
         self.checks: list[Check] = []
@@ -94,7 +94,7 @@ class TritonWriter:
         self.suffix = f"_of_{graph.kind}"
         self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
-        self.owner = self.main  # of the captures
+        self.owner = self.main  # owner of the captures
         self.numbers, self.found = "number", "found"
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
@@ -103,14 +103,14 @@ class TritonWriter:
         self.rounded_products = products_that_decide(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
-        # of padding too, where what int32 does not hold wraps
+        # bounds for padding too, where int32 may wrap
         self.certain = integer_bounds(graph, extents, may_wrap=True)
         self.hoisted = self._choose_hoisted()
 
-    # what is computed where
+    # where to compute each node
 
     def _choose_hoisted(self) -> dict[Node, str]:
-        """Nodes with a cheaper home than a node that uses them, named: loads after what they load."""
+        """Names the nodes with a cheaper home than one of their users. A load is named after its tensor."""
         frontier: dict[Node, None] = {}
         for node in self.graph.nodes:
             for argument in node.args:
@@ -165,15 +165,15 @@ class TritonWriter:
         )
 
     def returned(self, main: Function) -> list[str]:
-        """What the main function returns."""
+        """The main function's results."""
         return [self.shaped(self.value(main, self.graph.result), self.graph.result)]
 
     def term_names(self) -> tuple[TermText, ...]:
-        """Names for what the main function returns beside its first value."""
+        """Names for the main function's results after the first."""
         return ()
 
     def keeps_zeros(self) -> bool:
-        """See `ModText`; of derivatives with terms alone it is known."""
+        """See `ModText`; only derivatives with terms know it."""
         return False
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
@@ -191,7 +191,8 @@ class TritonWriter:
         return [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
 
     def shaped(self, value: str, result: Node) -> str:
-        """A score must fill the tile even where the mod does not read it; a constant mask needs a tensor."""
+        """Gives a result its shape: a score fills the tile even if the mod ignores it, and a constant mask
+        becomes a tensor."""
         if self.graph.kind == "mask":
             constant = {"True": "kv_idx >= 0", "False": "kv_idx < 0"}
             return constant.get(value, value)
@@ -258,12 +259,12 @@ class TritonWriter:
         return rounded(text, strong(node.dtype))
 
     def _template(self, node: Node, at: torch.dtype) -> str:
-        """The table's text, or a cheaper one where the bounds of the arguments allow it."""
+        """The table's text, or a cheaper one if the bounds of the arguments permit it."""
         row = OPS[node.op]
         if node in self.rounded_products:
             return "rounded_product({0}, {1})"
         if row.exact and register_dtype(at) == torch.float32:
-            # a chip's quick division loses divisors near the ends of float32
+            # a chip's fast division fails for divisors near the ends of float32's range
             extreme = len(node.args) == 2 and node.args[1].is_const and not _is_ordinary(node.args[1].value)
             if extreme or not {"score", "grad"} & node.home:
                 return row.exact
@@ -274,7 +275,7 @@ class TritonWriter:
         return row.text(at)
 
     def _span(self, node: Node, at: torch.dtype) -> bounds.Bounds:
-        """What an argument lies between; of a floating-point one, where it is a number or was an integer."""
+        """Bounds of an argument; a float has them only if it is a constant or was an integer."""
         if not at.is_floating_point:
             return self.known[node]
         if node.is_const:
@@ -313,9 +314,9 @@ class TritonWriter:
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
 
     def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[str]]:
-        """An index of a load as a name or a number, and what holds where it is inside.
+        """An index of a load as a name or a number, and the conditions under which it lies inside.
 
-        A negative one counts from the end.
+        A negative index counts from the end.
         """
         number: int = node.value  # type: ignore[assignment]
         capture, index = self.captures[number], node.args[dim]
@@ -326,12 +327,12 @@ class TritonWriter:
         narrow = strong(index.dtype).itemsize <= 4 and not self.graph.captures[number].wide
         if low < 0:
             size = self.parameter(function, f"{capture}_size{dim}", "size", number, dim)
-            wrap = "wrap" if narrow and not self.checked else "wrap_any"  # a check tells how far out
+            wrap = "wrap" if narrow and not self.checked else "wrap_any"  # a check reports the exact index
             value = f"{group(value)} + {size}" if high < 0 else f"{wrap}({value}, {size})"
         if not re.fullmatch(r"\w+", value):
             value = self.bound_once(function, node, f"{capture}_at{dim}", value)
         guards = []
-        if not (index.is_const and index.value in (0, -1)):  # no captured tensor is empty
+        if not (index.is_const and index.value in (0, -1)):  # captured tensors are never empty
             if self.certain[index][0] < 0:
                 guards.append(f"{value} >= 0")
             if high >= 0:
@@ -342,7 +343,7 @@ class TritonWriter:
         return value, guards
 
     def _check(self, function: Function, node: Node, dim: int, value: str) -> None:
-        """A statement that keeps an index of a load which lies outside."""
+        """Writes a statement that records an index of a load if it lies outside."""
         number: int = node.value  # type: ignore[assignment]
         capture = self.graph.captures[number].name
         place = FOUND_HEAD + len(self.checks)
@@ -354,12 +355,12 @@ class TritonWriter:
         function.lines.append(f"check_bounds({found} + {place}, {value}, {size}, {live})")
 
     def live(self, index: Node, found: str) -> str:
-        """Where an index counts: not in a tile's padding, of which nothing is asked."""
+        """The condition under which an index counts: outside of a tile's padding."""
         ends = {"q_idx": f"q_idx < tl.load({found})", "kv_idx": f"kv_idx < tl.load({found} + 1)"}
         return together([end for name, end in ends.items() if name in index.home] or ["True"])
 
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
-        """A line of its own for a part of a load, the same one where it is used again."""
+        """The name of a load's part, with a line of its own at the first use."""
         if text not in function.bound:
             function.quote(node)
             function.bound[text] = function.bind(fresh(name, self.taken), text)
@@ -368,7 +369,7 @@ class TritonWriter:
     def parameter(
         self, function: Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
     ) -> str:
-        """The name, in the functions, of a kernel parameter."""
+        """The name of a kernel parameter inside the functions."""
         known = self.parameters.get((kind, index, dim))
         if known is None:
             name = name if kind == "pointer" else fresh(name, self.taken)
@@ -394,6 +395,6 @@ def reserved() -> set[str]:
 
 
 def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:
-    """The user's names, made safe: none is one of the writer's own."""
+    """The user's names, changed where they would collide with the writer's own."""
     taken = reserved() | set(arguments)
     return [fresh(c.name, taken) for c in graph.captures]

@@ -1,1 +1,1 @@
-"""Functions that run on a device: tests import them, generated modules carry their text."""
+"""Functions that run on a device: tests import them, generated modules contain their text."""

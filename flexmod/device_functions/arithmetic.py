@@ -1,7 +1,7 @@
-"""What the table of operations calls by name, on any chip.
+"""The functions that the table of operations calls, for every chip.
 
-Plain `tl` functions and operators: no libdevice, no inline assembly, no new tensors. So one text serves every
-target and the interpreter.
+They use only `tl` functions and operators: no libdevice, no inline assembly, no new tensors. So one text
+serves every target and the interpreter.
 """
 
 import triton
@@ -25,14 +25,14 @@ def remainder(a, b):
 
 @triton.jit
 def rounded_product(a, b):
-    """a * b, rounded by itself: a compiler would fuse it with a sum, and round once for both."""
+    """a * b, rounded on its own: the compiler would fuse it with a sum, and round both at once."""
     product = a * b
     return tl.where(product == 0, product, tl.fma(a, b, 0.0))  # -0.0 + 0.0 is 0.0
 
 
 @triton.jit
 def safe_divisor(b):
-    """1 in place of 0 and -1: compilers assume that nobody divides by 0, nor the smallest number by -1."""
+    """Replaces 0 and -1 by 1: compilers assume that no kernel divides by 0, or the smallest number by -1."""
     if b.dtype.is_int_signed():
         return tl.where((b == 0) | (b == -1), 1, b).to(b.dtype)
     return tl.where(b == 0, 1, b).to(b.dtype)
@@ -40,7 +40,7 @@ def safe_divisor(b):
 
 @triton.jit
 def negated_by_minus_one(quotient, b):
-    """The quotient by b of that by `safe_divisor(b)`, which is 1 in place of -1."""
+    """Turns a quotient by `safe_divisor(b)` into the quotient by b: a divisor of -1 was replaced by 1."""
     if b.dtype.is_int_signed():
         quotient = tl.where(b == -1, -quotient, quotient)
     return quotient
@@ -66,13 +66,13 @@ def safe_remainder(a, b):
 
 @triton.jit
 def safe_fmod(a, b):
-    """The rest of a / b on integers, with the sign of a; 0 counts as 1."""
+    """The remainder of a / b on integers, with the sign of a; 0 counts as 1."""
     return a % safe_divisor(b)
 
 
 @triton.jit
 def fmod(a, b, STEPS: tl.constexpr = 10):
-    """The rest of a / b, with the sign of a, exactly: a step takes 28 bits of the quotient, ten steps all."""
+    """The exact remainder of a / b, with the sign of a. Each of ten steps takes 28 bits of the quotient."""
     if a.dtype == tl.float64:
         rest = fmod_of_doubles(tl.abs(a), tl.abs(b))
     else:  # a product of 28 bits and float32's 24 is a float64
@@ -96,11 +96,11 @@ def power_of_two(n):
 
 @triton.jit
 def fmod_of_doubles(a, b):
-    """a % b of numbers that are not negative: 23 bits of the quotient a step, rounded to the nearest.
+    """a % b for numbers that are not negative. Each step takes 23 bits of the quotient, rounded to nearest.
 
-    A product with 53 bits would be rounded: those with the upper and the lower half are not.
+    A product with all 53 bits would be rounded; products with the upper and the lower half are exact.
     """
-    rest = tl.where(b == b, a, a)  # of the shape of both
+    rest = tl.where(b == b, a, a)  # with the broadcast shape
     for step in range(92):  # a float64 does not hold 2^(23 * 91)
         scaled = b * power_of_two(93 - step) * power_of_two(92 - step) * power_of_two(91 - step)
         divisor = tl.where(scaled == float("inf"), 1.0, scaled)
@@ -160,7 +160,7 @@ def logistic(x):
 
 @triton.jit
 def tanh(x):
-    """1 - 2 / (1 + e^2x): an absolute error near 1e-7, and right at both infinities."""
+    """1 - 2 / (1 + e^2x), with an absolute error near 1e-7; exact at both infinities."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
@@ -183,13 +183,13 @@ def tanh_relative(x):
 
 @triton.jit
 def tanh_approximate(x):
-    """tanh as it is elsewhere: not every chip has an instruction for it."""
+    """The usual tanh, for chips without an instruction for it."""
     return tanh(x)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), with the rounding of 1 + x made good."""
+    """log(1 + x), corrected for the rounding of 1 + x."""
     shifted = 1.0 + x
     return tl.where((shifted == 1.0) | (shifted == x), tl.where(shifted == 1.0, x, tl.log(shifted)),
                     tl.log(shifted) * (x / (shifted - 1.0)))
@@ -197,7 +197,7 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """e^x - 1, with the rounding of e^x made good."""
+    """e^x - 1, corrected for the rounding of e^x."""
     grown = tl.exp(x)
     exact = (grown - 1.0) * (x / tl.log(grown))
     return tl.where(grown == 1.0, x, tl.where((grown < 1e-7) | (grown > 1e7), grown - 1.0, exact))
@@ -205,7 +205,7 @@ def expm1(x):
 
 @triton.jit
 def sinh(x):
-    """From e^x - 1, which keeps the digits of small x, or e^(x/2), which is finite where the result is."""
+    """sinh from e^x - 1, which keeps the digits of small x, or from e^(x/2), which overflows later."""
     size = tl.abs(x)
     grown = expm1(size)
     root = tl.exp(size * 0.5)
@@ -215,7 +215,7 @@ def sinh(x):
 
 @triton.jit
 def cosh(x):
-    """From e^(x/2), which is finite where the result is."""
+    """cosh from e^(x/2), which is finite wherever the result is."""
     root = tl.exp(tl.abs(x) * 0.5)
     return 0.5 * root * root + 0.5 / (root * root)
 
@@ -224,7 +224,7 @@ def cosh(x):
 # points; its relative error is 1e-14.
 @triton.jit
 def erfc(x):
-    """1 - erf(x), with a relative error: the subtraction would cancel where x is large."""
+    """1 - erf(x), with a small relative error: the subtraction would cancel for large x."""
     near = 1.0 - 5.0 / (tl.abs(x) + 2.5)
     scaled = -4.703990740937661e-08
     scaled = scaled * near + -5.235577553086046e-08
@@ -253,7 +253,7 @@ def erfc(x):
 
 @triton.jit
 def power(a, b):
-    """a ** b of floats, through exp2(b * log2 |a|)."""
+    """a ** b for floats, as exp2(b * log2 |a|)."""
     size = tl.where(tl.abs(a) == 1, 1.0, tl.exp2(b * tl.log2(tl.abs(a))))
     whole = tl.floor(b) == b
     odd = whole & (tl.floor(b * 0.5) * 2 != b)
@@ -264,7 +264,7 @@ def power(a, b):
 
 @triton.jit
 def power_int(a, b):
-    """a ** b of integers, by squaring; b < 0 leaves 0 but of 1 and -1."""
+    """a ** b for integers, by squaring. With b < 0 the result is 0, unless a is 1 or -1."""
     result = a * 0 + b * 0 + 1
     base = result * a
     exponent = tl.abs(result * b)
@@ -277,51 +277,51 @@ def power_int(a, b):
 
 @triton.jit
 def shift_left(a, b):
-    """a << b; 0 where b is negative, or as much as the number is wide."""
+    """a << b; 0 if b is negative, or at least the number's width."""
     count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
     return tl.where(count == b, a << count, 0)
 
 
 @triton.jit
 def shift_right(a, b):
-    """a >> b; the sign alone where b is negative, or as much as the number is wide."""
+    """a >> b; only the sign, 0 or -1, if b is negative, or at least the number's width."""
     count = b & (a.dtype.primitive_bitwidth - 1)  # more than that is undefined
     return tl.where(count == b, a >> count, -(a < 0).to(a.dtype))
 
 
 @triton.jit
 def unsigned_lt(a, b):
-    """a < b, where negative numbers of 32 bits are larger than all others."""
+    """a < b for 32-bit numbers as unsigned: negative numbers are larger than all others."""
     return tl.cast(a, tl.uint32) < tl.cast(b, tl.uint32)
 
 
 @triton.jit
 def unsigned_max(a, b):
-    """The larger of two, where negative numbers of 32 bits are larger than all others."""
+    """The larger of two 32-bit numbers as unsigned: negative numbers are larger than all others."""
     return tl.maximum(tl.cast(a, tl.uint32), tl.cast(b, tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def in_range(index, size):
-    """0 <= index < size, of 32 bits: as numbers without a sign, negative ones are larger than all others."""
+    """0 <= index < size, in 32 bits: as unsigned numbers, negative ones are larger than all others."""
     return tl.cast(index, tl.uint32) < size
 
 
 @triton.jit
 def wrap(index, size):
-    """A negative index of 32 bits counts from the end; one that lies before the start stays negative."""
+    """Counts a negative 32-bit index from the end; an index before the start stays negative."""
     return tl.minimum(tl.cast(index, tl.uint32), tl.cast(index + size, tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def wrap_any(index, size):
-    """A negative index counts from the end."""
+    """Counts a negative index from the end."""
     return tl.where(index < 0, index + size, index)
 
 
 @triton.jit
 def check_bounds(found, index, size, live):
-    """Keeps an index outside that a live position met: 2 * index + 1, or -2 * index where it is below 0."""
+    """Records an index outside of 0..size at a live position: 2 * index + 1, or -2 * index if negative."""
     place = tl.cast(index, tl.int64)
     met = tl.where(place < 0, -2 * place, 2 * place + 1)
     tl.atomic_max(found + place * 0, met, mask=((place < 0) | (place >= size)) & live, sem="relaxed")

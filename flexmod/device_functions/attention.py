@@ -1,14 +1,14 @@
-"""What the portable kernels of attention call.
+"""The functions that the portable kernels of attention call.
 
-A grid is flat. The tiles of one head follow each other, so that programs that run together share its keys and
-values in the L2; heads of one group are neighbors for the same reason. Where a mask is at work the long rows
-(causal: the last queries, the first keys) go first, so that the short ones fill the tail.
+A grid is flat. The tiles of one head are consecutive, so that programs that run together share its keys and
+values in the L2; heads of one group are neighbors for the same reason. With a mask, long rows (causal: the
+last queries, the first keys) go first, so that short rows fill the tail.
 """
 
 import triton
 import triton.language as tl
 
-# e^x = 2^(x * LOG2E), and what float32 cannot hold of that number.
+# e^x = 2^(x * LOG2E). LOG2E_REST is the part of log2(e) that float32 rounds away.
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-08)
 
@@ -41,9 +41,9 @@ def tile_of_keys(HKV, N, TILE: tl.constexpr):
 @triton.jit
 def diagonal_of_tiles(HQ, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Batch entry and query head of this program, and its diagonal of tiles: start_n - start_m, its number,
-    how many there are.
+    and the number of diagonals.
 
-    Neighbors meet the same queries with neighboring keys at the same time.
+    Neighboring programs read the same queries with neighboring keys at the same time.
     """
     program = tl.program_id(0)
     key_tiles = (N + BLOCK_N - 1) // BLOCK_N
@@ -57,7 +57,7 @@ def diagonal_of_tiles(HQ, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def first_of_runs(of_row, RUNS, FIRST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The tiles in a row's runs of blocks: how many. Then the first one: its run, its start, the run's end.
+    """The number of tiles in a row's runs of blocks, and the first tile: its run, its start, the run's end.
 
     of_row [6]  the row's entry of ROWS, which describes the runs from number FIRST on
     """
@@ -70,7 +70,7 @@ def first_of_runs(of_row, RUNS, FIRST: tl.constexpr, TILE: tl.constexpr, BLOCK: 
 
 @triton.jit
 def next_of_runs(step, steps, run, start, stop, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile after that of a step, one step ahead of its use: its run, its start, the run's end."""
+    """The next step's tile, one step before its use: its run, its start, the run's end."""
     following = start + TILE
     ended = (following == stop) & (step + 1 < steps)
     run += tl.where(ended, 2, 0)
@@ -93,7 +93,7 @@ def tile_at(
 
 @triton.jit
 def compensated(total, lost, term):
-    """total + term, and what rounding took from it, to be given back with the next term (Kahan's sum)."""
+    """total + term, and its rounding error, which the next term corrects (Kahan's sum)."""
     restored = term - lost
     grown = total + restored
     return grown, (grown - total) - restored
@@ -101,12 +101,12 @@ def compensated(total, lost, term):
 
 @triton.jit
 def exponential(x):
-    """e^x up to 1, nearer than the chip's own: 2^n exactly, times a series for the rest of x * log2(e)."""
-    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0, and no infinity is left
-    # no weight is above 1, were a large score rounded otherwise in another kernel
+    """e^x up to 1, more accurate than the chip's: 2^n exactly, times a series for the rest of x * log2(e)."""
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0; removes -inf
+    # no weight exceeds 1, even if another kernel rounds a large score differently
     x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     whole = tl.floor(x * LOG2E + 0.5)
-    # by one rounding, which the compiler cannot undo: it may fuse a product with any sum
+    # with one rounding, written out: the compiler may fuse any product with a sum
     rest = tl.fma(x, LOG2E, -whole) + x * LOG2E_REST
     series = 1.5252733804059841e-05 * rest + 1.5403530393381608e-04
     series = series * rest + 1.3333558146428443e-03
@@ -119,20 +119,19 @@ def exponential(x):
 
 @triton.jit
 def unfused(score, unbounded):
-    """The score itself: `unbounded` is +inf, which the compiler does not know. So it cannot fuse the score's
-    last product with what is subtracted next, and a row's largest score is its row_max in every kernel."""
+    """Returns the score: `unbounded` is +inf, which the compiler does not know. So it cannot fuse the score's
+    last product with the next subtraction, and a row's largest score is its row_max in every kernel."""
     return tl.minimum(score, unbounded, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def add_elements(terms, places, keep, SUMS, FIXED, LARGEST, room):
-    """Adds the terms that `keep` names to the elements at these places.
+    """Adds the terms where `keep` is true to the elements at these places.
 
-    SUMS alone        float32 sums, which grow in any order
+    SUMS alone        float32 sums in any order
     LARGEST [1]       first of two passes that agree bit for bit: the bits of the largest finite |term|, int32
-    FIXED as well     second pass: sums of whole numbers, in int64, which come out the same in any order. A
-                      term has `room` bits there. What is not finite goes to SUMS, where its order does not
-                      matter.
+    FIXED as well     second pass: int64 sums of integers, equal in any order. A term has `room` bits there.
+                      Terms that are not finite go to SUMS, where their order does not matter.
     """
     if LARGEST is None:
         tl.atomic_add(SUMS + places, terms, mask=keep, sem="relaxed")

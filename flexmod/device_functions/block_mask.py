@@ -1,4 +1,4 @@
-"""What the kernels that build block masks call."""
+"""The functions that the kernels for building block masks call."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def highest(x):
 
 @triton.jit
 def lowest_float(x):
-    """nan where there is one: nothing is known of it."""
+    """The lowest element; nan if any element is nan."""
     return tl.where(tl.max((x != x).to(tl.int32), 0) != 0, float("nan"), tl.min(x, 0))
 
 
@@ -27,7 +27,7 @@ def highest_float(x):
 
 @triton.jit
 def over_diagonals(counts, q_low, q_high, kv_low, kv_high, N):
-    """Does a term of q_idx - kv_idx hold at all differences of a rectangle, and at any?"""
+    """Is a term of q_idx - kv_idx true at all differences in a rectangle, and at any?"""
     lowest = q_low - kv_high
     highest = q_high - kv_low
     number = tl.load(counts + (highest + N)) - tl.load(counts + (lowest + N - 1))

@@ -1,4 +1,4 @@
-"""Functions of `arithmetic` as kernels on float32 have them: half types need less accuracy."""
+"""More accurate versions of functions in `arithmetic`, for kernels on float32."""
 
 import triton
 

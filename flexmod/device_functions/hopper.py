@@ -1,4 +1,4 @@
-"""What the kernels for Hopper call."""
+"""The functions that the kernels for Hopper call."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,14 +9,14 @@ from flexmod.runtime.gluon import add_tile, stores_read
 
 @gluon.jit
 def advance(slot, phase, STAGES: gl.constexpr):
-    """The next slot of a ring, and the phase of its barriers, which turns when the ring begins anew."""
+    """The next slot of a ring, and the phase of its barriers, which flips after the last slot."""
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def in_sections(number, tiles, batches, heads, SECTION: gl.constexpr):
-    """Head of a tile, counted over all batch entries, and its place there. SECTION heads run side by side."""
+    """A tile's head, counted over all batch entries, and its place in it. SECTION heads run together."""
     section = number // (SECTION * tiles) * SECTION
     together = gl.minimum(SECTION, batches * heads - section)
     rest = number - section * tiles
@@ -25,7 +25,7 @@ def in_sections(number, tiles, batches, heads, SECTION: gl.constexpr):
 
 @gluon.jit
 def count_tiles(mask, length, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """The tiles that a head has. Where rows of blocks are put in order, the last one counts whole."""
+    """The number of tiles of a head. If rows of blocks are sorted, the last row counts as whole."""
     ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
     tiles = (length + TILE - 1) // TILE
     if ORDER is not None:
@@ -35,7 +35,7 @@ def count_tiles(mask, length, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def nth_tile(place, otherwise, mask, batch, head, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """Where the tile of this place in the order of a head begins, or `otherwise` where there is none."""
+    """The start of the tile at this place in a head's order, or `otherwise` without an order."""
     ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
     start = otherwise
     if ORDER is not None:
@@ -47,8 +47,8 @@ def nth_tile(place, otherwise, mask, batch, head, TILE: gl.constexpr, BLOCK: gl.
 
 @gluon.jit
 def first_tile(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """The tiles of a row of blocks: how many are partial, how many there are, the first full run. Then the
-    first tile: its run, where it begins, where the run ends."""
+    """A row of blocks: its number of partial tiles, its number of tiles, the first full run. Then the first
+    tile: its run, its start, the run's end."""
     ORDER, ROWS, RUNS, stride_mask_b, stride_mask_h = mask
     mask_row = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h
     entry = ROWS + (mask_row + row) * 6
@@ -63,7 +63,7 @@ def first_tile(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def next_tile(step, of_row, run, start, stop, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """The tile of a step, from that of the step before: its run, where it begins, where the run ends."""
+    """The tile of a step, from the previous step's tile: its run, its start, the run's end."""
     partial_steps, steps, full_run = of_row
     start += TILE
     ended = (start == stop) & (step < steps)
@@ -75,7 +75,7 @@ def next_tile(step, of_row, run, start, stop, TILE: gl.constexpr, BLOCK: gl.cons
 
 @gluon.jit
 def listed(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """The tiles of a row of blocks: how many are partial, how many there are, where the two lists begin."""
+    """A row of blocks: its number of partial tiles, its number of tiles, the starts of its two lists."""
     NUM_BLOCKS, INDICES, slots, FULL_NUM_BLOCKS, FULL_INDICES, full_slots, stride_mask_b, stride_mask_h = mask
     mask_row = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h + row
     partial_steps = gl.load(NUM_BLOCKS + mask_row) * (BLOCK // TILE)
@@ -90,7 +90,7 @@ def listed(mask, batch, head, row, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def listed_tile(step, of_row, TILE: gl.constexpr, BLOCK: gl.constexpr):
-    """Where the tile of a step begins."""
+    """The start of a step's tile."""
     partial_steps, steps, partial_blocks, full_blocks = of_row
     partial = step < partial_steps
     blocks = gl.where(partial, partial_blocks, full_blocks)
@@ -101,13 +101,13 @@ def listed_tile(step, of_row, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def write_message(note, number):
-    """The producer writes a number."""
+    """Writes a number, in the producer."""
     note.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def read_message(note):
-    """A consumer reads one."""
+    """Reads a number, in a consumer."""
     return gl.max(note.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
@@ -115,9 +115,9 @@ def read_message(note):
 def add_diagonals(term, distance, SUMS, line, M, N):
     """Adds the sums of a tile's diagonals to SUMS [B, HQ, M + N - 1], at `line` and distance q_idx - kv_idx.
 
-    `term` [64, queries] float32, whose first element lies at `distance`.
+    `term` [64, queries] float32; its first element has distance `distance`.
     """
-    # By warp, key of the warp, 32 queries, query. A key's row is turned in its lanes, until a diagonal is a
+    # By warp, key of the warp, 32 queries, query. Rotates a key's row in its lanes, until a diagonal is a
     # column.
     PARTS: gl.constexpr = term.shape[1] // 32
     layout: gl.constexpr = gl.BlockedLayout([1, 16, PARTS, 1], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
@@ -140,9 +140,9 @@ def add_diagonals(term, distance, SUMS, line, M, N):
 
 @gluon.jit
 def as_held(tile, ROW: gl.constexpr):
-    """[64, columns] as rows of ROW numbers, in the order in which four warps hold them in registers.
+    """[64, columns] as rows of ROW numbers, in the order of four warps' registers.
 
-    By eight columns: warp, thread // 4, thread % 4, row // 8 % 2, column % 2. round_kernel undoes it.
+    By eight columns: warp, thread // 4, thread % 4, row // 8 % 2, column % 2. round_kernel inverts it.
     """
     columns: gl.constexpr = tile.shape[1]
     parts = tile.reshape([4, 2, 8, columns // 8, 4, 2])
@@ -151,7 +151,7 @@ def as_held(tile, ROW: gl.constexpr):
 
 @gluon.jit
 def add_to_sum(SUM_GRAD_Q, block, first: gl.constexpr, grad_q, own_grad_q, ROW: gl.constexpr):
-    """Adds [64, columns] of dQ, from column `first` on, to what is summed of a block of 64 queries."""
+    """Adds [64, columns] of dQ, from column `first` on, to the sums of a block of 64 queries."""
     stores_read()
     own_grad_q.reshape([64 // ROW * grad_q.shape[1], ROW]).store(as_held(grad_q, ROW))
     fence_async_shared()

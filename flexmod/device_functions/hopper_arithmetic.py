@@ -1,4 +1,4 @@
-"""Functions of `arithmetic` with instructions that kernels for Hopper profit from."""
+"""Functions of `arithmetic` with faster instructions for Hopper."""
 
 import triton
 import triton.language as tl
@@ -21,9 +21,9 @@ def tanh(x):
 
 @triton.jit
 def logistic(x):
-    """1 / (1 + 2^x), with one reciprocal for two neighbours in a row: 1 / a = b / (a * b).
+    """1 / (1 + 2^x), with one reciprocal for two neighbors in a row: 1 / a = b / (a * b).
 
-    Where one of them is no number both are none. 2^60 is large enough, and the product of two is finite.
+    If one of them is nan, both results are. 2^x stops at 2^60, so that the product of two is finite.
     """
     return tl.inline_asm_elementwise(
         """{

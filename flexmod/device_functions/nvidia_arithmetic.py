@@ -1,4 +1,4 @@
-"""Functions of `arithmetic` with instructions that NVIDIA's chips have from sm_75 on."""
+"""Functions of `arithmetic` with instructions of NVIDIA's chips from sm_75 on."""
 
 import triton
 import triton.language as tl

@@ -1,15 +1,15 @@
-"""Tiles as runs, from a table of what each tile is. Written by flexmod.
+"""Finds runs of tiles in a table of the tiles' kinds. Written by flexmod.
 
-A program does LINES rows of tiles, or as many columns.
+A program computes LINES rows of tiles, or LINES columns.
 
     KINDS                uint8 [groups, Qb, KVb]: 0 empty, 1 partial, 2 full
     KV_ROWS, Q_ROWS      int32 [groups, Qb, 2, 3] and [groups, KVb, 2, 3]: see block_mask/runs.py
     KV_SPANS, Q_SPANS    int32 [.., 2]
-    KV_ORDER, Q_ORDER    int32 [groups, Qb], [groups, KVb]: rows and columns, those with most tiles first
-    kv_slots, q_slots    how many runs of one kind there is room for in each row, in each column
+    KV_ORDER, Q_ORDER    int32 [groups, Qb], [groups, KVb]: rows and columns, longest first
+    kv_slots, q_slots    most runs of one kind in each row, in each column
 
-Where PLACED, ROWS says already where the runs of a row begin in SPANS. Elsewhere each row gets its slots;
-without SPANS tiles and runs are only counted. A row's place in the order is the number of rows that go before
+With PLACED, ROWS already has the place of each row's runs in SPANS. Otherwise each row gets its slots.
+Without SPANS, the kernel only counts tiles and runs. A row's place in the order is the number of rows before
 it.
 """
 
@@ -23,7 +23,7 @@ FULL = tl.constexpr(2)
 
 @triton.jit
 def lines_of(Qb, KVb, LINES: tl.constexpr):
-    """What a program does: of which group, rows of tiles or columns, and the first of them."""
+    """A program's work: its group, whether it computes rows or columns of tiles, and the first of them."""
     row_programs = (Qb + LINES - 1) // LINES
     programs = row_programs + (KVb + LINES - 1) // LINES
     part = tl.program_id(0) % programs
@@ -36,9 +36,9 @@ def write_runs(
     kinds, stride, length, line, there, lines, ROWS, SPANS, slots,
     PLACED: tl.constexpr, LINES: tl.constexpr, TILES: tl.constexpr,
 ):
-    """The runs of LINES rows of `length` tiles, `stride` apart, whose first ones are at `kinds` [LINES].
+    """Writes the runs of LINES rows of `length` tiles, `stride` apart, with first tiles at `kinds` [LINES].
 
-    `line` [LINES] numbers the rows among the `lines` of all groups; those that are not `there` do not exist.
+    `line` [LINES] numbers the rows among the `lines` of all groups. `there` [LINES]: does the row exist?
     """
     entry = ROWS + line * 6
     if PLACED:
@@ -60,7 +60,7 @@ def write_runs(
         after = tl.load(at + stride, mask=inside & (tile < length - 1), other=EMPTY)
         begins = (here != EMPTY) & (before != here)
         ends = (here != EMPTY) & (after != here)
-        # Both kinds are counted at once: partial runs in the lower half of a number, full ones in the upper.
+        # Count both kinds at once: partial runs in the lower half of a number, full runs in the upper half.
         begun = tl.where(begins, tl.where(here == FULL, 1 << 16, 1), 0)
         if SPANS is not None:
             up_to = tl.cumsum(begun, 1)
@@ -112,7 +112,7 @@ def runs_kernel(
 
 @triton.jit
 def write_order(ROWS, ORDER, length, group, first, LINES: tl.constexpr, TILES: tl.constexpr):
-    """The places of LINES rows of a group, from row `first` on, among all its rows, `length` of them."""
+    """Writes the places of LINES rows of a group, from row `first` on, in the order of its `length` rows."""
     entries = ROWS + tl.cast(group, tl.int64) * length * 6
     line = first + tl.arange(0, LINES)
     there = line < length

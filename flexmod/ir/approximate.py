@@ -12,11 +12,11 @@ from flexmod.ir.sizes import expect_size
 
 
 def tanh_approximate(x: Any) -> Any:
-    """tanh(x) that may have a relative error of 2^-11, about 5e-4, for use in a mod.
+    """tanh(x) for use in a mod, with a relative error of up to 2^-11, about 5e-4.
 
-    In kernels for NVIDIA's chips it is one instruction, tanh.approx.f32, in float32. Other chips have none;
-    there and outside of kernels (on the CPU, on torch's tensors, in the interpreter, in a standalone file) it
-    is tanh as accurate as ever. Its derivative is 1 - y * y of its own result y.
+    Kernels for NVIDIA's chips use one instruction, tanh.approx.f32, in float32. Other chips, the CPU, torch's
+    tensors, the interpreter and standalone files compute the exact tanh. The derivative is 1 - y * y, where y
+    is the function's own result.
 
     Source: NVIDIA, Parallel Thread Execution ISA, tanh (sm_75 and newer; the error is the one stated there).
     """

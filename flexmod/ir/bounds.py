@@ -1,11 +1,11 @@
 """Interval rules for the op table: from the bounds of the arguments to the bounds of the result.
 
-A bound is a pair of ends (lowest, highest); of a truth value it says (must be true, may be true). Rules are
-for exact arithmetic: who uses them checks that the dtype can hold the result.
+A bound is a pair of ends (lowest, highest); for a truth value the pair is (must be true, may be true). Rules
+assume exact arithmetic: the caller checks that the dtype can hold the result.
 
-An end is a Python number, or a symbol: a value that is known when a kernel runs (`ends.End`). One rule serves
-both, since it is written with operators and the helpers below, and never asks a symbol for its truth. Rules
-named in `ROUNDED` bound floating-point results too, where their ends are rounded as the operation rounds.
+An end is a Python number, or a symbol: a value that a kernel knows when it runs (`ends.End`). One rule serves
+both, since rules use operators and the helpers below, and never test a symbol's truth. Rules in `ROUNDED`
+bound floating-point results too, if their ends are rounded as the operation rounds.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def is_endless(end: Any) -> bool:
 
 
 def span(end: Any) -> Bounds:
-    """What an end lies between, in Python numbers."""
+    """Bounds of an end, in Python numbers."""
     return (end, end) if is_number(end) else (end.lowest, end.highest)
 
 
 def known_ends(a: Bounds) -> Bounds:
-    """Bounds in Python numbers, of bounds that may be symbols."""
+    """Turns bounds that may be symbols into bounds in Python numbers."""
     return span(a[0])[0], span(a[1])[1]
 
 
 def applied(name: str, on_numbers: Callable[..., Any], *values: Any) -> Any:
-    """An operation of the table on ends: now if all are numbers, else a symbol."""
+    """Applies an operation of the table to ends: returns a number if all are numbers, else a symbol."""
     for value in values:
         if not is_number(value):
             return value.apply(name, *values)
@@ -71,12 +71,12 @@ def no(truth: Any) -> Any:
 
 
 def is_known(end: Any) -> Any:
-    """Is the end finite? An infinite one may stand for what is unknown, or for no number at all."""
+    """Is the end finite? An infinite one may stand for an unknown value or for nan."""
     return not is_endless(end) if is_number(end) else end.is_finite()
 
 
 def is_point(a: Bounds) -> bool:
-    """One value, whichever it is."""
+    """Do the bounds contain one value only?"""
     return a[0] is a[1] or (is_number(a[0]) and is_number(a[1]) and bool(a[0] == a[1]))
 
 
@@ -89,7 +89,7 @@ def _hull(*values: Any) -> Bounds:
 
 
 def _times(x: Any, y: Any) -> Any:
-    """Of integers, whose infinite ends stand for large ones: 0 times any of these is 0."""
+    """Multiplies ends of integers. An infinite end stands for a large integer, so 0 times it is 0."""
     if (is_number(x) and x == 0) or (is_number(y) and y == 0):
         return 0
     return x * y
@@ -119,7 +119,7 @@ def mul(a: Bounds, b: Bounds) -> Bounds:
 
 
 def mul_floats(a: Bounds, b: Bounds) -> Bounds:
-    """An infinite end of floating-point numbers may be one of them: 0 times infinity is nan."""
+    """Bounds a floating-point product. An infinite end may be a real infinity, and 0 times it is nan."""
     return _product(a, b, operator.mul)
 
 
@@ -136,7 +136,7 @@ def absolute(a: Bounds) -> Bounds:
 
 
 def div(a: Bounds, b: Bounds) -> Bounds:
-    """Of floating-point numbers."""
+    """Bounds a floating-point quotient."""
     same_sign = (b[0] > 0) | (b[1] < 0)
     if is_number(same_sign) and not same_sign:
         return UNKNOWN
@@ -146,11 +146,11 @@ def div(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _of_positive_divisor(a: Bounds, b: Bounds, rule: Callable[[Bounds, Bounds], Bounds]) -> Bounds:
-    """What a rule says of a divisor above 0; of one below 0 it is asked for -a and -b."""
+    """Applies a rule for positive divisors. For a negative divisor it applies the rule to -a and -b."""
     is_positive, is_negative = b[0] > 0, b[1] < 0
     flipped_a, flipped_b = choose_bounds(is_negative, neg(a), a), choose_bounds(is_negative, neg(b), b)
     has_sign = is_positive | is_negative
-    # a divisor that may be 0 is never divided by
+    # no rule divides by a divisor that may be 0
     safe = choose_bounds(has_sign, flipped_b, (1, 1))
     return choose_bounds(has_sign, rule(flipped_a, safe), UNKNOWN)
 
@@ -187,7 +187,7 @@ def trunc_divide(a: Bounds, b: Bounds) -> Bounds:
 
 
 def remainder(a: Bounds, b: Bounds) -> Bounds:
-    """The sign of b; smaller than b. Within one turn it ascends."""
+    """The result has the sign of b and is smaller than b. It ascends while the quotient stays the same."""
     positive = choose_bounds(b[0] > 0, _remainder_of_positive(a, b), UNKNOWN)
     return choose_bounds(b[1] < 0, (b[0] + 1, 0), positive)
 
@@ -204,7 +204,7 @@ def _remainder_of_positive(a: Bounds, b: Bounds) -> Bounds:
 
 
 def fmod(a: Bounds, b: Bounds) -> Bounds:
-    """The sign of a; smaller than b."""
+    """The result has the sign of a and is smaller than b."""
     low, high = least(a[0], 0), greatest(a[1], 0)
     if any(map(is_endless, b)):
         return low, high
@@ -213,7 +213,7 @@ def fmod(a: Bounds, b: Bounds) -> Bounds:
 
 
 def power(a: Bounds, b: Bounds) -> Bounds:
-    """Exponents over 64 count as 64: what they make of anything but -1, 0 and 1 fits no integer."""
+    """Exponents over 64 count as 64: any base but -1, 0 and 1 leaves every integer dtype there."""
     a, b = known_ends(a), known_ends(b)
     if _unknown(a) or _unknown(b):
         return UNKNOWN
@@ -225,7 +225,7 @@ def power(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _ascending(name: str, on_numbers: Callable[[Any], Any]) -> Callable[[Bounds], Bounds]:
-    """The rule of a function that never descends."""
+    """Makes the rule for a function that never descends."""
 
     def rule(a: Bounds) -> Bounds:
         low, high = (x if is_endless(x) else applied(name, on_numbers, x) for x in a)
@@ -244,18 +244,18 @@ def sign(a: Bounds) -> Bounds:
 
 
 def square_root(a: Bounds) -> Bounds:
-    """Wider by one per cent: not every chip rounds a root correctly, nor then in ascending order."""
+    """Widens the bounds by one per cent: some chips round roots incorrectly, and not in ascending order."""
     low, high = (x if is_endless(x) else applied("sqrt", lambda x: math.sqrt(max(x, 0)), x) for x in a)
     return choose_bounds(a[0] >= 0, (low * 0.99, high * 1.01), UNKNOWN)
 
 
 def within_one(a: Bounds) -> Bounds:
-    """Of a tanh or a sine; what is no number stays none."""
+    """Bounds a tanh or a sine; nan stays nan."""
     return -1.0, 1.0
 
 
 def share(a: Bounds) -> Bounds:
-    """Of a sigmoid."""
+    """Bounds a sigmoid."""
     return 0.0, 1.0
 
 
@@ -321,7 +321,7 @@ def one_of(a: Bounds, b: Bounds) -> Bounds:
 
 
 def shift_left(a: Bounds, b: Bounds) -> Bounds:
-    """torch makes 0 of a shift by less than 0, or by as much as the number is wide."""
+    """torch returns 0 for a shift by less than 0, and for one by the number's width or more."""
     if is_number(b[0]) and is_point(b) and 0 <= b[0] < 31:
         return mul(a, (2 ** b[0],) * 2)
     a, b = known_ends(a), known_ends(b)
@@ -375,12 +375,12 @@ def _unknown(a: Bounds) -> bool:
 
 
 def _truths(a: Bounds, b: Bounds) -> bool:
-    """Truth values, and not numbers that happen to be 0 and 1."""
+    """Are both bounds of truth values, and not of numbers that happen to be 0 and 1?"""
     return all(isinstance(end, bool) for x in (a, b) for end in known_ends(x))
 
 
 def _two_powers(a: Bounds, b: Bounds) -> Bounds:
-    """What fits the bits of the widest of them."""
+    """The range of numbers that need no more bits than the widest end."""
     if _unknown(a) or _unknown(b):
         return UNKNOWN
     top = 2 ** max(int(x).bit_length() for x in (*a, *b))
@@ -393,29 +393,29 @@ ROUNDED = frozenset({
 })  # fmt: skip
 # Rules that differ for floating-point numbers.
 OF_FLOATS: dict[Callable[..., Bounds], Callable[..., Bounds]] = {mul: mul_floats}
-# Of an argument without ends, which may be nan, they would make one that has an end.
+# For an argument without ends, which may be nan, these rules would return bounds with an end.
 KEEP_NAN = frozenset({minimum, maximum, absolute, sign})
-# Of large integers they may leave int64.
+# The results may leave int64 when the arguments are large.
 ARITHMETIC = frozenset({add, sub, mul, neg, absolute})
 
 
 def are_positive(a: Bounds, b: Bounds, bits: int) -> bool:
-    """Of numbers, for a quotient or a remainder: is rounding down the same as towards 0?"""
+    """Does a quotient or a remainder of these numbers round down and towards 0 alike?"""
     return a[0] >= 0 and b[0] > 0
 
 
 def divides_safely(a: Bounds, b: Bounds, bits: int) -> bool:
-    """Of numbers: is nothing divided by 0, nor the smallest number by -1?"""
+    """Do these numbers exclude division by 0, and of the smallest integer by -1?"""
     return b[0] > 0 or b[1] < -1 or (b[1] < 0 and a[0] > -(2 ** (bits - 1)))
 
 
 def few_turns(a: Bounds, b: Bounds, bits: int) -> bool:
-    """Of floating-point numbers: has their quotient no more than 54 bits?"""
+    """Does the quotient of these floating-point numbers have at most 54 bits?"""
     if b[0] <= 0 <= b[1] or not all(map(math.isfinite, (*a, *b))):
         return False
     return max(abs(a[0]), abs(a[1])) <= 2.0**54 * min(abs(b[0]), abs(b[1]))
 
 
 def shift_within(a: Bounds, b: Bounds, bits: int) -> bool:
-    """Of numbers: is a shift by less than the width of what is shifted?"""
+    """Do these numbers shift by less than the width of the shifted number?"""
     return b[0] >= 0 and b[1] < bits

@@ -1,7 +1,7 @@
-"""The bounds of values as dtypes hold them: casts, integers that wrap, numbers that are none.
+"""Bounds of values after rounding to a dtype: casts, integers that wrap, nan.
 
-Bounds are pairs of Ends or Python numbers (see `ends.py`). Where a dtype does not keep to them, nothing is
-known.
+Bounds are pairs of Ends or Python numbers (see `ends.py`). For a value that may leave the dtype they become
+the dtype's limits, or UNKNOWN for floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexmod.ir.ops import CAST, number, strong
 
 
 def brought_to(builder: GraphBuilder, found: Bounds, source: Node, target: torch.dtype) -> Bounds:
-    """The bounds of a value that is brought to another dtype."""
+    """The bounds of a value after a cast to another dtype."""
     dtype = strong(source.dtype)
     if source.is_const:
         return constant(builder, source.value, target)
@@ -55,7 +55,7 @@ def _as_float(builder: GraphBuilder, end: Any, target: torch.dtype) -> Any:
 
 
 def _truncated(builder: GraphBuilder, found: Bounds, target: torch.dtype) -> Bounds:
-    """A floating-point number as an integer, where the dtype has it; elsewhere it is the chip's own."""
+    """Bounds a float cast to an integer dtype. Outside the dtype's range each chip gives its own result."""
     limits = dtype_limits(target)
     if any(map(bounds.is_number, found)):
         return limits
@@ -74,9 +74,9 @@ def _whole(builder: GraphBuilder, end: Any, target: torch.dtype, span: Bounds) -
 
 
 def clamp_to_dtype(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
-    """The bounds as far as a dtype keeps to them: beyond its limits integers wrap."""
+    """The bounds if the dtype holds them, else the dtype's limits, since integers wrap beyond them."""
     if dtype.is_floating_point:
-        # a half type times a Python number is a float32, and then rounded
+        # torch multiplies a half type by a Python number in float32, then rounds
         rounded = _ends(lambda end: end.cast(dtype) if isinstance(end, End) else end, found)
         return without_nan(builder, rounded, dtype)
     limits = dtype_limits(dtype)
@@ -93,7 +93,7 @@ def clamp_to_dtype(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> 
 
 
 def without_nan(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:
-    """Floating-point bounds without nan: what may be one is unknown."""
+    """Floating-point bounds; UNKNOWN if the value may be nan."""
     if not dtype.is_floating_point:
         return found
     if any(isinstance(end, float) and math.isnan(end) for end in found):
@@ -109,6 +109,6 @@ def without_nan(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bou
 
 
 def _ends(change: Any, found: Bounds) -> Bounds:
-    """Both ends changed; one value stays one."""
+    """Changes both ends; bounds of a single value stay bounds of a single value."""
     low = change(found[0])
     return (low, low) if found[0] is found[1] else (low, change(found[1]))

@@ -1,6 +1,6 @@
-"""Mods as objects, which can be pickled. Masks combine: `causal & window | prefix`, and_masks, or_masks.
+"""Mods as objects that can be pickled. Masks combine: `causal & window | prefix`, and_masks, or_masks.
 
-A Derived is a mod made of others: a slice of a mask, a mask made of two, a mod at other positions.
+A Derived is a mod built from others: a slice of a mask, two masks combined, a mod at other positions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ MODS = {"mask_mod": "mask", "first": "mask", "second": "mask", "score_mod": "sco
 
 
 class _OfFunction(CopiesByAttribute):
-    """A mod that is called as the function that it was made of.
+    """Wraps a function as a mod that can be pickled.
 
-    It is pickled as its graph and the tensors that it captures, as they are at that moment; with them it is
-    made again elsewhere, whatever the function was: a closure, a lambda, a function whose globals differ
-    there.
+    The pickle contains the graph and the captured tensors with their present values. It does not need the
+    function: closures, lambdas and functions with other globals at the destination work too.
     """
 
     _kind: str
@@ -48,11 +47,11 @@ class _OfFunction(CopiesByAttribute):
 
 
 class ScoreMod(_OfFunction):
-    """A score_mod that can be pickled; those of the library are such.
+    """Wraps a score_mod so that it can be pickled. The library's score_mods are objects of this class.
 
-    Called, it is the function that it was made of, and it goes wherever a score_mod goes. It is pickled as
-    what it does at that moment: numbers by value, captured tensors with it. `name` is the function's own if
-    None. Raises NotCallable and ModArityError, and NotPicklableError when it is pickled and cannot be traced.
+    A call runs the wrapped function, and every function that takes a score_mod takes this object. The pickle
+    records present behavior: numbers by value, and the captured tensors. `name` is the function's own if
+    None. Raises NotCallable and ModArityError; pickling raises NotPicklableError if the mod cannot be traced.
 
     Example:
 
@@ -66,17 +65,17 @@ class ScoreMod(_OfFunction):
     _kind = "score"
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """The score of the query at q_idx and the key at kv_idx, changed: a scalar."""
+        """The modified score of the query at q_idx and the key at kv_idx: a scalar."""
         return self.function(score, b, h, q_idx, kv_idx)
 
 
 class Mask(_OfFunction):
-    """A mask_mod that combines with others: & keeps what both keep, | what either keeps, ~ the rest.
+    """Wraps a mask_mod so that it combines with others by &, | and ~, and can be pickled.
 
-    Called, it is the function that it was made of, and it goes wherever a mask_mod goes. One side of a
-    combination may be a plain function. It is pickled as what it does at that moment: numbers by value,
-    captured tensors with it. `name` is what pictures call it, the function's own if None. Raises NotCallable
-    and ModArityError, and NotPicklableError when it is pickled and cannot be traced.
+    A call runs the wrapped function, and every function that takes a mask_mod takes this object. One side of
+    a combination may be a plain function. The pickle records present behavior: numbers by value, and the
+    captured tensors. Pictures show `name`, the function's own if None. Raises NotCallable and ModArityError;
+    pickling raises NotPicklableError if the mod cannot be traced.
 
     Example:
 
@@ -94,21 +93,21 @@ class Mask(_OfFunction):
         return self.function(b, h, q_idx, kv_idx)
 
     def __and__(self, other: MaskMod) -> Mask:
-        """What both keep: and_masks(self, other)."""
+        """Keeps the elements that both masks keep: and_masks(self, other)."""
         return and_masks(self, other) if callable(other) else NotImplemented
 
     def __rand__(self, other: MaskMod) -> Mask:
         return and_masks(other, self) if callable(other) else NotImplemented
 
     def __or__(self, other: MaskMod) -> Mask:
-        """What either keeps: or_masks(self, other)."""
+        """Keeps the elements that either mask keeps: or_masks(self, other)."""
         return or_masks(self, other) if callable(other) else NotImplemented
 
     def __ror__(self, other: MaskMod) -> Mask:
         return or_masks(other, self) if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
-        """What it does not keep."""
+        """Keeps exactly the elements that this mask drops."""
         mask_mod = self.function
 
         def not_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -118,7 +117,7 @@ class Mask(_OfFunction):
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask_mod that keeps what all of them keep; everything when there are none. Raises NotCallable.
+    """A mask_mod that keeps the elements that all masks keep; without masks, all. Raises NotCallable.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -139,7 +138,7 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """The mask_mod that keeps what any of them keeps; nothing when there are none. Raises NotCallable.
+    """A mask_mod that keeps the elements that any mask keeps; without masks, none. Raises NotCallable.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -175,8 +174,8 @@ def _check_callable(mask_mods: Sequence[object]) -> None:
 
 
 class Derived(CopiesByAttribute):
-    """A dataclass that is a mod made of others, with tensors of its own. It is pickled with what the others
-    do.
+    """Base of dataclasses that are mods built from others, with tensors of their own. The pickle records what
+    the inner mods do.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,7 +183,7 @@ class Derived(CopiesByAttribute):
         return type(self), tuple([for_pickle(x, MODS[name]) if name in MODS else x for name, x in values])
 
     def to(self, device: torch.device | str) -> Any:
-        """Moves its own tensors; what a user's mod captures stays where the user put it."""
+        """A copy with its own tensors on `device`. Tensors that a user's mod captures do not move."""
         raise NotImplementedError
 
 

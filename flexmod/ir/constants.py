@@ -1,6 +1,6 @@
-"""What is constant in a compiled graph, as text: it means the same in every process.
+"""Writes the constants of a compiled graph as text that means the same in every process.
 
-An operation of torch.library takes tensors, numbers and strings. Such a text is part of the graph that
+An operation of torch.library takes tensors, numbers and strings. The text becomes part of the graph that
 torch.compile caches and torch.export saves; `decoded` evaluates nothing.
 """
 
@@ -17,7 +17,7 @@ NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encoded(value: Any) -> str:
-    """Text of tuples, None, bools, integers, floats, strings, dtypes, devices and slices.
+    """Text for tuples, None, bools, integers, floats, strings, dtypes, devices and slices.
 
     Raises ConstantError for anything else.
     """
@@ -25,7 +25,7 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str) -> Any:
-    """What `encoded` was given. Raises ConstantError for another text."""
+    """The value that `encoded` wrote. Raises ConstantError for any other text."""
     try:
         return _value(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

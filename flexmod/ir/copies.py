@@ -1,7 +1,7 @@
-"""What copy.deepcopy makes of a mod, and which captured tensors the copy goes by.
+"""Copies a mod as copy.deepcopy does, and finds the tensors that the copy captures.
 
-Python copies objects (a module, a bound method, a partial, an object that is called) with the tensors in
-them, and does not copy functions: a copied closure captures the very tensors that it captured before.
+Python copies modules, bound methods, partials and callable objects together with their tensors. It does not
+copy functions: a copied closure captures the same tensors as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_COPIED = (FunctionType, BuiltinFunctionType, ModuleType, type)
 
 
 class CopiesByAttribute:
-    """copy and deepcopy go attribute by attribute; pickle may do something else."""
+    """Lets copy and deepcopy copy attribute by attribute, whatever pickle does."""
 
     def __copy__(self: Self) -> Self:
         new = type(self).__new__(type(self))
@@ -40,7 +40,7 @@ class CopiesByAttribute:
 def deep_copied_traces(
     mod: Callable[..., Any], traces: Sequence[Traced], memo: Memo
 ) -> tuple[Callable[..., Any], list[Traced]]:
-    """The copy of a mod, and its traces with the tensors that the copy captures, describes and reads."""
+    """Copies a mod. Its traces refer to the tensors that the copy captures, describes and reads."""
     parts = [part for traced in traces for part in (traced.tensors, traced.described, traced.read)]
     new, copied = deep_copied(mod, [tensor for part in parts for tensor in part], memo)
     rest = iter(copied)
@@ -51,9 +51,9 @@ def deep_copied_traces(
 def deep_copied(
     mod: Callable[..., Any], tensors: Sequence[Tensor], memo: Memo
 ) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """The copy of a mod, and of the tensors that it captures those that the copy captures.
+    """Copies a mod, and returns the copy's captured tensors in the order of `tensors`.
 
-    Part of what the mod reaches may not be copied yet: its model, in which this copy takes part.
+    Objects that the mod reaches, for example the model that contains it, may be only partly copied yet.
     """
     new = copy.deepcopy(mod, memo)
     left = {id(tensor) for tensor in tensors}
@@ -82,7 +82,7 @@ def _tensors(mod: Any) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What deepcopy copies with a value."""
+    """The parts of a value that deepcopy copies with it."""
     if isinstance(value, dict):
         yield from [*value.values()]
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -91,7 +91,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
-    # who copies itself says what is copied with it
+    # an object with its own __deepcopy__ decides itself what it copies
     if hasattr(type(value), "__deepcopy__") and not isinstance(value, (CopiesByAttribute, torch.nn.Module)):
         return
     yield from [*getattr(value, "__dict__", {}).values()]

@@ -1,4 +1,4 @@
-"""Graph -> Graph of derivatives, by the table's rules, in reverse."""
+"""Turns a score_mod's graph into the graph of its derivatives, by the table's rules, in reverse."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flexmod.ir.trace import Tracer, watching
 
 @dataclass(frozen=True)
 class CaptureGrad:
-    """Derivatives by the score and by what a score_mod loads.
+    """A score_mod's derivatives by the score and by the elements that it loads.
 
-    `graph`, of kind "grad", has as results grad * d(score_mod)/d(score), then for each load one term,
+    `graph`, of kind "grad", has as first result grad * d(score_mod)/d(score). For each load follow one term,
     grad * d(score_mod)/d(loaded element), and the load's indices. `loads` are the loads' capture numbers.
-    A pass may change the graph: what belongs to which load is told by the order of the results alone.
+    Passes may change the graph, so the order of the results alone says which term belongs to which load.
     """
 
     graph: Graph
@@ -28,7 +28,7 @@ class CaptureGrad:
 
 
 def differentiate(graph: Graph) -> Graph:
-    """grad * d(score_mod)/d(score): a graph of kind "grad" with one more input, "grad".
+    """The graph of grad * d(score_mod)/d(score), of kind "grad", with one more input, "grad".
 
     Raises NoDerivativeError, with the user's line, for an operation whose row has no derivative.
     """
@@ -37,13 +37,13 @@ def differentiate(graph: Graph) -> Graph:
 
 
 def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> CaptureGrad:
-    """`differentiate`, and in the same pass the derivatives by the elements of the captures `grad_captures`.
+    """Like `differentiate`, and also differentiates by the elements of the captures `grad_captures`.
 
-    A load that the result does not depend on differentiably has no term. A term is of the dtype in which it
-    comes about: rounding it to the capture's is left for when the terms of an element are summed.
+    A load has no term if the result does not depend on it differentiably. A term keeps the dtype in which it
+    was computed; only the sum of an element's terms is rounded to the capture's dtype.
     """
     tracer = Tracer(None, torch.device("cpu"))
-    # the primal, made again in the new graph's builder, so that what both need is shared
+    # rebuild the primal in the new graph's builder, so that both share their nodes
     primal = rebuild(graph, lambda b, n, a: None)
     tracer.builder.adopt(primal.nodes)
     loads = [n for n in primal.nodes if n.op == "load" and n.value in grad_captures]
@@ -73,7 +73,7 @@ def _active(graph: Graph, loads: Sequence[Node]) -> set[Node]:
 
 
 def _backward(tracer: Tracer, node: Node, grads: dict[Node, Proxy], active: set[Node]) -> None:
-    """Adds to the arguments' gradients what `node`'s gradient gives them."""
+    """Adds the contribution of `node`'s gradient to its arguments' gradients."""
     grad = grads[node]
     if node.op == CAST:
         parts: tuple[Proxy | None, ...] = (grad if strong(node.dtype).is_floating_point else None,)

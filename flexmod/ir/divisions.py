@@ -1,7 +1,7 @@
-"""Quotients and rests in torch, for all that kernels can meet.
+"""Quotients and remainders in torch that accept every number a kernel may see.
 
-torch's own raise an error where a whole number is divided by 0, and end the process where the smallest one is
-divided by -1. On the CPU they make nan of the rest of a float whose quotient is large.
+torch raises an error for an integer divided by 0, and ends the process for the smallest integer divided by
+-1. On the CPU it returns nan as the remainder of floats whose quotient is large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def _safe(divide: Callable[[Any, Any], Any], *, rest: bool = False) -> Callable[[Any, Any], Any]:
-    """A division of whole numbers takes 0 for 1, and wraps, as kernels do it."""
+    """Makes a division whose integer version takes a divisor of 0 for 1, and wraps, as kernels do."""
 
     def safe(a: Any, b: Any) -> Any:
         if a.dtype.is_floating_point:
@@ -32,7 +32,7 @@ def _differentiated(a: Any, b: Any) -> bool:
 
 
 def _rest(a: Any, b: Any) -> Any:
-    """torch's own is right where float64 holds the quotient, and 1 / b. It knows its derivative."""
+    """torch's remainder where float64 holds the quotient and 1 / b, since torch can differentiate it."""
     if not a.dtype.is_floating_point or _differentiated(a, b):
         return torch.fmod(a, b)
     rest, divisor = a.double(), b.double()
@@ -52,7 +52,7 @@ def _rest_with_sign_of_divisor(a: Any, b: Any) -> Any:
 
 
 def _floor(a: Any, b: Any) -> Any:
-    """From the exact rest, as torch has it."""
+    """The floor of a / b from the exact remainder, as torch computes it."""
     if not a.dtype.is_floating_point:
         return torch.floor_divide(a, b)
     a, b = a.detach(), b.detach()

@@ -1,7 +1,7 @@
-"""Notices what torch computes while a mod is traced, apart from the graph.
+"""Notices torch's own work on tensors while a mod is traced.
 
-Such work may read what a captured tensor holds: `t.item()`, `if t > 3`, `t * 2`. Its result is part of the
-graph, so the graph is right for these values alone, and the mod must be traced again at the next call.
+Such work may read a captured tensor's values: `t.item()`, `if t > 3`, `t * 2`. Its result becomes part of the
+graph, so the graph is right for these values only, and the next call must trace the mod again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class Watch(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Sees operations on tensors that no torch function announces.
+    """Sees operations on tensors that reach torch without a torch function.
 
-    These are operations of scripted functions and of extensions, of code under DisableTorchFunction, and of
-    the tracer itself.
+    They come from scripted functions, extensions, code under DisableTorchFunction, and the tracer itself.
     """
 
     def __init__(self, tracer: AbstractTracer) -> None:
@@ -64,7 +63,7 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports TorchDynamo, and Triton, at the first operation: that takes a second."""
+        """Stops torch from importing TorchDynamo and Triton at the first operation, which takes a second."""
         return False
 
     def __torch_dispatch__(

@@ -1,8 +1,8 @@
-"""The end of an interval as a node: a number that is known when a kernel runs.
+"""The end of an interval as a node: a number that a kernel knows when it runs.
 
-The rules of `bounds.py` run on Ends as they do on Python numbers. An End also knows, in Python numbers, what
-its value lies between. So integer arithmetic is exact (it moves to int64 where int32 might not do, and gives
-nan, "nothing known", where int64 might not), and what is decided already makes no nodes.
+The rules of `bounds.py` run on Ends as on Python numbers. An End also has bounds of its own value, in Python
+numbers. They keep integer arithmetic exact: it moves to int64 where int32 might overflow, and gives nan,
+"nothing known", where int64 might. A result that they already decide needs no node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
 
 
 class End:
-    """`node` has a strong dtype: bool, int32, int64 or a floating-point one, which are never nan."""
+    """`node` has a strong dtype: bool, int32, int64 or a floating-point one. Its value is never nan."""
 
     __slots__ = ("builder", "highest", "lowest", "node")
     __hash__ = object.__hash__
@@ -36,7 +36,7 @@ class End:
         return strong(self.node.dtype)
 
     def apply(self, name: str, *values: Any) -> Any:
-        """An operation of the table on ends, one of them this."""
+        """Applies an operation of the table to ends; one of them is this."""
         if any(isinstance(v, float) and math.isnan(v) for v in values):
             return False if name in COMPARISONS else math.nan
         floats = [v.dtype for v in values if isinstance(v, End) and v.dtype.is_floating_point]
@@ -70,7 +70,7 @@ class End:
         return self.builder.const(number(value, dtype).item(), dtype)
 
     def cast(self, dtype: torch.dtype) -> End:
-        """The value in a dtype that holds it, or rounded to one as torch rounds it."""
+        """Casts the value to a dtype that holds it, or rounds it as torch does."""
         if dtype == self.dtype:
             return self
         span = self.lowest, self.highest
@@ -81,7 +81,7 @@ class End:
         return End(self.builder, self.builder.node(CAST, (self.node,), dtype, dtype), span)
 
     def within(self, low: int, high: int) -> End:
-        """The same, known to lie in low..high."""
+        """The same end with the further knowledge that it lies in low..high."""
         return End(self.builder, self.node, (max(self.lowest, low), min(self.highest, high)))
 
     def is_finite(self) -> Any:
@@ -145,7 +145,7 @@ class End:
 
 
 def dtype_limits(dtype: torch.dtype) -> bounds.Bounds:
-    """What every value of a dtype lies between."""
+    """The lowest and the highest value of a dtype."""
     if dtype == torch.bool:
         return False, True
     if dtype.is_floating_point:
@@ -155,7 +155,7 @@ def dtype_limits(dtype: torch.dtype) -> bounds.Bounds:
 
 
 def _whole(value: Any) -> Any:
-    """Without an end an integer is still one of int64."""
+    """Replaces an infinite end of an integer by int64's limit."""
     return INT64[value > 0] if bounds.is_endless(value) else value
 
 
@@ -167,7 +167,7 @@ def _integer_dtype(low: int, high: int) -> torch.dtype | None:
 
 
 def _with_slack(span: bounds.Bounds) -> bounds.Bounds:
-    """Wide enough for rounding to any floating-point dtype; what a half type does not hold has no end."""
+    """Widens for rounding to any floating-point dtype; an end that a half type cannot hold is infinite."""
     low, high = span[0] - abs(span[0]) * 0.01 - 1e-6, span[1] + abs(span[1]) * 0.01 + 1e-6
     return (low if low > -6e4 else -math.inf), (high if high < 6e4 else math.inf)
 
@@ -188,7 +188,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _simpler(name: str, values: tuple[Any, ...]) -> Any:
-    """The result where it is one of the values, or logic on them; None where something is to be computed."""
+    """The result if it is one of the values, or logic on them; None if it needs a computation."""
     if name in ("minimum", "maximum"):
         x, y = values
         if _same(x, y) or bounds.span(x)[1] <= bounds.span(y)[0]:

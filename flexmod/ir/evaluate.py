@@ -1,4 +1,4 @@
-"""Graph -> torch: the oracle, `create_mask`, the block mask builder and the CPU path all run this."""
+"""Runs a graph in torch: for the reference, `create_mask`, the block mask builder and the CPU path."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def evaluate(
     numbers: Sequence[bool | int | float] = (),
     guarded: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The graph's results for given positions.
+    """Computes the graph's results at given positions, in differentiable torch.
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
-    `tensors` are the captured tensors in order, host numbers too. Results have the shape of what they read:
-    one that reads no position is 0-d. `others` are inputs of further names (see `intervals.py`). `real` is
-    what float32 means: float64 gives the truth that kernels are judged against. `numbers` are the values of
-    parameters, by place.
-    `guarded`: a load outside of a tensor gives 0, as in a kernel. Everything is differentiable torch.
+    A result has the broadcast shape of the inputs that it reads, 0-d if it reads none.
+
+        tensors     the captured tensors in order, host numbers too
+        real        the dtype that replaces float32; float64 gives the reference results for kernels
+        others      further inputs by name (see `intervals.py`)
+        numbers     the values of parameters, by place
+        guarded     a load outside of a tensor gives 0, as in a kernel
 
     Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
@@ -56,7 +58,7 @@ def evaluate(
 
 
 def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:
-    """A node's dtype when float32 means `real`: all floats follow when it is wider."""
+    """A node's dtype when `real` replaces float32: all floats become `real` if it is wider."""
     known = strong(dtype)
     return real if known.is_floating_point and (real == torch.float64 or known == torch.float32) else known
 
@@ -86,7 +88,7 @@ def _value(
         _argument(values[a], row.number_dtype(d) if a.op in ("const", "param") else d)
         for a, d in zip(node.args, at, strict=True)
     ]
-    if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch's own do it
+    if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch do
         return row.torch(*(a.float() for a in arguments)).to(at[0])
     return row.torch(*arguments)
 
@@ -108,7 +110,7 @@ def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[An
 
 
 def mod_name(graph: Graph) -> str:
-    """The mod that a graph is of, as messages call it."""
+    """How messages call the graph's mod."""
     return "score_mod" if graph.kind in ("score", "grad") else "mask_mod"
 
 
@@ -124,14 +126,14 @@ def _guarded(tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
 
 
 def wrapped(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index into `size` elements, a negative one from the end (int64), and whether it is inside."""
+    """The index, int64, with negative ones counted from the end, and whether it lies inside `size`."""
     index = index.long()
     place = torch.where(index < 0, index + size, index)
     return place, (place >= 0) & (place < size)
 
 
 def _number(node: Node) -> int:
-    """The place of a parameter, the number of the capture that a load reads."""
+    """A parameter's place, or the number of the capture that a load reads."""
     assert isinstance(node.value, int)
     return node.value
 

@@ -1,24 +1,23 @@
-"""A score_mod as the exponent of a weight: the score itself, in few instructions for an element.
+"""Rewrites a score_mod into the exponent of exp2, so that each element takes few instructions.
 
-weight = 2^(log2(e) * (score - largest)). `exponent` rewrites a score's graph where that costs no digits:
+A weight is 2^(log2(e) * (score - row_max)). `exponent` rewrites a score's graph where that loses no digits.
 
-    squashing   tanh and sigmoid of the score become `logistic`, 1 / (1 + 2^x), whose argument and result take
-                the scale and the mod's factors
-    rows        what is added along a whole row (kv_idx has no part in it) is a result of its own: it is added
-                to the row's largest score, not to elements
-    indices     a multiple of an index like q_idx - kv_idx is split where the tile starts, at the key `start`:
-                q_idx - start belongs to the row, and to the column `offset`, kv_idx - start, which is
-                the same in every tile. Both are small whole numbers, exact in float32
+        squashing   tanh and sigmoid of the score become `logistic`, 1 / (1 + 2^x).
+                    The scale and the mod's factors go into its argument and result.
+        rows        A term that does not depend on kv_idx becomes a result of its own.
+                    The kernel adds it to the row's largest score, not to each element.
+        indices     A multiple of an index like q_idx - kv_idx is split at the tile's first key, `start`.
+                    The row gets q_idx - start. The column gets `offset`, kv_idx - start, the same in every
+                    tile. Both are small integers, exact in float32.
+        unit        The last factor of all scores is multiplied by log2(e) once a program.
+        base 2      Bounded scores come multiplied by log2(e), if that costs no element a multiplication.
 
-    unit        the last factor of all scores is multiplied by log2(e) once a program
-    base 2      where it costs no element a multiplication, bounded scores come multiplied by log2(e)
+Two kinds of scores are rewritten: small ones (`SMALL`), and an index times a slope up to `STEEP` plus a plain
+score. If a slope is known only at run time, the graph returns it, and the kernel compares it with `STEEP`.
+All other scores are computed as the mod writes them, in the same order as the backward: float32 rounds scores
+near 1e9 to multiples of 64, so equal weights need equal scores.
 
-All other scores are computed as written, in the order of the mod. So does the backward, and float32 rounds
-scores near 1e9 to multiples of 64: weights of both agree where their scores do. Rewritten are scores that
-are small (`SMALL`), and an index times a slope up to `STEEP` beside a plain score. For slopes that are known
-at run time alone the graph gives the numbers to compare with it.
-
-`score_bounds` is what the interval rules know of the score.
+`score_bounds` returns the bounds of a score by the interval rules.
 """
 
 from __future__ import annotations
@@ -36,22 +35,23 @@ from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, ke
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
 from flexmod.ir.tanhs import SMALL
 
-# Rules that hold for floats, of which those that are no number are left out.
+# Rules that hold for all floats but nan.
 FLOAT_RULES = bounds.ROUNDED | {bounds.within_one, bounds.share}
-# Slopes of an index up to this one may be split at a tile's start: an offset times a slope is up to 1024.
+# Indices with slopes up to this one may be split at a tile's start: offset times slope is up to 1024 then.
 STEEP = 8.0
 
 
 @dataclass(frozen=True)
 class Exponent:
-    """`graph` has the score of an element, and where there is one what is added along its row.
+    """A rewritten score: `graph` returns an element's part of it and, if there is one, the row's part.
 
-    Their sum is the score; `has_unit`: the score divided by the last result, which is positive and decided by
-    b and h; `in_base_2`: the score times log2(e). Beside a score's inputs, of which `score` is the product of
-    a query and a key, the graph may read `scale`, `start` and `offset`. The other results after the first
-    `parts` are slopes, decided by b and h: where one is beyond STEEP, the score is to be computed as written.
-    `steep`: so it is, for a slope that is a number. `linear`: what it adds by column is multiples of
-    `offset`.
+    Their sum is the score, scaled in two cases. With `has_unit`, it is the score divided by the last result,
+    a positive number that depends on b and h. With `in_base_2`, it is the score times log2(e).
+
+    The graph's `score` is the product of a query and a key. It may read `scale`, `start` and `offset` too.
+    The other results after the first `parts` are slopes that depend on b and h. If one exceeds STEEP, the
+    kernel computes the score as written. `steep`: a constant slope does exceed it. `linear`: the column's
+    terms are multiples of `offset`.
     """
 
     graph: Graph
@@ -63,7 +63,7 @@ class Exponent:
 
 
 def exponent(graph: Graph, choose: bool = True) -> Exponent:
-    """Of an optimized score graph. Without `choose` no slopes are split that are known at run time alone."""
+    """The exponent of an optimized score graph. Without `choose`, only constant slopes are split."""
     if is_small(score_bounds(graph)):
         in_base_2 = _ExponentRewriter(graph, choose, LOG2_E)
         if not in_base_2.extra:
@@ -78,7 +78,7 @@ def is_small(bounds: Bounds) -> bool:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A number times nodes that b and h decide."""
+    """A number times nodes that depend on b and h only."""
 
     number: float
     nodes: tuple[Node, ...] = ()
@@ -88,8 +88,8 @@ class _Factor:
 
 
 class _ExponentRewriter:
-    """`base` is what a bounded score is to be multiplied by, `extra` counts the terms for which this is one
-    multiplication of an element more."""
+    """Bounded scores are multiplied by `base`. `extra` counts the terms for which this costs each element one
+    more multiplication."""
 
     def __init__(self, graph: Graph, choose: bool, base: float = 1.0) -> None:
         self.given = graph
@@ -129,12 +129,12 @@ class _ExponentRewriter:
         )  # fmt: skip
 
     def _in_units(self, node: Node) -> Node:
-        """The node without its last factor, whose size is the unit. Its sign stays."""
+        """The node without its last factor, whose absolute value is the unit. The sign stays."""
         number = next((a for a in node.args if a.home <= UNIFORM), None)
         if node.op != "mul" or number is None or "score" not in node.home or node.dtype != torch.float32:
             return self._scaled(_Factor(1.0), node)
         (rest,) = (a for a in node.args if a is not number)
-        # a unit is not 0, by which -inf is no number
+        # a unit is never 0, since -inf / 0 is nan
         if number.is_const:
             value = float(number.value)  # type: ignore[arg-type]
             self.unit = self._number(max(abs(value), 1e-30))
@@ -147,10 +147,10 @@ class _ExponentRewriter:
     # multiples of indices beside a score
 
     def _without_indices(self, node: Node) -> tuple[Node, _Factor]:
-        """What is left of the sum, and its sign; multiples of indices have become columns and rows.
+        """Takes multiples of indices out of a sum, as columns and rows. Returns the remainder and its sign.
 
-        All of it is left where that is more than the plain score or a small one: a sum with what may be large
-        is rounded as it is written.
+        The sum stays whole if the remainder is neither the plain score nor small: a sum with a large term
+        must round as the mod writes it.
         """
         rest, sign, found = node, 1.0, list[tuple[_Factor, Node]]()
         while rest.op in ("add", "sub", "neg") and rest.dtype == torch.float32 and "score" in rest.home:
@@ -173,7 +173,7 @@ class _ExponentRewriter:
         return rest, _Factor(sign)
 
     def _index(self, node: Node, sign: float) -> tuple[_Factor, Node] | None:
-        """A multiple of an index, or a small number of the row, as a factor and a node."""
+        """A multiple of an index, or a small number that a row shares, as a factor and a node."""
         if "score" in node.home:
             return None
         ((factor, one),) = [*self._terms(node, _Factor(sign))]
@@ -193,7 +193,7 @@ class _ExponentRewriter:
         self._place(factor, node)
 
     def _is_small(self, node: Node) -> bool:
-        """By the interval rules; a multiple of a plain tanh is: see `tanhs.py`."""
+        """Is the node small by the interval rules? A multiple of a plain tanh always is, see `tanhs.py`."""
         if is_small(self.known[node]):
             return True
         while node.op in ("mul", "div", "neg") and node.dtype == torch.float32:
@@ -203,10 +203,10 @@ class _ExponentRewriter:
             node = free[0]
         return node.op == "tanh"
 
-    # what a small score is a sum of
+    # the terms of a small score
 
     def _terms(self, node: Node, factor: _Factor) -> Iterator[tuple[_Factor, Node]]:
-        """The node as a sum of factors times nodes; only a sum that the score is in is taken apart."""
+        """The node as a sum of factors times nodes; splits only sums that contain the score."""
         sides = node.args if node.dtype == torch.float32 else ()
         if node.home <= UNIFORM or node.op not in ("add", "sub", "neg", "mul", "div") or not sides:
             yield factor, node
@@ -232,7 +232,7 @@ class _ExponentRewriter:
         return factor.times(1.0, one)
 
     def _place(self, factor: _Factor, node: Node) -> None:
-        """A term where it costs least."""
+        """Adds a term where it costs least."""
         squashed = node.op in ("tanh", "sigmoid") and node.dtype == torch.float32
         if squashed and "score" in node.home and _is_tame(node):
             self._place_squashed(factor, node)
@@ -250,7 +250,7 @@ class _ExponentRewriter:
             self.elements.append(self._scaled(factor, node))
 
     def _place_squashed(self, factor: _Factor, node: Node) -> None:
-        """tanh(x) = 1 - 2 / (1 + e^2x), sigmoid(x) = 1 / (1 + e^-x)."""
+        """Adds a tanh or sigmoid: tanh(x) = 1 - 2 / (1 + e^2x), sigmoid(x) = 1 / (1 + e^-x)."""
         inner = _Factor(2.0 * LOG2_E if node.op == "tanh" else -LOG2_E)
         argument = self._sum([self._scaled(f, n) for f, n in self._terms(node.args[0], inner)])
         squashed = self.builder.node("logistic", (argument,), torch.float32, None, node.where)
@@ -267,7 +267,7 @@ class _ExponentRewriter:
         return self._times(self._float(node), factor)
 
     def _times(self, node: Node, factor: _Factor) -> Node:
-        """The node times one factor, whatever that is a product of."""
+        """The node times a factor."""
         number, parts = factor.number, list(factor.nodes)
         if node.is_const:
             number *= float(node.value)  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ class _ExponentRewriter:
 
 
 def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
-    """Do b and h decide it, and does the product of factors that are numbers stay well within float32?"""
+    """Does it depend on b and h only, and does the product of constant factors stay well within float32?"""
     if not node.is_const:
         return node.home <= UNIFORM
     number = abs(float(node.value))  # type: ignore[arg-type]
@@ -330,7 +330,7 @@ def _is_score(node: Node) -> bool:
 
 
 def _steps_of_kv(node: Node) -> int | None:
-    """By how much a sum of whole numbers grows from key to key; None if it is anything else."""
+    """By how much a sum of integers grows from key to key; None for any other node."""
     if node.op == "input" and node.value == "kv_idx":
         return 1
     if not strong(node.dtype).is_floating_point and "kv_idx" not in node.home:
@@ -348,10 +348,10 @@ def _steps_of_kv(node: Node) -> int | None:
 
 
 def _is_tame(node: Node) -> bool:
-    """Is it a number in every column, where the score and what its row gives are?
+    """Is it finite in every column if the score and the row's terms are finite?
 
-    `logistic` may take neighbours together: what is captured for a masked key, or for one past the end, is
-    not for it.
+    `logistic` may process neighbors together, so it must not read elements captured for masked keys or for
+    keys past the end.
     """
     if _is_score(node) or node.home <= ROW or _steps_of_kv(node) is not None:
         return True
@@ -359,7 +359,7 @@ def _is_tame(node: Node) -> bool:
 
 
 def score_bounds(graph: Graph) -> Bounds:
-    """What a score lies between, whatever the product is; what is no number is left out."""
+    """Bounds of a score for any product of query and key. They leave nan out."""
     return node_bounds(graph)[graph.result]
 
 

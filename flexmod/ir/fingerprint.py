@@ -1,10 +1,14 @@
-"""What a mod can see, as a key: two mods with equal fingerprints make the same graph.
+"""A mod's fingerprint: a key such that two mods with equal keys make the same graph.
 
-A mod is followed through all that its code can reach: defaults, closures, the globals that it names, the
-functions among these. Numbers, strings and dtypes count by value, tensors by what they are and not by what
-they hold, functions by their code, a Mask and a ScoreMod by their function, a replay by its graph, a mod made
-of others by these. Whatever else a mod reaches, or does, has no fingerprint: attributes of objects, lists and
-dicts, methods, imports, writes to globals. Such a mod is traced at each call.
+The fingerprint covers everything that the mod's code can reach: defaults, closures, the globals that it
+names, and the functions among these.
+
+Numbers, strings and dtypes count by value; tensors by shape, dtype and layout, not by their values. Functions
+count by their code, a Mask and a ScoreMod by their function, a replay by its graph. A mod built from others
+counts by these.
+
+A mod that reaches anything else has no fingerprint: attributes of objects, lists and dicts, methods, imports,
+writes to globals. Such a mod is traced at each call.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ BUILTINS = (
     "abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "isinstance", "len", "max", "min",
     "pow", "range", "reversed", "round", "sum", "tuple", "zip",
 )  # fmt: skip
-# What a mod may name of torch, of a tensor, of a traced value. Nothing here tells what a tensor holds, or
-# what torch is set to: where it is torch's work on tensors alone, the trace notices (`Traced.eager`).
+# Attributes of torch, tensors and traced values that a mod may name. None reveals a tensor's values or
+# torch's settings. If torch works on tensors alone, the trace notices (`Traced.eager`).
 ATTRIBUTES = frozenset(
     (
         *BY_TORCH_NAME, *COMPOSED, *CASTS, *FILLS, *(name for name in vars(math) if name[0] != "_"),
@@ -52,7 +56,7 @@ ATTRIBUTES = frozenset(
         "nn", "functional", "special", "finfo", "iinfo", "max", "min", "eps", "tiny", "bits",
     )
 )  # fmt: skip
-# Bytecode that changes what others see, or reaches for what is not looked at here.
+# Bytecode that changes objects others see, or reads objects that a fingerprint does not follow.
 REFUSED = (
     "STORE_GLOBAL", "STORE_NAME", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_", "IMPORT_",
     "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_LOCALS", "LOAD_CLASSDEREF", "LOAD_FROM_DICT", "LOAD_SUPER",
@@ -60,20 +64,20 @@ REFUSED = (
 
 
 class Seen(NamedTuple):
-    """A fingerprint, and the tensors within reach in the order in which they are met."""
+    """A fingerprint, and the tensors that the mod can reach, in the order of the search."""
 
     key: tuple[object, ...]
     tensors: tuple[Tensor, ...]
 
 
 class _Unknown(Exception):
-    """Something that has no fingerprint."""
+    """Raised for an object that has no fingerprint."""
 
 
 def fingerprint(mod: Any) -> Seen | None:
-    """The fingerprint of a mod; None where it cannot be told what the graph depends on.
+    """The fingerprint of a mod; None if the graph may depend on something that a fingerprint does not cover.
 
-    Nothing of the mod runs, and nothing of it is kept in the key but its code.
+    Does not run the mod. The key keeps only the mod's code alive.
     """
     sight = _Sight()
     try:
@@ -84,11 +88,11 @@ def fingerprint(mod: Any) -> Seen | None:
 
 
 def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
-    """What a kernel may depend on of a tensor, but for its values and where they are.
+    """Every property of a tensor that a kernel may depend on, except its values and its address.
 
-    None for a tensor of another kind: a subclass, one that is not strided, one whose memory holds what it is
-    the negative of, a wrapper of torch.func, one without storage of its own. The size of the storage is in
-    the key: a call that is known is not checked again, and a storage may shrink.
+    None for an unusual tensor: a subclass, a tensor that is not strided or has the negative bit, a wrapper of
+    torch.func, one without storage of its own. The key includes the storage's size, since a storage may
+    shrink and a known call is not validated again.
     """
     if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
         return None
@@ -100,7 +104,7 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
             tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
             pointer % 16, size,
         )  # fmt: skip
-    except RuntimeError:  # a nested tensor, strided as it says, has no shape
+    except RuntimeError:  # a nested tensor claims to be strided and has no shape
         return None
 
 
@@ -108,15 +112,15 @@ class _Sight:
     def __init__(self) -> None:
         self.key: list[object] = []
         self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}  # of functions and tensors that were met, by id
+        self._places: dict[int, int] = {}  # functions and tensors met so far, by id
 
     def add(self, value: Any, names: tuple[str, ...] = ()) -> None:
-        """`names` are the attributes that the code that reaches the value may ask of a module."""
+        """Adds a value to the key. `names` are the attributes that the code may read from a module."""
         kind = type(value)
         if kind in PLAIN:
             self.key += (kind, value)
         elif kind is float:
-            # -0.0 is equal to 0.0, and nan to nothing
+            # -0.0 equals 0.0, and nan equals nothing
             self.key += (kind, value if value and value == value else repr(value))
         elif kind in CALLABLES and value in PURE:
             self.key.append(value)
@@ -159,7 +163,7 @@ class _Sight:
             raise _Unknown
 
     def _is_new(self, value: object) -> bool:
-        """Is it met for the first time? What was met before is the same as then."""
+        """Is this the first time that the search meets the value? Later times add only its place."""
         place = self._places.get(id(value))
         if place is None:
             self._places[id(value)] = len(self._places)
@@ -178,7 +182,7 @@ class _Sight:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # nothing is in it yet
+            except ValueError:  # an empty cell
                 raise _Unknown from None
             self.add(value, code.attributes)
         scope = function.__globals__
@@ -196,26 +200,26 @@ def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Code:
-    """What the code of a function, and of those defined in it, names. It stands for the code in a key."""
+    """The names that a function's code and its inner functions use. Stands for the code in a key."""
 
     code: CodeType
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
 
 
-# By the id of a code, which the entry keeps alive; equal codes are compared by all of their constants.
-CODES = 4096  # that are remembered
+# By the id of a code, which the entry keeps alive: comparing equal codes would compare all their constants.
+CODES = 4096  # entries at most
 _codes: dict[int, tuple[CodeType, _Code | None]] = {}
 _lock = threading.Lock()
 
 
 def _read(code: CodeType) -> _Code | None:
-    """None for code that does more than a fingerprint tells of."""
+    """Reads a code's names; None for code that does more than a fingerprint covers."""
     known = _codes.get(id(code))
     if known is None:
         known = (code, _study(code))
         with _lock:
-            if len(_codes) >= CODES:  # a key holds the _Code that it was made with: none becomes wrong
+            if len(_codes) >= CODES:  # keys hold their own _Code, so they stay right
                 del _codes[next(iter(_codes))]
             known = _codes.setdefault(id(code), known)
     return known[1]

@@ -1,4 +1,4 @@
-"""What torch has a name for and other functions of torch can say: it needs no row of the table.
+"""Torch functions that are written in terms of other torch functions, and so need no row of the table.
 
 Signatures follow torch's.
 """
@@ -18,7 +18,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _at_least(x: Any, low: Any) -> Any:
-    # at the limit itself torch passes a float's gradient on; an integer's interval must end at the limit
+    # torch passes a float's gradient on at the limit itself; an integer's interval must end at the limit
     return _limited(x, operator.lt, operator.ge, low) if x.is_floating_point() else x.maximum(low)
 
 
@@ -29,9 +29,9 @@ def _at_most(x: Any, high: Any) -> Any:
 
 
 def _limited(x: Any, outside: Callable[..., Any], within: Callable[..., Any], limit: Any) -> Any:
-    """The limit where x is outside of it. A limit that is nan makes the result nan, as in torch.
+    """Replaces x by the limit where x lies outside. A nan limit makes the result nan, as in torch.
 
-    What a tensor holds is asked beside x alone: asked of a captured one by itself, it would be a constant.
+    Compares a captured tensor's value only together with x: compared alone, it would become a constant.
     """
     if not hasattr(limit, "is_floating_point"):
         return torch.where(outside(x, limit), limit, x) if limit == limit else torch.full_like(x, limit)

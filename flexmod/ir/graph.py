@@ -1,4 +1,4 @@
-"""The scalar graph: what flexmod knows of a user's function.
+"""The scalar graph: flexmod's form of a user's function.
 
     Node  = input(name)                      score, b, h, q_idx, kv_idx; in derivative graphs also grad
           | const(number)                    a Python number (weak dtype), a 0-d tensor's value (strong dtype)
@@ -8,8 +8,8 @@
     Graph = results + the captures they load from
 
 Nodes are immutable and compared by identity. A GraphBuilder shares equal ones, so identity is equality within
-one graph (constants excepted, see `GraphBuilder.const`). Each Node knows the user's line that made it and its
-`home`: the set of inputs that it reads ("score" and "grad" stand for all four positions too).
+one graph (except for constants, see `GraphBuilder.const`). Each Node knows the user's line that made it, and
+its `home`: the set of inputs that it reads ("score" and "grad" stand for all four positions too).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNIFORM: Home = frozenset({"b", "h"})
 ROW: Home = UNIFORM | {"q_idx"}
 COLUMN: Home = UNIFORM | {"kv_idx"}
 ELEMENT: Home = frozenset(POSITIONS)
-# of inputs that go with no position, see `exponents.py`: one number a launch, one a column of a tile
+# homes of inputs that belong to no position, see `exponents.py`: one number a launch, one a column of a tile
 _HOMES: dict[str, Home] = {"scale": frozenset(), "offset": frozenset({"kv_idx"})}
 
 
@@ -66,7 +66,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Capture:
-    """A tensor that the mod closes over, as the kernel needs to know it."""
+    """A captured tensor's properties that a kernel depends on."""
 
     name: str
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class ExpectedSize(NamedTuple):
     size: int
     owner: str
     argument: str
-    start: int = 0  # the first position that the mod is asked for
+    start: int = 0  # the first position that the mod reads
 
 
 class GraphBuilder:
@@ -119,7 +119,7 @@ class GraphBuilder:
     def fresh_const(
         value: bool | int | float, dtype: DType | None = None, where: Where | None = None
     ) -> Node:
-        """A constant of its own: two that are equal today may differ in the next call (see `skeleton`)."""
+        """A constant that is not shared: two equal ones may differ in the next call (see `skeleton`)."""
         return Node("const", (), dtype or type(value), value, where)
 
 
@@ -130,7 +130,7 @@ def _input(name: str, dtype: torch.dtype) -> Node:
 
 
 def _freeze(value: object) -> object:
-    # 0.0 == -0.0 == False and nan != nan: none of them may decide which constants are one
+    # 0.0 == -0.0 == False and nan != nan must not decide which constants are shared
     return (type(value), value.hex()) if isinstance(value, float) else (type(value), value)
 
 
@@ -138,9 +138,9 @@ def _freeze(value: object) -> object:
 class Graph:
     """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots.
 
-    `lines`: the user's lines count when graphs are compared. They do for what people read; kernels are shared
-    by mods that are equal but for where they stand. `expected`: the sizes that a call must have. They count
-    too, until they are checked; kernels are made of the graph without them.
+    `lines`: comparisons include the user's lines. Texts for people need them; mods that differ only in their
+    lines share kernels. `expected`: the sizes that a call must have. Comparisons include them until they are
+    checked; kernels use the graph without them.
     """
 
     kind: str
@@ -175,7 +175,7 @@ class Graph:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles as a flat list of nodes: pickling node within node ends at Python's recursion limit."""
+        """Pickles as a flat list of nodes: nested pickling would exceed Python's recursion limit."""
         places = {n: i for i, n in enumerate(self.nodes)}
         nodes = [(n.op, [places[a] for a in n.args], n.dtype, n.value, n.where) for n in self.nodes]
         results = [places[r] for r in self.results]
@@ -205,16 +205,16 @@ class Graph:
 
     @cached_property
     def key(self) -> Structure:
-        """The structure and the constants, and the lines if they count; hashable."""
+        """The structure, the constants, and with `lines` the user's lines; hashable."""
         structure, numbers = self.skeleton
         lines = tuple([n.where for n in self.nodes]) if self.lines else None
         return structure, tuple(map(_freeze, numbers)), lines
 
     @cached_property
     def skeleton(self) -> tuple[Structure, tuple[bool | int | float, ...]]:
-        """The key with its constants taken out, and the constants in order.
+        """The key without its constants, and the constants in order.
 
-        Two calls of one mod that differ only in captured Python numbers have one skeleton.
+        Two calls of one mod that differ only in captured Python numbers have the same skeleton.
         """
         places: dict[Node, int] = {}
         nodes: list[object] = []
@@ -261,7 +261,7 @@ def _unpickled(
     lines: bool,
     expected: tuple[ExpectedSize, ...],
 ) -> Graph:
-    """The graph that was pickled as these nodes; one that stood in two places is one again."""
+    """Rebuilds a pickled graph from its nodes, and shares them as before."""
     made: list[Node] = []
     for op, places, dtype, value, where in nodes:
         if op == "input":
@@ -278,9 +278,9 @@ def _result(graph: Graph) -> Node:
 
 
 def rebuild(graph: Graph, change: Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]) -> Graph:
-    """A copy of the graph in which `change(builder, node, new_args)` may answer another Node for each one.
+    """Copies the graph, and replaces each node by the result of `change(builder, node, new_args)`.
 
-    None keeps the node, with its new arguments. This is how passes are written.
+    The result None keeps the node, with its new arguments. Passes are written with this function.
     """
     builder = GraphBuilder()
     new: dict[Node, Node] = {}
@@ -291,7 +291,7 @@ def rebuild(graph: Graph, change: Callable[[GraphBuilder, Node, tuple[Node, ...]
 
 
 def keep(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node:
-    """The node again, in another builder."""
+    """Copies the node into another builder."""
     if node.op == "input":
         return builder.input(node.value, node.dtype)  # type: ignore[arg-type]
     return builder.node(node.op, args, node.dtype, node.value, node.where)

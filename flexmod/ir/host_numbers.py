@@ -1,7 +1,7 @@
-"""Captured numbers of the host: 0-d CPU tensors beside tensors of another device.
+"""Captured numbers of the host: 0-d CPU tensors in calls on another device.
 
-torch takes a 0-d CPU tensor in operations on any device. So does a mod: the number is read by each call, and
-brought to the device of the call. A kernel reads it there as any captured tensor.
+torch takes a 0-d CPU tensor in operations on any device, and so does a mod. Each call reads the number and
+copies it to the call's device, where a kernel reads it like any captured tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def is_host_number(tensor: Tensor, device: torch.device) -> bool:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, or the host number as a new tensor of the device, with the value that it has now.
+    """The tensor, or a host number's present value as a new tensor on the device.
 
-    Differentiable; the device is not waited for. A CUDA graph that is captured keeps the value, unless the
-    number wants a gradient.
+    Differentiable, and does not synchronize with the device. A captured CUDA graph keeps the value, unless
+    the number requires a gradient.
     """
     if not is_host_number(tensor, device):
         return tensor

@@ -1,7 +1,7 @@
-"""What the integer nodes of a graph lie between, and whether int32 holds them.
+"""Bounds of a graph's integer nodes, and whether int32 can hold them.
 
-int32 arithmetic on positions is exact: where int32 does not hold it, `passes.widen` makes it int64. All other
-integers wrap as they do in torch, those that a user has cast to int32 too.
+int32 arithmetic on positions is exact: where int32 would overflow, `passes.widen` makes it int64. All other
+integers wrap as in torch, also integers that the user casts to int32.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flexmod.ir.graph import DType, Graph, Node
 from flexmod.ir.ops import CAST, OPS, number, strong
 
 TRUTH: bounds.Bounds = (False, True)
-# Far beyond any integer dtype; numbers stay small enough to be compared with inf.
+# Far beyond any integer dtype, and small enough to be compared with inf.
 LARGEST = 2**200
-# by place, what a graph's parameters are or lie between
+# values or bounds of a graph's parameters, by place
 Numbers = Mapping[int, bool | int | float | bounds.Bounds]
-# What may leave the dtype of its arguments.
+# Operations whose result may leave the dtype of their arguments.
 LEAVES_DTYPE = frozenset({
     "add", "sub", "mul", "neg", "abs", "pow", "shift_left", "floor_divide", "trunc_divide",
 })  # fmt: skip
@@ -34,10 +34,10 @@ def integer_bounds(
     *,
     may_wrap: bool = False,
 ) -> dict[Node, bounds.Bounds]:
-    """What each node's value lies between when positions run below `extents`; UNKNOWN after a load.
+    """Bounds of each node's value when positions run below `extents`; UNKNOWN after a load.
 
-    int32 arithmetic on positions is taken to be exact, which is what `widen` sees to; with `may_wrap` a value
-    of it that int32 might not hold is UNKNOWN, as one of any other arithmetic always is.
+    int32 arithmetic on positions counts as exact, since `widen` makes it so. With `may_wrap`, a value that
+    int32 might not hold is UNKNOWN. In all other arithmetic, a value that may wrap is always UNKNOWN.
     """
     exact = set() if may_wrap else on_positions(graph)
     known: dict[Node, bounds.Bounds] = {}
@@ -53,7 +53,7 @@ def integer_bounds(
 
 
 def on_positions(graph: Graph) -> set[Node]:
-    """The int32 nodes that `widen` makes int64: positions, and arithmetic on them up to a cast."""
+    """The int32 nodes that `widen` changes to int64: positions, and arithmetic on them up to a cast."""
     found: set[Node] = set()
     for node in graph.nodes:
         of_one = node.op in OPS and any(a in found for a in node.args)
@@ -63,7 +63,7 @@ def on_positions(graph: Graph) -> set[Node]:
 
 
 def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:
-    """Bounds of exact arithmetic; those without an end have met a load, with which it wraps as in torch."""
+    """Bounds of exact arithmetic. Bounds without an end come from a load, and such arithmetic may wrap."""
     if all(map(math.isfinite, found)):
         low, high = (max(-LARGEST, min(LARGEST, x)) for x in found)
         return low, high
@@ -71,7 +71,7 @@ def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:
 
 
 def _clamp_to_dtype(found: bounds.Bounds, dtype: torch.dtype, clamps: bool) -> bounds.Bounds:
-    """The bounds, as far as a dtype keeps to them. What `clamps` a value of the dtype may bound one end."""
+    """The bounds if the dtype holds them. An operation that `clamps` may bound one end alone."""
     if dtype.is_floating_point:
         return bounds.UNKNOWN
     if dtype == torch.bool:
@@ -112,7 +112,7 @@ def _bounds_of(
     if row is None or row.interval is None or strong(node.dtype).is_floating_point:
         return bounds.UNKNOWN
     at = row.argument_dtypes(dtypes, node.dtype)
-    # beside positions a number that int32 does not hold asks for int64, elsewhere it wraps
+    # with positions a number beyond int32 requires int64, elsewhere it wraps
     wraps = not any(a in exact for a in node.args)
     arguments = []
     for argument, dtype in zip(node.args, at, strict=True):
@@ -124,22 +124,21 @@ def _bounds_of(
 
 
 def _cast_bounds(found: bounds.Bounds, source: DType, target: torch.dtype) -> bounds.Bounds:
-    """The bounds of a value that is brought to another dtype."""
+    """The bounds of a value after a cast to another dtype."""
     if target == torch.bool and strong(source) != torch.bool:
         return bounds.ne(found, (0, 0))
     if strong(source) == torch.bool and target != torch.bool:
         return int(found[0]), int(found[1])
     if target.is_floating_point or target == torch.bool or source == target or _fits(found, target):
         return found
-    # a Python number that int32 does not hold is for `needs_int64` to see
+    # keep a Python number beyond int32, so that `needs_int64` sees it
     return found if target == torch.int32 and isinstance(source, type) else bounds.UNKNOWN
 
 
 def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Numbers | None = None) -> bool:
     """Can index arithmetic leave int32 when positions run below `extents`?
 
-    Only what positions and constants make is judged: a captured int32 value wraps as it does in torch, and so
-    does what was cast to int32.
+    Considers only positions and constants: captured int32 values, and casts to int32, wrap as in torch.
     """
     known = integer_bounds(graph, extents, numbers)
     judged = on_positions(graph)

@@ -1,18 +1,23 @@
-"""Graph -> Graph of bounds: is a mask EMPTY, FULL or undecided on a whole tile?
+"""Turns a mask's graph into a graph that decides whether a whole tile is EMPTY, FULL or undecided.
 
-A tile is a rectangle of positions, q_low..q_high by kv_low..kv_high (both ends belong to it), in one b and h.
-`analyze` makes a graph of two truth values of it: `certain`, the mask keeps every element, and `possible`, it
-may keep some. A tile that is not possible is EMPTY, one that is certain is FULL; either is proven, for the
-rules bound exact integers and monotone roundings, and whatever they know nothing of is possible and not
-certain. The graph is evaluated or written as Triton like any other.
+A tile is a rectangle of positions, q_low..q_high by kv_low..kv_high (both ends included), in one b and h.
+`analyze` makes a graph of two truth values of a tile:
 
-What reads positions of one axis alone is not bounded by rules but *evaluated*, at every position, and its
-lowest and highest value over a tile's positions are inputs of the graph: a BoundsTerm. So captured tensors
-are exact, whatever they are indexed with. The same goes for a truth value of q_idx - kv_idx alone, evaluated
-at every difference. Terms that arithmetic on the ends of a tile says as well are not made: the graph of a
-causal mask, or of a window, has none.
+- `certain`: the mask keeps every element. The tile is FULL.
+- `possible`: the mask may keep some element. If not, the tile is EMPTY.
 
-Rules come in where rows and columns meet. `q_idx - kv_idx` is one linear form there, not two loose ends.
+Both answers are proven, since the rules bound exact integers and monotone roundings. If the rules know
+nothing of a value, the tile is possible and not certain. The graph is evaluated or written as Triton like any
+other.
+
+A node that reads positions of one axis only is *evaluated* at every position, not bounded by rules. Its
+lowest and highest value over a tile's positions become inputs of the graph: a BoundsTerm. So captured tensors
+are exact, with any index. In the same way, a truth value of q_idx - kv_idx alone is evaluated at every
+difference. Where arithmetic on a tile's ends gives the same bounds, the graph needs no term: the graphs of a
+causal mask and of a window have none.
+
+Rules bound the nodes that read both rows and columns. There, `q_idx - kv_idx` is one linear form, not two
+separate ends.
 """
 
 from __future__ import annotations
@@ -37,8 +42,8 @@ from flexmod.ir.parameters import serves
 from flexmod.ir.passes import Extents, Places, optimize, simplify
 from flexmod.ir.sources import Sources
 
-# Arithmetic on int64 values of which nothing is known is bounded where they are below this: no sum of two and
-# no product with an index then leaves int64.
+# Arithmetic on unknown int64 values is bounded if they are below this: then no sum of two, and no product
+# with an index, leaves int64.
 MODERATE = 2**40
 
 
@@ -46,13 +51,13 @@ MODERATE = 2**40
 class BoundsTerm:
     """A value whose bounds over a tile are inputs of the graph of bounds.
 
-    axis    graph reads                        lowest and highest over
-    row     b, h, q_idx                        q_low..q_high
-    column  b, h, kv_idx                       kv_low..kv_high
-    diagonal  b, h and q_idx, which stands for q_idx - kv_idx; bool
-                                               q_low - kv_high..q_high - kv_low
-    `low` and `high` are the names of the two inputs; of a truth value they say that all are True, and that
-    any is.
+        axis        graph reads         lowest and highest over
+        row         b, h, q_idx         q_low..q_high
+        column      b, h, kv_idx        kv_low..kv_high
+        diagonal    b, h, q_idx         q_low - kv_high..q_high - kv_low
+
+    On a diagonal, q_idx stands for q_idx - kv_idx, and the value is bool. `low` and `high` are the names of
+    the two inputs. For a truth value, they mean that all elements are True, and that any element is.
     """
 
     axis: str
@@ -71,9 +76,9 @@ class BoundsTerm:
 
 @dataclass(frozen=True)
 class Analysis:
-    """`bounds` has the results (certain, possible) and the captures of the mask, under the same numbers.
+    """`bounds` returns (certain, possible) and has the mask's captures, under the same numbers.
 
-    `serves`: they are as close with the graph's parameters as with the numbers that these stand for.
+    `serves`: the bounds are as tight with parameters as with their numbers as constants.
     """
 
     bounds: Graph
@@ -88,15 +93,15 @@ class Analysis:
 def analyze(graph: Graph, extents: Extents, numbers: Places = ()) -> Analysis:
     """The bounds of a mask whose positions run below `extents`, (B, H, Q_LEN, KV_LEN).
 
-    `graph` is as wide as these and the `numbers` of its parameters ask for (`passes.fitted`): arithmetic on
-    positions does not wrap.
+    `passes.fitted` must have widened `graph` for these extents and for the `numbers` of its parameters, so
+    that arithmetic on positions does not wrap.
     """
     given = dict(numbers)
     return _Analyzer(optimize(graph), _rounded(graph, extents, given), given).analyze()
 
 
 def _rounded(graph: Graph, extents: Extents, numbers: Numbers) -> dict[str, int]:
-    """Extents up to which the graph serves too, so that lengths that are alike have one text.
+    """Rounds extents up as far as the graph holds, so that similar lengths share one text.
 
     They are 2 at least: a position that can only be 0 would be folded away.
     """
@@ -128,7 +133,7 @@ class _Analyzer:
         return Analysis(graph, used, serves(self.graph, self.forms, self._by_rules()))
 
     def _needed(self) -> list[Node]:
-        """The nodes whose bounds rules make, arguments first: what stands in a term is not asked for."""
+        """The nodes that need bounds, arguments first; nodes inside a term need none."""
         wanted = {self.graph.result}
         for node in reversed(self.graph.nodes):
             plan = self._plan(node) if node in wanted else ""
@@ -139,7 +144,7 @@ class _Analyzer:
         return [n for n in self.graph.nodes if n in wanted]
 
     def _by_rules(self) -> list[Node]:
-        """The nodes whose bounds rules make from those of other nodes."""
+        """The nodes whose bounds follow from the bounds of other nodes by a rule."""
         return [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
 
     def _node(self, end: Any) -> Node:
@@ -150,10 +155,10 @@ class _Analyzer:
             self.found[node] = self._bounds(node)
         return self.found[node]
 
-    # how a node's bounds come about
+    # how to bound a node
 
     def _plan(self, node: Node) -> str:
-        """What decides: "uniform", "term", "linear", "rule" or "load"."""
+        """How to bound the node: "uniform", "term", "linear", "rule" or "load"."""
         if node.home <= UNIFORM:
             return "uniform"
         kind = self.forms.kind(node)
@@ -187,18 +192,18 @@ class _Analyzer:
         return form
 
     def _uniform(self, node: Node) -> Any:
-        """What b and h decide, a Python number where there is one. It is exact, no number (nan) too."""
+        """A value that depends on b and h only, as a Python number if possible. It is exact, nan included."""
         if node.is_const and not isinstance(node.value, float):
             return node.value
         return End(self.builder, self._keep(node), self._finite(node))
 
     def _finite(self, node: Node) -> Bounds | None:
-        """What a node lies between at all positions, where that is known."""
+        """A node's bounds over all positions, if known."""
         found = self.known[node]
         return found if all(map(math.isfinite, found)) else None
 
     def _keep(self, node: Node) -> Node:
-        """The node in the graph of bounds."""
+        """Copies the node into the graph of bounds."""
         if node not in self.kept:
             self.kept[node] = keep(self.builder, node, tuple(map(self._keep, node.args)))
         return self.kept[node]
@@ -228,7 +233,7 @@ class _Analyzer:
     # linear forms
 
     def _linear(self, form: Linear) -> Bounds:
-        """The bounds of the sum; rows, columns and the rest are bounded each as a whole."""
+        """Bounds the sum; rows, columns and the remainder are each bounded as a whole."""
         parts: list[tuple[Bounds, int]] = []
         for name in ("q_idx", "kv_idx"):
             kind = "row" if name == "q_idx" else "column"
@@ -246,7 +251,7 @@ class _Analyzer:
                 parts.append((self._term(kind, whole), 1))
         rest = [n for n in form.others if self.forms.kind(n) not in ("row", "column")]
         parts += [(self._of(n), form.parts[n]) for n in rest]
-        parts.sort(key=lambda part: part[1] < 0)  # what is subtracted comes last
+        parts.sort(key=lambda part: part[1] < 0)  # subtracted parts come last
         total: Bounds | None = None
         for one, coefficient in parts:
             scaled = bounds.mul(one, (abs(coefficient),) * 2)
@@ -294,7 +299,7 @@ class _Analyzer:
         return found[0] | closer[0], found[1] & closer[1]
 
     def _difference(self, node: Node) -> Linear | None:
-        """That of a comparison's sides, where they share something that it loses."""
+        """The difference of a comparison's sides, if it cancels something that they share."""
         left, right = map(self.forms.of, node.args) if node.op in COMPARISONS else (None, None)
         if left is None or right is None:
             return None
@@ -306,7 +311,7 @@ class _Analyzer:
         return difference if all(known) else None
 
     def _arithmetic(self, rule: Any, arguments: Sequence[Bounds], dtype: torch.dtype) -> Bounds:
-        """A rule on integers, of which those of int64 may be too large for it."""
+        """Applies a rule to integers; int64 values may be too large for it."""
         moderate: Any = True
         taken = []
         for low, high in arguments:
@@ -322,7 +327,7 @@ class _Analyzer:
         return bounds.choose_bounds(moderate, found, dtype_limits(dtype))
 
     def _load(self, node: Node) -> Bounds:
-        """An element whose indices read rows and columns: known where each index has one value in a tile."""
+        """Bounds a load whose indices read rows and columns: known if each index has one value in a tile."""
         at: Any = True
         indices = []
         for argument in node.args:
@@ -331,7 +336,7 @@ class _Analyzer:
             indices.append(low)
         dtype = strong(node.dtype)
         direct = [f for a in node.args if (f := self.forms.of(a)) and (f.of("q_idx") or f.of("kv_idx"))]
-        if direct or at is False:  # an index that moves with every position has one value in no tile
+        if direct or at is False:  # an index that changes with every position never has one value in a tile
             return dtype_limits(dtype)
         chosen = [self._index(bounds.choose(at, i, 0), a) for i, a in zip(indices, node.args, strict=True)]
         loaded = self.builder.node("load", chosen, node.dtype, node.value, node.where)

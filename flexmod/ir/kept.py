@@ -1,6 +1,6 @@
-"""Graphs by number: a compiled model knows the graph of a block mask by one.
+"""Numbers graphs, so that a compiled model can refer to the graph of a block mask by an integer.
 
-The number is a digest of what the graph says, so it means the same graph in every process.
+The number is a digest of the graph's content, so it means the same graph in every process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flexmod.errors import ForgottenGraphError, GraphNumberError
 from flexmod.ir.graph import Graph
 from flexmod.locks import Lock
 
-# A backward may come after its mask has gone: so many graphs that nothing else holds are remembered.
+# A backward may run after its mask is deleted, so this many unreferenced graphs stay in memory.
 REMEMBERED = 4096
 
-BITS = 62  # of a number: TorchDynamo and the operations of torch.library take 64, with a sign
+BITS = 62  # a number's width: TorchDynamo and torch.library take signed 64-bit integers
 
 _NUMBERS: WeakValueDictionary[int, Graph] = WeakValueDictionary()
 _KNOWN: OrderedDict[Graph, int] = OrderedDict()
@@ -25,7 +25,7 @@ _LOCK = Lock()
 
 
 def numbered(graph: Graph) -> tuple[Graph, int]:
-    """The first graph that was equal to this one, and its number. Raises GraphNumberError."""
+    """The first numbered graph that equals this one, and its number. Raises GraphNumberError."""
     with _LOCK:
         number = _KNOWN.get(graph)
         if number is None:
@@ -42,7 +42,7 @@ def numbered(graph: Graph) -> tuple[Graph, int]:
 
 
 def digest(graph: Graph) -> int:
-    """Of structure, constants and captures; they are written the same in every process."""
+    """A digest of structure, constants and captures, equal in every process."""
     structure, *rest = graph.key
     text = repr((_digest_of_structure(structure), *rest)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> (64 - BITS)
@@ -50,12 +50,12 @@ def digest(graph: Graph) -> int:
 
 @lru_cache(REMEMBERED)
 def _digest_of_structure(structure: object) -> str:
-    """Graphs that differ in numbers alone share it."""
+    """The structure's digest, shared by graphs that differ only in their numbers."""
     return blake2b(repr(structure).encode(), digest_size=16).hexdigest()
 
 
 def graph_of(number: int) -> Graph:
-    """The graph with a number. Raises ForgottenGraphError."""
+    """Finds a graph by its number. Raises ForgottenGraphError."""
     graph = _NUMBERS.get(number)
     if graph is None:
         raise ForgottenGraphError()

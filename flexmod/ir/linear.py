@@ -1,11 +1,13 @@
-"""Linear forms, and what a node varies along.
+"""Linear forms of integer nodes, and the kind of each node.
 
-kind of a node   reads
-uniform          b and h at most
-row              q_idx too
-column           kv_idx too
-diagonal         q_idx and kv_idx, through their difference alone
-mixed            anything else
+        kind            reads
+        uniform         b and h at most
+        row             q_idx too
+        column          kv_idx too
+        diagonal        q_idx and kv_idx, only through their difference
+        mixed           anything else
+
+A Forms object finds both for the nodes of one graph.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ CONVEX, CONCAVE = frozenset({"convex"}), frozenset({"concave"})
 
 @dataclass(frozen=True)
 class Linear:
-    """constant + the sum of coefficient * node: exact in integers, none of it wraps."""
+    """constant + the sum of coefficient * node, in exact integers: no part wraps."""
 
     parts: Mapping[Node, int] = field(default_factory=dict)
     constant: int = 0
@@ -44,7 +46,7 @@ class Linear:
         return sum(c for n, c in self.parts.items() if n.op == "input" and n.value == name)
 
     def between(self, known: Mapping[Node, bounds.Bounds]) -> bounds.Bounds:
-        """What the sum lies between, by the bounds of its nodes."""
+        """Bounds of the sum, from its nodes' bounds."""
         total: bounds.Bounds = (self.constant, self.constant)
         for node, coefficient in self.parts.items():
             total = bounds.add(total, bounds.mul(known[node], (coefficient, coefficient)))
@@ -59,8 +61,8 @@ class Linear:
 class Forms:
     """The linear forms and the kinds of a graph's nodes.
 
-    `known` are their bounds (`passes.integer_bounds`, may_wrap): arithmetic is taken apart only where it is
-    proven that it does not wrap.
+    `known` are the nodes' bounds (`passes.integer_bounds`, may_wrap). A form splits arithmetic only if the
+    bounds prove that it does not wrap.
     """
 
     def __init__(self, known: Mapping[Node, bounds.Bounds]) -> None:
@@ -69,7 +71,7 @@ class Forms:
         self._diagonal: dict[Node, bool] = {}
 
     def of(self, node: Node) -> Linear | None:
-        """The linear form of an integer node; None for another."""
+        """The linear form of an integer node; None for any other node."""
         if node not in self._forms:
             self._forms[node] = self._form(node)
         return self._forms[node]
@@ -88,13 +90,13 @@ class Forms:
         return Linear({node: 1})
 
     def _argument(self, node: Node, dtype: torch.dtype) -> Linear | None:
-        """The form of an argument at a dtype; a number that an integer dtype does not hold wraps."""
+        """The form of an argument after a cast to a dtype; a number beyond an integer dtype wraps."""
         if node.is_const and type(node.value) is int and dtype in INTEGERS:
             return Linear({}, int(number(node.value, dtype).item()))
         return self.of(node)
 
     def difference(self, comparison: Node) -> Linear | None:
-        """Left less right side of a comparison of integers."""
+        """The left side minus the right side of a comparison of integers."""
         at = promote(*(a.dtype for a in comparison.args))
         left, right = (self._argument(a, at) for a in comparison.args)
         return None if left is None or right is None else left.plus(right, -1)
@@ -106,7 +108,7 @@ class Forms:
         return "diagonal" if self.is_diagonal(node) else "mixed"
 
     def is_diagonal(self, node: Node) -> bool:
-        """Does it read q_idx and kv_idx through their difference alone, or neither?"""
+        """Does it read q_idx and kv_idx only through their difference, or not at all?"""
         if node not in self._diagonal:
             self._diagonal[node] = self._is_diagonal(node)
         return self._diagonal[node]
@@ -127,10 +129,10 @@ class Forms:
         return form.of("q_idx") == -form.of("kv_idx") and all(map(self.is_diagonal, form.others))
 
     def shapes(self, node: Node) -> frozenset[str]:
-        """Of a truth value of one kind (row, column, diagonal), as a set on that axis: "convex" where it is
-        an interval, "concave" where its complement is.
+        """The shape of the set where a truth value of one kind (row, column, diagonal) is True.
 
-        Interval arithmetic loses nothing on either: intervals that meet in pairs have a common element.
+        "convex" if the set is an interval on its axis, "concave" if its complement is. Interval arithmetic is
+        exact for both: intervals that meet in pairs have a common element.
         """
         if node.home <= UNIFORM:
             return CONVEX | CONCAVE
@@ -160,7 +162,7 @@ class Forms:
         return self._distance(node) if len(others) == 1 and not steps else frozenset()
 
     def _distance(self, node: Node) -> frozenset[str]:
-        """|x| <= n and the like."""
+        """The shape of |x| <= n and similar comparisons."""
         left, right = node.args
         for one, other, inside in ((left, right, ("le", "lt")), (right, left, ("ge", "gt"))):
             inner = self.of(one.args[0]) if one.op == "abs" else None
@@ -185,8 +187,8 @@ def _taken_apart(op: str, forms: list[Linear]) -> Linear | None:
 
 
 def regroup(graph: Graph, forms: Forms) -> Graph:
-    """Chains of `and`, and of `or`, with what is of one kind side by side: it is then one truth value along
-    its axis, whose bounds are exact."""
+    """Sorts chains of `and` and of `or` by kind. Links of one kind then form one truth value along their
+    axis, with exact bounds."""
     builder = GraphBuilder()
     new: dict[Node, Node] = {}
     for node in graph.nodes:

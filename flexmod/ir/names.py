@@ -1,4 +1,4 @@
-"""What the name of a torch function or an operator says: that it casts, reduces, draws, writes in place."""
+"""Torch functions and operators by name: which ones cast, reduce, draw random numbers or write in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CASTS = {
     "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
 }  # fmt: skip
 FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
-# operators by the names of their methods, without underscores, as operations of the table
+# an operator's method name, without underscores, to the table's operation
 BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "pow": "pow",
     "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -30,7 +30,7 @@ RANDOM = {
     "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
     "native_dropout",
 }  # fmt: skip
-# functions that do not look at what a tensor holds
+# functions that do not read a tensor's values
 METADATA = {
     torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
     torch.Tensor.is_floating_point,
@@ -44,13 +44,13 @@ METADATA = {
 @cache
 def draws(name: str) -> bool:
     """Does a torch function of this name draw random numbers?"""
-    # `__rand__` is the & of a number with a tensor
+    # `__rand__` is the & of a number and a tensor
     return name.strip("_") in RANDOM and not name.startswith("__")
 
 
 @cache
 def writes(name: str) -> bool:
-    """Does it write in place?"""
+    """Does a torch function of this name write in place?"""
     if not name.startswith("__"):
         return name.endswith("_")
     bare = name.strip("_")

@@ -1,14 +1,14 @@
-"""Offsets: which positions the queries and the keys of a call have.
+"""Offsets turn the indices of a call's queries and keys into positions.
 
     q_idx = index + q_offset        kv_idx = index + kv_offset
 
-An index says where a query or a key is in its tensor, a position which one it is to the mods. Tiles, edges
-and addresses go by indices. Offsets are part of the mods: `Positions.mask` and `Positions.score` are mods of
-indices, which give the mods of users positions. So all that is made of a graph (bounds, the width of
-integers, tiles, derivatives, kernels) counts them, and a graph without offsets is what it was.
+An index locates a query or a key in its tensor; a position is the number that mods see. Tiles, edges and
+addresses use indices. Offsets are part of the mods: `Positions.mask` and `Positions.score` make mods of
+indices that pass positions to the user's mods. So bounds, integer widths, tiles, derivatives and kernels
+include the offsets, and a graph without offsets does not change.
 
-A number is a constant of the graph, and an argument of the kernels once it changes. A tensor is captured:
-each call reads it. Its elements are clamped to 0..bound, so that no sum with them wraps.
+A number is a constant of the graph, and becomes an argument of the kernels once it changes. A tensor is
+captured, and each call reads it. Its elements are clamped to 0..bound, so that no sum with them wraps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DTYPES = (torch.int32, torch.int64)
 
 
 class Offset:
-    """Offsets in a tensor, int32 or int64 [B] or of one element, with the largest that it will ever hold.
+    """A tensor of offsets, int32 or int64 [B] or of one element, with an upper bound of its values.
 
     For `q_offset` and `kv_offset` of `create_block_mask` and `flex_attention`. A tensor alone has the bound
-    2^30. A smaller bound makes faster kernels: below 2^24 the distances of ALiBi are computed in float32, and
-    positions far beyond 2^30 need 64 bits. Raises LibraryArgumentError.
+    2^30. A smaller bound makes faster kernels: below 2^24, kernels compute ALiBi's distances in float32.
+    Positions far beyond 2^30 need 64 bits. Raises LibraryArgumentError.
 
     Example:
 
@@ -65,7 +65,7 @@ OffsetLike = int | Tensor | Offset | None
 
 
 class IndexMap(Protocol):
-    """An old index of a new one, for a traced scalar as for a tensor."""
+    """Maps a new index to the old one; takes traced scalars and tensors."""
 
     def __call__(self, index: Any) -> Any: ...
 
@@ -74,11 +74,11 @@ class IndexMap(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """What turns indices into positions. Offsets are numbers, or tensors int32 or int64 [B] or of one
-    element, which hold no more than their bound.
+    """Turns indices into positions. Offsets are numbers, or tensors int32 or int64 [B] or of one element,
+    with values up to their bound.
 
-    `q_start`: a number that is added to a `q_offset` that is a tensor. `rows`: the order of the queries,
-    where a slice of a mask changed it.
+    `q_start`: a number to add to a `q_offset` tensor. `rows`: the order of the queries, if a slice of a mask
+    changed it.
     """
 
     q_offset: int | Tensor = 0
@@ -89,7 +89,7 @@ class Positions:
     rows: IndexMap | None = None
 
     def of(self, b: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, Any]:
-        """The positions of indices, of traced scalars as of tensors."""
+        """The positions of indices; takes traced scalars and tensors."""
         q_idx = q_idx if self.rows is None else self.rows(q_idx)
         q_idx = _plus("q_offset", q_idx, self.q_offset, b, self.q_bound)
         if self.q_start:
@@ -97,18 +97,18 @@ class Positions:
         return q_idx, _plus("kv_offset", kv_idx, self.kv_offset, b, self.kv_bound)
 
     def mask(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
-        """The mask_mod of indices. Raises OffsetMismatchError for one of a mask with other offsets."""
+        """Makes a mask_mod of indices. Raises OffsetMismatchError if the mask has other offsets."""
         if isinstance(mask_mod, MaskAt):
             self.check_agrees(mask_mod.positions, "this call")
             return mask_mod
         return MaskAt(mask_mod, self)
 
     def score(self, score_mod: Callable[..., Any]) -> Callable[..., Any]:
-        """The score_mod of indices."""
+        """Makes a score_mod of indices."""
         return score_mod if isinstance(score_mod, ScoreAt) else ScoreAt(score_mod, self)
 
     def part(self, b: Sequence[int], rows: int) -> Positions | None:
-        """Those of some batch entries, and of the queries from `rows` on; None where there is none."""
+        """The offsets of batch entries `b` and of the queries from `rows` on; None without offsets."""
         q, kv = (_entries(x, b) for x in (self.q_offset, self.kv_offset))
         if isinstance(q, Tensor):
             return replace(self, q_offset=q, kv_offset=kv, q_start=self.q_start + rows)
@@ -121,7 +121,7 @@ class Positions:
         return {name: (offset, bound) for name, (offset, bound) in given.items() if is_tensor(offset)}  # type: ignore[misc]
 
     def check_values(self) -> None:
-        """Looks at offsets on the CPU, and at all of them with FLEXMOD_CHECK_BOUNDS=1.
+        """Validates the values of CPU offsets; of all offsets with FLEXMOD_CHECK_BOUNDS=1.
 
         Raises OffsetValueError.
         """
@@ -133,19 +133,19 @@ class Positions:
                     check_range(name, int(value), bound)
 
     def moved(self, device: torch.device | str) -> Positions:
-        """With tensors on another device."""
+        """A copy with its tensors on another device."""
         of = [x.to(device) if is_tensor(x) else x for x in (self.q_offset, self.kv_offset)]  # type: ignore[union-attr]
         rows = None if self.rows is None else self.rows.to(device)
         return replace(self, q_offset=of[0], kv_offset=of[1], rows=rows)
 
     def agrees(self, other: Positions | None) -> bool:
-        """Have both the same offsets? Tensors are the same where they share their memory."""
+        """Do both have the same offsets? Tensors are the same if they share their memory."""
         other = other or NO_OFFSETS
         same = same_offset(self.q_offset, other.q_offset) and same_offset(self.kv_offset, other.kv_offset)
         return same and self.q_start == other.q_start and self.rows == other.rows
 
     def check_agrees(self, of_mask: Positions | None, by: str) -> None:
-        """Raises OffsetMismatchError where a mask has other offsets."""
+        """Raises OffsetMismatchError if a mask has other offsets."""
         if not self.agrees(of_mask):
             other = of_mask or NO_OFFSETS
             name = "kv_offset" if same_offset(self.q_offset, other.q_offset) else "q_offset"
@@ -175,7 +175,7 @@ def _plus(name: str, index: Any, offset: int | Tensor, b: Any, bound: int) -> An
 
 
 def _entries(offset: int | Tensor, b: Sequence[int]) -> int | Tensor:
-    """A view where the batch entries ascend evenly."""
+    """The offsets of some batch entries; a view if the entries ascend evenly."""
     if not isinstance(offset, Tensor) or offset.numel() == 1:
         return offset
     if isinstance(b, range):
@@ -185,7 +185,7 @@ def _entries(offset: int | Tensor, b: Sequence[int]) -> int | Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MaskAt(Derived):
-    """`mask_mod` of positions, as a mask_mod of indices."""
+    """A mask_mod of indices that passes positions to `mask_mod`."""
 
     mask_mod: Callable[..., Any]
     positions: Positions
@@ -203,7 +203,7 @@ class MaskAt(Derived):
 
 @dataclass(frozen=True, eq=False)
 class ScoreAt(Derived):
-    """`score_mod` of positions, as a score_mod of indices."""
+    """A score_mod of indices that passes positions to `score_mod`."""
 
     score_mod: Callable[..., Any]
     positions: Positions
@@ -217,12 +217,12 @@ class ScoreAt(Derived):
 
 
 def positions_of(mask_mod: Callable[..., Any] | None) -> Positions | None:
-    """The offsets that a mask_mod has; None where it is of indices."""
+    """The offsets of a mask_mod; None if it has none."""
     return mask_mod.positions if isinstance(mask_mod, MaskAt) else None
 
 
 def positions_in(block_mask: Any) -> Positions | None:
-    """The offsets of a mask, of torch's own too."""
+    """The offsets of a block mask; takes torch's BlockMask too."""
     if block_mask is None or hasattr(block_mask, "positions"):
         return None if block_mask is None else block_mask.positions
     return positions_of(getattr(block_mask, "mask_mod", None))
@@ -240,9 +240,9 @@ def stated(
     device: torch.device | None = None,
     place: str = "query",
 ) -> Positions | None:
-    """Checked offsets; None where there are none, which is what 0 means too.
+    """Validates the user's offsets. Returns None for no offsets and for 0.
 
-    `batch` and `device` are those of `place`, "query" or "the mask", if they are known. Raises
+    `place` is "query" or "the mask"; `batch` and `device` are its batch size and device, if known. Raises
     OffsetTypeError, OffsetValueError, OffsetShapeError, DeviceMismatch.
     """
     q, q_bound = _checked("q_offset", q_offset, batch, device, place)
@@ -258,10 +258,10 @@ def stated(
 def of_call(
     q_offset: OffsetLike, kv_offset: OffsetLike, query: Any, of_mask: Positions | None, masked: bool
 ) -> Positions | None:
-    """The offsets of a call: those that it states, or `of_mask`, its mask's, where it is `masked`.
+    """The offsets of a call: its own arguments, or else its mask's offsets, `of_mask`, if it is `masked`.
 
-    Raises OffsetMismatchError where it states others than its mask has, and as `stated` does. None agrees
-    with any.
+    Raises OffsetMismatchError if the arguments differ from the mask's offsets, and every error of `stated`.
+    None agrees with any offset.
     """
     whole = isinstance(query, Tensor) and query.dim() == 4
     batch, device = (query.shape[0], query.device) if whole else (None, None)
@@ -284,7 +284,7 @@ def is_tensor(offset: object) -> bool:
 
 
 def same_offset(one: int | Tensor, other: int | Tensor) -> bool:
-    """Are they one number, or tensors of the same memory, so that they stay equal whatever is written?"""
+    """Are they one number, or tensors that share memory and so stay equal after every write?"""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return not is_tensor(one) and not is_tensor(other) and bool(one == other)
     if one is other or torch.compiler.is_compiling():
@@ -301,7 +301,7 @@ def same_offset(one: int | Tensor, other: int | Tensor) -> bool:
 def _checked(
     name: str, given: OffsetLike, batch: int | None, device: torch.device | None, place: str
 ) -> tuple[int | Tensor, int]:
-    """An offset and its bound."""
+    """Validates an offset. Returns it with its bound."""
     if given is None:
         return 0, LARGEST
     values, bound = (given.values, given.bound) if isinstance(given, Offset) else (given, LARGEST)
@@ -326,13 +326,13 @@ def _number(name: str, given: Any) -> int:
 
 
 def check_range(name: str, value: int, bound: int) -> None:
-    """Raises OffsetValueError."""
+    """Raises OffsetValueError for a value outside of 0..bound."""
     if not 0 <= value <= bound:
         raise errors.OffsetValueError.of(name, value, bound, LARGEST)
 
 
 def _check_tensor(name: str, given: Tensor, batch: int | None, place: str) -> None:
-    """Raises OffsetTypeError, OffsetShapeError."""
+    """Raises OffsetTypeError or OffsetShapeError for an invalid tensor of offsets."""
     if given.is_nested or given.layout != torch.strided or given.dtype not in DTYPES:
         raise errors.OffsetTypeError(name=name, value=f"a tensor of {given.dtype}".replace("torch.", ""))
     single = given.dim() < 2 and given.numel() == 1

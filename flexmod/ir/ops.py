@@ -1,30 +1,30 @@
 """The table of operations. Adding an operation is adding a row.
 
-A row holds everything that flexmod knows of an operation:
+A row describes an operation completely:
 
-    name        the Node's `op`
-    torch_names the `__name__`s of the torch functions and Tensor methods that mean it
-    at          the dtype that its arguments are brought to before it is applied, see `argument_dtypes`
-    dtype       the dtype of its result, as torch's promotion has it for 0-d tensors
-    triton      its Triton text: one string, or one for each kind of argument ("bool", "int", "float"); a kind
-                that is missing there is refused, as torch refuses it
-    torch       its torch function, applied to arguments of the dtype `at`
-    derivative  (grad, result, *arguments) -> a gradient for each argument, None where there is none to give.
-                Written in plain torch, so that it runs on graph proxies and on tensors alike.
-                Absent: the operation has no derivative, and asking for one is refused.
-    interval    (*(lowest, highest)) -> (lowest, highest) of the result, see `bounds.py`; absent: nothing is
-                known.
-    exact       the Triton text of a float32 value that is free of the score: rounded correctly, so that
-                floor(q_idx / 49) is what torch has. A score is spared the cost.
-    plain       by kind of argument, cheaper texts, the cheapest first, each with what says of the bounds of
-                the arguments, and of the number of bits, whether it does the same
-    unmixed     its own arguments, not only what they are brought to, must be of the kinds in `triton`
-    python      its text on torch's tensors and numbers; absent: the first of `torch_names`, called on tensors
-    cost        what a value takes: "low", a few instructions; "high", more; "division", more, but where a
-                whole number is divided by a power of two
-    finite      of finite arguments it makes finite floats, range apart
+        name            the Node's `op`
+        torch_names     the `__name__`s of the torch functions and Tensor methods that mean it
+        at              the dtype to which its arguments are cast first, see `argument_dtypes`
+        dtype           the dtype of its result by torch's promotion for 0-d tensors
+        triton          its Triton text: one string, or one for each kind of argument ("bool", "int",
+                        "float"). A missing kind raises an error, as in torch.
+        torch           its torch function, applied to arguments of the dtype `at`
+        derivative      (grad, result, *arguments) -> a gradient for each argument, or None.
+                        Written in plain torch, so that it runs on graph proxies and on tensors.
+                        Absent: the operation has no derivative, and differentiating it raises an error.
+        interval        (*(lowest, highest)) -> (lowest, highest) of the result, see `bounds.py`.
+                        Absent: the result has no known bounds.
+        exact           the Triton text for a float32 value that does not depend on the score. It rounds
+                        correctly, so floor(q_idx / 49) equals torch's. Scores use the cheaper `triton`.
+        plain           by kind of argument, cheaper texts, the cheapest first. Each has a test of the
+                        arguments' bounds and the number of bits that says whether the text is equivalent.
+        unmixed         its arguments before the cast must be of the kinds in `triton` too
+        python          its text for torch's tensors and numbers. Absent: the first of `torch_names`.
+        cost            "low": a few instructions; "high": more; "division": more, unless an integer is
+                        divided by a power of two
+        finite          finite arguments give finite floats, overflow aside
 
-What torch offers and flexmod needs no row for is in `formulas.py`.
+Torch functions that need no row are in `formulas.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _category(dtype: DType) -> int:
 
 
 def promote(*dtypes: DType) -> torch.dtype:
-    """torch.result_type for 0-d tensors and Python numbers."""
+    """The dtype that torch.result_type gives for 0-d tensors and Python numbers."""
     tensors: list[torch.dtype] = [d for d in dtypes if isinstance(d, torch.dtype)]
     result: torch.dtype = tensors[0] if tensors else strong(dtypes[0])
     for d in tensors[1:]:
@@ -74,12 +74,12 @@ def promote(*dtypes: DType) -> torch.dtype:
 
 @cache
 def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    # while a mod is traced torch's own function would go through the tracer
+    # during a trace, torch.result_type would go through the tracer
     return torch.promote_types(a, b)
 
 
 def promote_float(*dtypes: DType) -> torch.dtype:
-    """As `promote`, and integers become the default floating-point dtype."""
+    """Like `promote`, but integers become the default floating-point dtype."""
     result = promote(*dtypes)
     return result if result.is_floating_point else torch.get_default_dtype()
 
@@ -123,10 +123,10 @@ class Op:
         return next(count for count in (3, 2, 1) if f"{{{count - 1}}}" in str(self.triton))
 
     def argument_dtypes(self, dtypes: Sequence[DType], result: DType) -> tuple[Strong, ...]:
-        """The dtype that each argument is cast to.
+        """The dtype to which each argument is cast.
 
-        "result": the result's. "common": what the arguments promote to. "bool": bool. "where": bool, then the
-        result's. "own": as they come.
+        "result": the result's. "common": the arguments' promoted dtype. "bool": bool. "where": bool, then the
+        result's. "own": no cast.
         """
         out = strong(result)
         if self.at == "result":
@@ -140,11 +140,11 @@ class Op:
         return tuple(strong(d) for d in dtypes)
 
     def number_dtype(self, at: Strong) -> Strong:
-        """The dtype to which a Python number is rounded: torch's arithmetic on halves keeps it in float32."""
+        """The dtype to which a Python number is rounded: torch keeps it in float32 in half arithmetic."""
         return torch.float32 if at in HALF and self.name in ("add", "sub", "mul", "div") else at
 
     def refused(self, dtypes: Sequence[DType], result: DType) -> DType | None:
-        """The dtype among the arguments' that torch does not take here either."""
+        """The first argument dtype that the operation does not take, as in torch; None if it takes all."""
         at = self.argument_dtypes(dtypes, result)
         if self.at == "where":
             return None if strong(dtypes[0]) == torch.bool else dtypes[0]
@@ -170,7 +170,7 @@ def kind(dtype: torch.dtype) -> str:
 
 
 def _divided(operator: str, function: str, of_floats: str) -> dict[str, list[Cheaper]]:
-    """Cheaper texts of a division that rounds down."""
+    """Cheaper texts for a division that rounds down."""
     return {
         "int": [(operator, bounds.are_positive), (function, bounds.divides_safely)],
         "float": [(of_floats, bounds.few_turns)],
@@ -178,7 +178,7 @@ def _divided(operator: str, function: str, of_floats: str) -> dict[str, list[Che
 
 
 def _zero(grad: Any, result: Any, *args: Any) -> tuple[Any, ...]:
-    """Piecewise constant: the derivative is zero wherever there is one."""
+    """Zero gradients, for a piecewise constant function."""
     return (None,) * len(args)
 
 
@@ -204,7 +204,7 @@ def _unsigned_lt(a: Any, b: Any) -> Any:
 
 
 def _bits(text: str) -> dict[str, str]:
-    """A text for whole numbers alone."""
+    """A text for integers only."""
     return {"bool": text, "int": text}
 
 
@@ -269,7 +269,7 @@ _ROWS = [
     Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt, python="{0} > {1}"),
     Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge,
        python="{0} >= {1}"),
-    # numbers of 32 bits as unsigned ones, what ranges come down to, see `ranges.py`; torch has no name for it
+    # compares 32-bit numbers as unsigned, for `ranges.py`; torch has no name for it
     Op("unsigned_lt", (), "common", _bool, {"int": "unsigned_lt({0}, {1})"}, _unsigned_lt, _zero),
     Op("unsigned_max", (), "result", promote, {"int": "unsigned_max({0}, {1})"},
        lambda a, b: torch.where(_unsigned_lt(a, b), b, a), _zero),
@@ -325,17 +325,17 @@ _ROWS = [
        torch.cosh, lambda g, y, x: (g * torch.sinh(x),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high", finite=True),
-    # a tanh that a large number is multiplied by, see `tanhs.py`; torch has no other name for it
+    # for a tanh times a large number, see `tanhs.py`; torch has no other name for it
     Op("tanh_relative", (), "result", promote_float, "tanh_relative({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),
-    # of `approximate.py`
+    # see `approximate.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),
     Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high", finite=True),
-    # what tanh and sigmoid of a score come down to, see `exponents.py`; torch has no name for it
+    # replaces tanh and sigmoid of a score, see `exponents.py`; torch has no name for it
     Op("logistic", (), "result", promote_float, "logistic({0})", lambda x: 1.0 / (1.0 + torch.exp2(x)),
        lambda g, y, x: (g * LN_2 * y * (y - 1.0),), bounds.share, cost="high", finite=True),
     Op("erf", ("erf", "special_erf"), "result", promote_float, "tl.erf({0})",
@@ -371,10 +371,10 @@ COMPARISONS = frozenset(row.name for row in _ROWS if row.at == "common" and row.
 
 
 def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any]) -> bool | int | float:
-    """The value of an operation on numbers, as torch computes it on 0-d tensors.
+    """Computes an operation on numbers, as torch does on 0-d tensors.
 
-    float32 means float64 in a float64 call, so a number keeps float64's digits until something jumps by it or
-    a text or tensor takes it.
+    A float64 call reads float32 as float64. So a number keeps float64's digits until an operation that
+    `jumps`, a text or a tensor uses it.
     """
     row = OPS[op]
     at = row.argument_dtypes(dtypes, result)
@@ -385,6 +385,6 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
 
 
 def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:
-    """A Python number as a 0-d tensor; one that an integer dtype does not hold wraps, as torch has it."""
+    """A Python number as a 0-d tensor; a number beyond an integer dtype wraps, as in torch."""
     widest = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
     return torch.tensor(value, dtype=widest, device="cpu").to(dtype)

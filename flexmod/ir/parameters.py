@@ -1,7 +1,7 @@
-"""Whether the bounds of a mask lose anything where its numbers are parameters of the kernels.
+"""Decides whether a mask's bounds stay as tight when its numbers become parameters of the kernels.
 
-Terms evaluate all that they read, parameters too. Rules know a constant's sign and size, and take products
-with one apart; of a parameter they know its bounds at most.
+Terms are evaluated, parameters included. Rules use a constant's sign and size, and split products with it.
+For a parameter they have its bounds at most.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from flexmod.ir.graph import UNIFORM, Graph, Node
 from flexmod.ir.linear import Forms
 from flexmod.ir.ops import COMPARISONS, strong
 
-# Of integers, what rules lose nothing on where an argument is made of parameters; of all, comparisons.
+# Integer operations whose rules stay exact when an argument depends on parameters; so do all comparisons.
 KEEP_BOUNDS = frozenset({"add", "sub", "neg", "minimum", "maximum"})
 
 
 def serves(graph: Graph, forms: Forms, by_rules: Iterable[Node]) -> bool:
-    """Are the bounds as close with the graph's parameters as with its numbers?
+    """Are the bounds as tight with the graph's parameters as with its numbers?
 
-    `by_rules`: the nodes whose bounds come neither from terms nor from b and h alone.
+    `by_rules`: the nodes with bounds by a rule, and not from a term or from b and h only.
     """
     uniform, opaque, products = _made_of_parameters(graph)
     for node in by_rules:
@@ -33,7 +33,7 @@ def serves(graph: Graph, forms: Forms, by_rules: Iterable[Node]) -> bool:
         of_one_axis = all(forms.kind(a) in ("uniform", "row", "column") for a in node.args)
         if node.op not in COMPARISONS or not of_one_axis:
             return False
-        if len(hidden) > 1 and not products.isdisjoint(hidden):  # numbers might make a difference of them
+        if len(hidden) > 1 and not products.isdisjoint(hidden):  # with numbers, they might form a difference
             return False
     return True
 
@@ -45,7 +45,8 @@ def _keeps_bounds(node: Node) -> bool:
 
 
 def _made_of_parameters(graph: Graph) -> tuple[set[Node], set[Node], set[Node]]:
-    """What b, h and parameters make; what rules would not see through; those of the latter with products."""
+    """Three sets: nodes of b, h and parameters only; nodes that hide a parameter from the rules; and the
+    hiding nodes with products."""
     uniform: set[Node] = set()
     opaque: set[Node] = set()
     products: set[Node] = set()

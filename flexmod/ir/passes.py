@@ -1,7 +1,7 @@
-"""Graph -> Graph functions, in the order in which the compiler runs them.
+"""The passes over a graph, in the order in which the compiler runs them.
 
-Sharing of equal nodes and the loss of dead ones need no pass of their own: a GraphBuilder shares, and a Graph
-is what its results reach.
+Shared subexpressions and dead code need no pass: a GraphBuilder shares equal nodes, and a Graph contains only
+the nodes that its results reach.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flexmod.ir.ops import fold as fold_values
 from flexmod.ir.positions import convert_terms
 
 Extents = tuple[int, int, int, int]
-"""B, H, M, N: what the positions b, h, q_idx and kv_idx run below."""
+"""B, H, M, N: the positions b, h, q_idx and kv_idx run below these."""
 Places = tuple[tuple[int, int | float | Bounds], ...]
-"""Parameters by place, and what they are or lie between."""
+"""The values or bounds of parameters, by place."""
 
 
 def fold(graph: Graph) -> Graph:
-    """Operations on constants become constants, as torch computes them."""
+    """Computes operations on constants, as torch does."""
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if not args or not all(a.is_const for a in args):
             return None
         if node.op == CAST:
             source, target = args[0], strong(node.dtype)
-            # a Python number goes straight to the target, a tensor's value is one of its own dtype
+            # a Python number is rounded once, to the target; a tensor's value first to its own dtype
             at = target if isinstance(source.dtype, type) else source.dtype
             rounded = number(source.value, at).to(target)  # type: ignore[arg-type]
             keeps = at == target == torch.float32 and bool(rounded.isfinite())  # see `fold` of the table
@@ -48,7 +48,7 @@ def fold(graph: Graph) -> Graph:
 
 
 def simplify(graph: Graph) -> Graph:
-    """Identities that hold exactly, and the few that a score's own rounding hides (see `_RULES`)."""
+    """Applies exact identities, and a few whose error is below the score's own rounding (see `_RULES`)."""
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for rule in _RULES.get(node.op, ()):
@@ -67,7 +67,7 @@ def _const(node: Node, *values: object) -> bool:
 
 
 def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
-    """x op value -> x, for the constant on one of these sides; -0.0 is no 0, since -0.0 - -0.0 is 0.0."""
+    """x op value -> x, for a constant on one of these sides. -0.0 is not 0: -0.0 - -0.0 is 0.0."""
 
     def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         for side in sides:
@@ -125,9 +125,9 @@ def _twice(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | 
 
 
 def _swapped(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    """-(a - b) -> b - a, of integers: floats tell 0.0 from -0.0.
+    """-(a - b) -> b - a, for integers only: floats tell 0.0 from -0.0.
 
-    Not for speed alone: ptxas may lose a minus in the bounds of two distances, see `compiler_bugs`.
+    Not only for speed: ptxas may lose a minus in the bounds of two distances, see `compiler_bugs`.
     """
     inner = args[0]
     if inner.op != "sub" or inner.dtype != node.dtype or strong(node.dtype).is_floating_point:
@@ -140,12 +140,12 @@ def _same_cast(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Nod
 
 
 def _is_wrap(node: Node) -> bool:
-    """Is it a cast of int32 to int32? `fitted` drops those that change nothing."""
+    """Is it a cast of int32 to int32? `fitted` drops such casts if they change nothing."""
     return node.op == CAST and node.dtype == node.args[0].dtype == torch.int32
 
 
 def _power(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    """x ** 2 -> x * x and the like."""
+    """x ** 2 -> x * x, and other small powers."""
     base, exponent = args
     if not exponent.is_const or strong(base.dtype) != node.dtype:
         return None
@@ -164,10 +164,10 @@ def _power(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | 
 
 
 def _divide_score(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    """score / c -> score * (1/c): one rounding more, on a value that the dot product has rounded many times.
+    """score / c -> score * (1/c): one rounding more, after the many roundings of the dot product.
 
-    Only there: floor(q_idx / 49) must see the exact quotient. And only where c and 1/c are normal numbers of
-    float32, which have all of its digits.
+    Only for scores: floor(q_idx / 49) needs the exact quotient. And only if c and 1/c are normal float32
+    numbers, which have all digits.
     """
     if args[1].is_const and "score" in args[0].home and node.dtype == torch.float32:
         value = float(args[1].value)  # type: ignore[arg-type]
@@ -206,10 +206,10 @@ def optimize(graph: Graph) -> Graph:
 
 
 def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
-    """A score graph's -inf branches as a mask of their own: (what is left of the score, the mask).
+    """Splits a score graph's -inf branches off as a mask: (the remaining score, the mask).
 
-    `where(cond, score, -inf)` and `x + where(cond, y, -inf)` split when cond is free of the score. None for a
-    score that is left unchanged, and None where there is no such branch.
+    `where(cond, score, -inf)` and `x + where(cond, y, -inf)` split if cond does not depend on the score. The
+    first result is None if the remaining score is the plain score, the second if no branch splits off.
     """
     builder = GraphBuilder()
     score = rebuild(graph, lambda b, n, a: None).result
@@ -259,10 +259,10 @@ def _as_float(builder: GraphBuilder, node: Node) -> Node:
 
 
 def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
-    """The constants at these places of `graph.skeleton` as run-time parameters, numbered by place.
+    """Turns the constants at these places of `graph.skeleton` into run-time parameters, numbered by place.
 
-    A launch takes floats as float32, so those that are read as float64 become parameters of that dtype. One
-    that is read as both stays a constant.
+    A launch takes floats as float32. A constant that is read as float64 becomes a float64 parameter; a
+    constant that is read as both stays a constant.
     """
     dtypes = _dtypes_as_read(graph)
     places = {n: i for i, n in enumerate(n for n in graph.nodes if n.is_const)}
@@ -278,7 +278,7 @@ def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
 
 
 def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
-    """The dtypes to which each floating-point constant is brought."""
+    """The dtypes to which each floating-point constant is cast."""
     found: dict[Node, set[torch.dtype]] = {}
 
     def reads(node: Node, dtype: torch.dtype) -> None:
@@ -299,7 +299,7 @@ def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
 
 
 def widen(graph: Graph) -> Graph:
-    """Positions as int64, and every integer dtype that follows from theirs. Casts stay as they are."""
+    """Makes positions int64, and every integer dtype that follows from theirs. Casts stay as they are."""
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "input" and node.dtype == torch.int32:
@@ -320,10 +320,10 @@ def _without_wraps(graph: Graph) -> Graph:
 
 @lru_cache(1024)
 def fitted(graph: Graph, extents: Extents, numbers: Places = ()) -> Graph:
-    """The graph for positions below `extents` and parameters of these values, or between these: widened if
-    they ask for it, and its differences of positions in float32 where they allow it.
+    """Adapts the graph to positions below `extents` and to parameters with these values or bounds.
 
-    Casts to int32 are dropped where nothing would leave int32 without them either.
+    Widens integers to int64 if needed, and computes differences of positions in float32 where that is exact.
+    Drops casts to int32 if no value would leave int32 without them.
     """
     places = dict(zip(POSITIONS, extents, strict=True))
     wide = _without_wraps(graph)

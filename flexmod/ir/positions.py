@@ -1,9 +1,8 @@
-"""Differences of positions as differences of floats, where float32 is exact.
+"""Computes differences of positions in float32 where that is exact.
 
-`slope * (kv_idx - q_idx)` subtracts integers and turns each difference into a float: once for every score,
-at a fraction of the speed at which a GPU adds. Below 2^24 float32 holds each integer, so that
-`float(kv_idx) - float(q_idx)` is the same number, bit for bit, and the conversions are left to the rows and
-the columns.
+`slope * (kv_idx - q_idx)` subtracts integers and converts each difference to a float. GPUs convert much more
+slowly than they add, and every score needs a conversion. float32 represents each integer below 2^24, so there
+`float(kv_idx) - float(q_idx)` is the same number, bit for bit. Only rows and columns need conversions then.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from flexmod.ir.bounds import Bounds
 from flexmod.ir.graph import COLUMN, ROW, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, OPS, strong
 
-# Every integer up to here is a float32.
+# float32 represents every integer up to here.
 EXACT = 2**24
 
-# Operations whose result is exact on floats where it is on integers, and never -0.0.
+# Operations that are as exact on these floats as on integers, and never return -0.0.
 AS_FLOATS = ("add", "sub", "neg", "abs", "minimum", "maximum")
 
 
 def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
-    """The graph with integers of both rows and columns that become float32 made of floats.
+    """Computes integers that read rows and columns, and that become float32, in floats from the start.
 
-    `known` are the bounds of the graph's nodes, in the call at hand. What an index is made of stays as it is:
-    there, a difference of integers says how gradients of the loaded tensor may be summed.
+    `known` are the bounds of the graph's nodes in the present call. Integers inside an index do not change:
+    their differences decide how gradients of the loaded tensor are summed.
     """
     new: dict[Node, Node] = {}
     of_indices = _made_of([a for node in graph.nodes if node.op == "load" for a in node.args])
@@ -64,7 +63,7 @@ def _made_of(nodes: list[Node]) -> set[Node]:
 
 
 def _converts(node: Node, known: Mapping[Node, Bounds]) -> bool:
-    """Is it an integer that reads rows and columns, and an exact float all the way?"""
+    """Is it an integer that reads rows and columns, and that floats compute exactly at every step?"""
     return _mixed(node) and _exact(node, known)
 
 

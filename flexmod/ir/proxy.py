@@ -1,6 +1,6 @@
-"""What a mod sees while it is traced: a Proxy for a scalar, a CaptureView for a partly indexed tensor.
+"""The traced values that a mod sees: a Proxy for a scalar, a CaptureView for a partly indexed tensor.
 
-Both hand every operation to their tracer, an AbstractTracer, which keeps the graph.
+Both pass every operation to their tracer, an AbstractTracer, which builds the graph.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flexmod.ir.source import user_line
 
 
 class AbstractTracer(Protocol):
-    """What traced values, and torch's calls on them, ask of a tracer. `trace.Tracer` is the one there is.
+    """The interface of a tracer for traced values and torch's calls on them. `trace.Tracer` implements it.
 
-    `eager`, `described` and `computed` are notes of torch's work apart from the graph; see `eager.py`.
+    `eager`, `described` and `computed` record torch's work outside of the graph; see `eager.py`.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class AbstractTracer(Protocol):
 
 
 class _TracedValue:
-    """What the two kinds of traced value share: torch functions and methods go to the tracer."""
+    """Base of both kinds of traced value: passes torch functions and methods to the tracer."""
 
     __slots__ = ("_tracer",)
     _tracer: AbstractTracer
@@ -244,7 +244,7 @@ class CaptureView(_TracedValue):
         return self._tracer.name_of(self._tracer.tensors[self._number])
 
     def __getitem__(self, index: Any) -> Proxy | CaptureView:
-        """Index the free dimensions from the left; an index for each gives the element."""
+        """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
         entries = self._expand(index if isinstance(index, tuple) else (index,))
         rest = iter(entries)
         indices = tuple(next(rest, None) if i is None else i for i in self._indices)
@@ -271,7 +271,7 @@ class CaptureView(_TracedValue):
             if entry.start is None and entry.stop is None and entry.step is None:
                 return None
             self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
-        # a name is looked for where it is needed: that takes longer than all else here
+        # finds the name only when needed, since that takes longer than all other steps here
         node = (
             entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self.name}")
         )

@@ -1,16 +1,15 @@
-"""Comparisons of elements as ranges, which take fewer steps.
+"""Rewrites comparisons of elements into ranges, which take fewer instructions.
 
-A number lies in a range, 0 <= x < count, if it is less than count as an unsigned number: what is negative is
-large then. One comparison so does for two, and needs no absolute value:
+A number lies in a range, 0 <= x < count, if it is less than count as an unsigned number, since negative
+numbers are large then. One comparison replaces two, and needs no absolute value:
 
     |q_idx - kv_idx| <= 8                            q_idx + 8 - kv_idx < 17
     (q_idx >= kv_idx) & (q_idx - kv_idx <= 1024)     q_idx - kv_idx < 1025
 
-What is added goes to the row, which adds it once. Ranges of one length in a chain of `and` are one, that of
-the largest number. 32 bits tell all that there is to tell, so that wrapping does no harm on the way.
+The constant is added to the row's side, once a row. Ranges of one length in a chain of `and` become one
+range, of the largest number. 32 bits decide the comparison, so a sum may wrap on the way.
 
-Masks and conditions in scores are written alike, so that a compiler finds in one what it has judged for the
-other.
+Masks and conditions in scores use the same form, so that the compiler can share common subexpressions.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, strong
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-# by comparison: the number of its larger side, and what the difference of the sides is at least
+# by comparison: which side is the larger one, and the least difference of the sides
 SIDES = {"le": (1, 0), "lt": (1, 1), "ge": (0, 0), "gt": (0, 1)}
 
 
 @dataclass(frozen=True)
 class _Range:
-    """0 <= place < count, which is what the links say."""
+    """0 <= place < count, which is equivalent to the links."""
 
     place: Linear
     count: Linear
@@ -43,12 +42,12 @@ class _Range:
 
 
 def as_ranges(graph: Graph) -> Graph:
-    """The graph with ranges in place of comparisons, where they are proven to be the same."""
+    """Replaces comparisons in the graph by ranges, where both are proven equal."""
     return _RangeRewriter(graph).graph()
 
 
 def _of_row(form: Linear) -> int:
-    """The coefficients of what the row decides: of a form and its negative, one is taken by their sign."""
+    """The row's coefficients. Their sign picks one of a form and its negative."""
     return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
 
 
@@ -71,7 +70,7 @@ class _RangeRewriter:
         return self.old.of(self.new[n] for n in self.old.results)
 
     def _judged(self, chain: Sequence[Node], ranges: Sequence[_Range]) -> Node:
-        """The chain, with ranges of one length as one."""
+        """The chain, with ranges of one length merged."""
         of_length: dict[object, list[_Range]] = {}
         for one in ranges:
             length = (frozenset(one.count.parts.items()), one.count.constant)
@@ -80,7 +79,7 @@ class _RangeRewriter:
         taken = {link for one in ranges for link in one.links}
         return joined(self.builder, AND[0], found + [self.new[n] for n in chain if n not in taken])
 
-    # what is a range
+    # how to find ranges
 
     def _ranges(self, chain: Sequence[Node]) -> list[_Range]:
         compared = [n for n in chain if n.op in SIDES and not (n.home <= ROW or n.home <= COLUMN)]
@@ -89,13 +88,13 @@ class _RangeRewriter:
         return found + list(self._pairs([link for link in compared if link not in taken]))
 
     def _distance(self, link: Node) -> _Range | None:
-        """|x| <= limit."""
+        """Reads a link |x| <= limit as a range."""
         larger, gap = SIDES[link.op]
         limit, distance = link.args[larger], link.args[1 - larger]
         if distance.op != "abs" or limit.op not in ("const", "param"):
             return None
         inner, reach = self.forms.of(distance.args[0]), self.forms.of(limit)
-        # the absolute value of the lowest number is itself
+        # the absolute value of the lowest integer is itself
         if inner is None or reach is None or self.known[distance.args[0]][0] <= LOWEST:
             return None
         reach = reach.plus(Linear({}, -gap))
@@ -104,14 +103,14 @@ class _RangeRewriter:
         return self._range(inner.plus(reach), Linear({}, 1).plus(reach, 2), (link,))
 
     def _pairs(self, compared: Sequence[Node]) -> Iterator[_Range]:
-        """x >= 0 and x <= limit; a comparison is in one pair at most."""
+        """Pairs of x >= 0 and x <= limit as ranges; a comparison is in one pair at most."""
         at_least_0 = {}
         for link in compared:
             larger, gap = SIDES[link.op]
             left, right = self.forms.of(link.args[larger]), self.forms.of(link.args[1 - larger])
             if left is not None and right is not None:
                 at_least_0[link] = left.plus(right, -1).plus(Linear({}, -gap))
-        # the same one for either order of the two
+        # the same pair for either order of the two links
         links = sorted(at_least_0, key=lambda link: -_of_row(at_least_0[link]))
         for pair in permutations(links, 2):
             if all(link in at_least_0 for link in pair):
@@ -122,7 +121,7 @@ class _RangeRewriter:
                     at_least_0 = {link: form for link, form in at_least_0.items() if link not in pair}
 
     def _range(self, place: Linear, count: Linear, of: tuple[Node, ...]) -> _Range | None:
-        """A range whose length is a number, written or given by a launch."""
+        """A range whose length is a constant or a parameter of the launch."""
         given = [node for node in place.parts if node.op == "param"]
         whole = all(abs(c) == 1 for c in place.parts.values())
         whole &= all(strong(n.dtype) == torch.int32 for n in place.parts if n not in given)
@@ -133,10 +132,10 @@ class _RangeRewriter:
         (node, factor), *more = count.parts.items()
         return _Range(place, count, of) if node.op == "param" and factor > 0 and not more else None
 
-    # how it is written
+    # how to write ranges
 
     def _inside(self, group: Sequence[_Range]) -> Node:
-        """0 <= place < count, for several places."""
+        """The node for 0 <= place < count, for several places."""
         where = group[0].links[0].where
         places = [self._sum(one) for one in group]
         farthest = reduce(lambda a, b: self._node("unsigned_max", a, b), places)
@@ -145,7 +144,7 @@ class _RangeRewriter:
         )
 
     def _sum(self, one: _Range) -> Node:
-        """The place, with what is of the row first."""
+        """The node for the place, with the row's terms first."""
         parts = sorted(one.place.parts.items(), key=lambda part: (not part[0].home <= ROW, -part[1]))
         of_row = [part for part in parts if part[0].home <= ROW]
         terms = [(self._whole(n), c) for n, c in parts]
@@ -160,7 +159,7 @@ class _RangeRewriter:
         return total
 
     def _count(self, count: Linear) -> Node:
-        """How many numbers a range has: none where its end lies before its beginning."""
+        """How many numbers a range has: 0 if its end lies before its beginning."""
         if not count.parts:
             return self.builder.const(count.constant, torch.int32)
         ((node, factor),) = count.parts.items()

@@ -1,9 +1,9 @@
-"""Mods inside torch.compile and torch.export: run once by TorchDynamo, and what they did kept as a Record.
+"""Records mods inside torch.compile and torch.export: TorchDynamo runs each once, and keeps a Record of it.
 
 TorchDynamo cannot run the tracer of `trace.py`. It can run a mod on 0-d tensors under a TorchFunctionMode,
-which writes down each function that has to do with them: captured tensors and Python numbers become inputs of
-the graph that TorchDynamo makes, so that gradients reach them and new ones compile nothing; all else of a
-Record is a constant. When the graph runs, the Record is traced like any mod.
+which writes down each function that takes them. Captured tensors and Python numbers become inputs of
+TorchDynamo's graph: gradients reach them, and new values need no compilation. The rest of a Record is
+constant. When the graph runs, the Record is traced like any mod.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from flexmod.ir.sizes import CARRIER, expect_size
 from flexmod.ir.trace import Traced, capture_of, trace
 
 METHOD_WHERE = "where of a tensor"
-GRAPH = "graph"  # in place of the text of a Record: the only integer of the mod is the number of its graph
+GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
-# what a trace takes besides the operations of its tables
+# functions that a trace accepts in addition to its tables' operations
 TO = ("to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor")
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
-"""A function by its name, its arguments and its keywords; see `Recorder._noted`."""
+"""One call: the function's name, its arguments and its keywords; see `Recorder.noted`."""
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down what a mod does with its arguments. Runs inside TorchDynamo: plain lists and loops.
+    """Records a mod's operations on its arguments. Runs inside TorchDynamo, hence the plain lists and loops.
 
-    The mod sees tensors of one element, known by their identity, and of more dimensions than others have:
-    what was computed of one behind the recorder's back has them too.
+    The mod sees tensors of one element, known by their identity. They have more dimensions than any other
+    tensor, and so has every result that was computed from one without the recorder.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
             raise errors.RandomNumberError(operation=f"torch.{name}")
         if in_place:
             raise errors.MutationError(operation=name)
-        # `__get__` reads an attribute: a dtype, a device
+        # `__get__` reads an attribute like dtype or device
         if name == "__get__" or not (self._met(args) or self._met(tuple(kwargs.values()))):
             return func(*args, **kwargs)
         if name == "__bool__":
@@ -88,8 +88,8 @@ class Recorder(TorchFunctionMode):
         return result
 
     def noted(self, value: Any) -> Any:
-        """A value of a step: ("value", place), ("captured", place), ("integer", place), ("real", place),
-        ("tuple", entries), or ("constant", value).
+        """How a step refers to a value: ("value", place), ("captured", place), ("integer", place),
+        ("real", place), ("tuple", entries), or ("constant", value).
         """
         if isinstance(value, Tensor):
             place = _place(value, self.values)
@@ -126,9 +126,9 @@ class Recorder(TorchFunctionMode):
 def _name(func: Callable[..., Any]) -> tuple[str, bool, bool]:
     """The name of a function, whether it draws random numbers, whether it writes in place."""
     name: str = func.__name__
-    if getattr(func, "__module__", "") == "_operator":  # as torch.export has it
+    if getattr(func, "__module__", "") == "_operator":  # from torch.export
         name = f"__{name.strip('_')}__"
-    if name == "where" and func is not torch.where:  # the method takes its arguments in another order
+    if name == "where" and func is not torch.where:  # the method has another order of arguments
         name = METHOD_WHERE
     return name, draws(name), writes(name)
 
@@ -141,7 +141,7 @@ def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
 
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
-    """Of the shape that `tensor[index]` has, after SHAPE; torch would ask for the value of an index."""
+    """A tensor with the shape of `tensor[index]` after SHAPE; torch itself would read the index's value."""
     entries = index if isinstance(index, tuple) else (index,)
     count = sum([0 if entry is Ellipsis else 1 for entry in entries])
     shape = tensor.shape[len(SHAPE) :] if tensor.dim() >= len(SHAPE) else tensor.shape
@@ -151,7 +151,7 @@ def _element(tensor: Tensor, index: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What a mod did: `steps` in order, and the last value. `text` is all of it."""
+    """A mod's recorded operations: `steps` in order, and the last value. `text` contains everything."""
 
     kind: str
     steps: tuple[Step, ...]
@@ -165,16 +165,16 @@ class Record:
         reals: Sequence[float],
         device: torch.device,
     ) -> tuple[Traced, tuple[int, ...]]:
-        """The graph with these for what the mod captured, and which of them each of its captures is."""
+        """Traces the record with these tensors and numbers. Also returns which tensor each capture is."""
         kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
-        # 0.0 is equal to -0.0, and nan to nothing: texts tell numbers apart
+        # 0.0 equals -0.0, and nan equals nothing: texts tell numbers apart
         texts = tuple(real.hex() for real in reals)
         default = torch.get_default_dtype()
         graph, places = _graph(self.text, kinds, tuple(integers), texts, device, default)
         return Traced(graph, tuple(captured[place] for place in places)), places
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
-        """The mod again, on other arguments."""
+        """Runs the recorded mod on other arguments."""
         values = list(arguments)
         known = {"value": values, "captured": captured, "integer": numbers[0], "real": numbers[1]}
 
@@ -190,9 +190,9 @@ class Record:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """A torch function, an operator or a method by the name that TorchDynamo has for it.
+    """Finds a torch function, an operator or a method by TorchDynamo's name for it.
 
-    Raises UnknownOperationError for one that no trace knows: the name may come from a saved program.
+    Raises UnknownOperationError if no trace accepts it: the name may come from a saved program.
     """
     _check_known(name)
     if name.startswith("__"):  # `torch.__eq__` compares modules
@@ -205,7 +205,7 @@ def _function(name: str) -> Callable[..., Any]:
         return FUNCTIONS[name]
     for home in (torch, torch.nn.functional):
         found = getattr(home, name, None)
-        if callable(found):  # `torch.float` is a dtype, the method is meant
+        if callable(found):  # `torch.float` is a dtype, so the method is used
             return found
     method = "where" if name == METHOD_WHERE else name
     return lambda value, *args, **kwargs: getattr(value, method)(*args, **kwargs)
@@ -229,9 +229,9 @@ def _graph(
     device: Any,
     default: torch.dtype,
 ) -> tuple[Graph, tuple[int, ...]]:
-    """The graph, and the place of each of its captures among those of the record.
+    """The graph of a record, and for each of its captures the place among the record's captures.
 
-    `texts` are floats in hexadecimal. `default`, of floating-point numbers, is the one that is set.
+    `texts` are floats in hexadecimal. `default` is torch's present default floating-point dtype.
     """
     record = record_of(text)
     reals = tuple(map(float.fromhex, texts))
@@ -256,14 +256,14 @@ def _text_of(kind: str, steps: tuple[Step, ...], result: Any) -> str:
 
 @lru_cache(4096)
 def record_of(text: str) -> Record:
-    """Raises ConstantError for what is no text of a Record."""
+    """Reads a Record from its text. Raises ConstantError for any other text."""
     kind, steps, result = decoded(text)
     return Record(kind, steps, result, text)
 
 
 @dataclass
 class Recorded:
-    """A mod as arguments of an operation: the text of its Record, or GRAPH, and what it captures."""
+    """A mod as an operation's arguments: its Record's text, or GRAPH, with its tensors and numbers."""
 
     text: str
     captured: list[Tensor]
@@ -272,7 +272,7 @@ class Recorded:
 
 
 def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded:
-    """Runs a mod, inside TorchDynamo or torch.export. Raises RandomNumberError, MutationError."""
+    """Records a mod inside TorchDynamo or torch.export. Raises RandomNumberError, MutationError."""
     recorder = Recorder(kind, device)
     let_modes_change(True)
     with recorder:
@@ -285,7 +285,7 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
 
 
 def of_graph(traced: Traced) -> Recorded:
-    """A mod that was traced, outside of TorchDynamo."""
+    """Makes a Recorded from a traced mod, outside of TorchDynamo."""
     return Recorded(GRAPH, list(traced.tensors), [numbered(traced.graph)[1]], [])
 
 
@@ -296,10 +296,10 @@ def traced_of(
     reals: Sequence[float],
     device: torch.device,
 ) -> tuple[Traced, tuple[int, ...]]:
-    """The graph of a Recorded mod, and which of the tensors given each of its captures is.
+    """The graph of a Recorded mod, and for each of its captures the place in `captured`.
 
-    Raises OperationTensorError where a subclass that torch dispatched says other things of a captured tensor
-    than what it hands on.
+    Raises OperationTensorError if torch dispatched a tensor subclass whose properties differ from the tensor
+    that it passes on.
     """
     if text != GRAPH:
         return record_of(text).traced(captured, integers, reals, device)

@@ -1,12 +1,12 @@
-"""How the gradients of captured elements are summed, read off the indices of each load.
+"""Decides how to sum the gradients of captured elements, by the indices of each load.
 
-    row         no index depends on kv_idx: a sum over a row's keys
-    column      none depends on q_idx: a sum over a column's queries
-    diagonal    q_idx and kv_idx matter through their difference alone: a sum along the diagonals
-    element     anything else, an index that depends on the score too: every element goes to its own place
+        row         no index depends on kv_idx: a sum over a row's keys
+        column      no index depends on q_idx: a sum over a column's queries
+        diagonal    indices depend on q_idx and kv_idx only through their difference: a sum along diagonals
+        element     anything else, also indices that depend on the score: each element has its own place
 
-What a sum leaves is O(length), and the load's index follows from the position that is left. Where no index
-depends on either, as with slopes of heads and scalars, a row's keys or a column's queries may be summed.
+Each sum leaves O(length) numbers, and the remaining position decides the load's index. If no index depends on
+either position, as for slopes of heads and scalars, the sum may run over a row's keys or a column's queries.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
 
 Along = Literal["row", "column", "diagonal", "element"]
 Uniform = Literal["row", "column"]
-"""How terms are summed whose indices read b and h alone."""
+"""How to sum terms whose indices read only b and h."""
 
 
 @dataclass(frozen=True, eq=False)
 class GradientTerm:
-    """What one load adds to the gradient of a captured tensor.
+    """One load's contribution to the gradient of a captured tensor.
 
-    `capture` is the tensor's number, `gradient` the gradient of the loaded element for each score, `indices`
-    say which element it is.
+    `capture` is the tensor's number, `gradient` the loaded element's gradient for each score, and `indices`
+    select the element.
     """
 
     capture: int
@@ -40,7 +40,7 @@ class GradientTerm:
 
 
 def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm, ...]:
-    """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices allow."""
+    """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices permit."""
     known = _Differences(found.graph)
     results = iter(found.graph.results[1:])
     terms = []
@@ -62,9 +62,10 @@ def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> 
 
 
 class _AffineIndex(NamedTuple):
-    """An integer q * q_idx + kv * kv_idx + (something that only b and h decide), modulo the dtype's range.
+    """An integer q * q_idx + kv * kv_idx + (a value of b and h only), modulo the dtype's range.
 
-    `exact`: made of positions and numbers in 32 bits or more, where nothing wraps (see `passes.fitted`).
+    `exact`: computed from positions and numbers in 32 bits or more, where nothing wraps (see
+    `passes.fitted`).
     """
 
     q: int
@@ -73,7 +74,7 @@ class _AffineIndex(NamedTuple):
 
 
 class _Differences:
-    """`diagonal`: the nodes of a graph that are the same all along a diagonal, b and h given."""
+    """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h."""
 
     def __init__(self, graph: Graph) -> None:
         self._affine: dict[Node, _AffineIndex] = {}
@@ -90,7 +91,7 @@ class _Differences:
         return bool(node.args) and all(a in self.diagonal for a in node.args)
 
     def _compares(self, node: Node) -> bool:
-        """q_idx > kv_idx: the sign of a difference."""
+        """Is it a comparison like q_idx > kv_idx, which depends on the difference only?"""
         if node.op not in COMPARISONS:
             return False
         found = _combined("sub", node.args, self._arguments(node))
@@ -106,7 +107,7 @@ class _Differences:
             return _AffineIndex(0, 0, True)
         if node.op == CAST:
             found = self._brought(node.args[0], dtype)
-            # a cast to int32 that `passes.fitted` left says that values wrap from there on
+            # values may wrap after a cast to int32 that `passes.fitted` kept
             return found._replace(exact=found.exact and dtype != torch.int32) if found else None
         if node.op in ("add", "sub", "mul", "neg"):
             found = _combined(node.op, node.args, self._arguments(node))
@@ -119,7 +120,7 @@ class _Differences:
         return [self._brought(a, d) for a, d in zip(node.args, at, strict=True)]
 
     def _brought(self, node: Node, dtype: DType) -> _AffineIndex | None:
-        """The node as an argument of this dtype. A wider one keeps only what has not wrapped before."""
+        """The node as an argument of this dtype. A wider dtype needs a value that has not wrapped."""
         affine, source, target = self._affine.get(node), strong(node.dtype), strong(dtype)
         if affine is None or target.is_floating_point or target == torch.bool:
             return None
@@ -130,7 +131,7 @@ class _Differences:
 
 
 def _combined(op: str, nodes: tuple[Node, ...], found: list[_AffineIndex | None]) -> _AffineIndex | None:
-    """The result of a sum, a difference, a negation, or a product with a number."""
+    """The affine index of a sum, a difference, a negation, or a product with a number."""
     arguments = [a for a in found if a is not None]
     if len(arguments) < len(nodes):
         return None

@@ -1,4 +1,4 @@
-"""A traced graph as a mod again. It needs nothing of the function that was traced, and can be pickled."""
+"""Makes a mod from a traced graph. The mod does not need the traced function, and can be pickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class _ReplayStep(NamedTuple):
-    """A node for `Replay._run`: the values that it takes, by place, and the dtypes that they are cast to."""
+    """A node for `Replay._run`: its arguments by place, and the dtypes to which they are cast."""
 
     op: str
     args: tuple[int, ...]
@@ -33,7 +33,7 @@ class _ReplayStep(NamedTuple):
 
 
 class _Program:
-    """The steps of a graph. With slots, what searches objects for tensors and functions finds none here."""
+    """The steps of a graph. Slots hide its contents from searches for tensors and functions in objects."""
 
     __slots__ = ("result", "steps")
 
@@ -46,9 +46,9 @@ class _Program:
 
 
 class Replay(CopiesByAttribute):
-    """A mod that does what a traced one did: on tensors, on what torch.compile traces, and on proxies.
+    """A mod that computes a traced graph on tensors, under torch.compile, and on proxies.
 
-    It is pickled and copied with its graph and the captured tensors. MaskReplay and ScoreReplay have the
+    Pickles and copies contain its graph and the captured tensors. MaskReplay and ScoreReplay have the
     arguments of their kind.
     """
 
@@ -94,49 +94,50 @@ class Replay(CopiesByAttribute):
                 ]
                 if half is None or real is torch.float64:
                     values.append(function(*operands))
-                else:  # in float32, then rounded, as kernels and torch's own do it
+                else:  # in float32, then rounded, as kernels and torch do
                     values.append(function(*[x.float() for x in operands]).to(half))
         return values[self._program.result].to(real_dtype(self.traced.graph.result.dtype, real))
 
 
 class MaskReplay(Replay):
-    """A mask_mod that was traced."""
+    """A mask_mod that computes a traced graph."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self._run(b, h=h, q_idx=q_idx, kv_idx=kv_idx)
 
 
 class ScoreReplay(Replay):
-    """A score_mod that was traced."""
+    """A score_mod that computes a traced graph."""
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self._run(b, score=score, h=h, q_idx=q_idx, kv_idx=kv_idx)
 
 
 def replay(traced: Traced, name: str | None = None) -> Replay:
-    """A mod of the graph's kind; `name` is what messages and pictures call it."""
+    """Makes a mod of the graph's kind; messages and pictures show `name`."""
     kind = traced.graph.kind
     return (MaskReplay if kind == "mask" else ScoreReplay)(traced, name or f"{kind}_mod")
 
 
 def leaves(traced: Traced) -> Traced:
-    """As torch.save has it: what autograd has computed is a tensor of its own in another process."""
+    """Detaches tensors that autograd computed, as torch.save does: another process gets leaves."""
     tensors = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for t in traced.tensors]
     return Traced(traced.graph, tuple(tensors))
 
 
 def for_pickle(mod: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """What is pickled in place of a mod: what it does now, wherever its function may be found later.
+    """Returns an object to pickle instead of a mod. It computes the same as the mod does now, and does not
+    need the mod's function.
 
-    Raises NotPicklableError where the mod cannot be traced.
+    Raises NotPicklableError if the mod cannot be traced.
     """
-    if isinstance(mod, CopiesByAttribute):  # flexmod's own know how
+    if isinstance(mod, CopiesByAttribute):  # flexmod's own mods pickle themselves
         return mod
     return replay(traced_for_pickle(mod, kind), mod_name(mod))
 
 
 def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
-    """The trace of a mod, on the device of what it captures. Raises NotPicklableError."""
+    """Traces a mod on the device of its captured tensors. Raises NotPicklableError."""
     try:
         traced = trace(mod, kind)
         away = [t.device for t in traced.tensors if t.device.type != "cpu"]

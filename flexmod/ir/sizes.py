@@ -1,10 +1,10 @@
-"""How many heads, batch entries or positions a mod was made for, so that a call of another number is refused.
+"""Lets a mod state its number of heads, batch entries or positions; a call with another number raises.
 
     slopes[expect_size(h, len(slopes), "mods.alibi", "slopes")]
 
-The trace notes the size where the index is a position of the call as it is, and of q_idx and kv_idx where a
-number is added, as an offset is. Any other index that a user computed, such as h + first_head, says which
-entry is meant, and nothing is expected of the call then.
+The trace records the size if the index is b, h, q_idx or kv_idx itself, or q_idx or kv_idx plus a number,
+such as an offset. Any other index that a user computes, such as h + first_head, selects an entry on purpose,
+and the call's size is not checked.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CARRIER = torch.positive
 
 
 def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
-    """The index, b, h, q_idx or kv_idx of a mod that has `size` entries for it; see `check_sizes`.
+    """Returns `index`, and records that the mod has `size` entries for it; see `check_sizes`.
 
-    `owner` and `argument` are for the message: the function of the library, and its argument of that size.
+    `owner` and `argument` appear in the error: the library's function, and its argument with that size.
     """
     if has_torch_function_unary(index):
         return handle_torch_function(expect_size, (index,), index, size, owner, argument)
@@ -38,17 +38,18 @@ def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
 def _recorded() -> bool:
     """Does TorchDynamo run the mod in a Recorder (`record.py`)?
 
-    There, `has_torch_function_unary` knows nothing of modes, and a mode sees torch's own functions alone: the
-    Recorder takes a call of CARRIER with these arguments for one of `expect_size`.
+    There, `has_torch_function_unary` ignores modes, and a mode sees only torch's own functions. So the
+    Recorder reads a call of CARRIER with these arguments as a call of `expect_size`.
     """
     return innermost_mode_name() == "Recorder"
 
 
 def check_sizes(graph: Graph, sizes: Sequence[int], place: str) -> None:
-    """The sizes that a mod was made for against (B, H, M, N) of `place`, "the call" or "the block mask".
+    """Raises CallSizeError if a mod's sizes do not fit (B, H, M, N) of a call or a block mask.
 
-    Batch entries and heads must be as many. Positions may be fewer: those of a shorter sequence, or of a
-    block mask that was cut down, are the first ones. Raises CallSizeError.
+    `place` names it in the error: "the call" or "the block mask".
+    Numbers of batch entries and heads must be equal. Positions may be fewer, since a shorter sequence or a
+    shortened block mask has the first positions.
     """
     for axis, size, owner, argument, start in graph.expected:
         given = sizes[POSITIONS.index(axis)]

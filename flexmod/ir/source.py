@@ -1,4 +1,4 @@
-"""Where a mod comes from: the user's line, the names of what it captures, how many arguments it takes."""
+"""Finds the user's line of a mod, the names of its captured tensors, and its number of arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = {
     "score": "def score_mod(score, b, h, q_idx, kv_idx): return score",
 }
 
-SEARCHED = 1000  # values that are searched for the names of captured tensors
+SEARCHED = 1000  # values to search at most for the names of captured tensors
 
 _FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_USER = (_FLEXMOD + os.sep, os.path.dirname(os.path.abspath(torch.__file__ or "")) + os.sep)
@@ -72,11 +72,11 @@ def positional_count(mod: Callable[..., Any]) -> int:
     """How many positional arguments without defaults a mod takes."""
     if isinstance(mod, torch.nn.Module):
         mod = mod.forward
-    if inspect.isfunction(mod) and not hasattr(mod, "__wrapped__"):  # the usual case, forty times faster
+    if inspect.isfunction(mod) and not hasattr(mod, "__wrapped__"):  # forty times faster for the usual case
         return _plain_count(mod)
     call = type(mod).__call__
     if inspect.isfunction(call) and not any(hasattr(x, "__wrapped__") for x in (mod, call)):
-        return _plain_count(call) - 1  # an object that is called
+        return _plain_count(call) - 1  # a callable object
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(mod).parameters.values()
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
@@ -89,7 +89,7 @@ def _plain_count(function: Any) -> int:
 def mod_kind(mod: Callable[..., Any]) -> str:
     """ "score" for five positional arguments without defaults, "mask" for four.
 
-    Raises ModArityError for any other count, NotCallable for what is no function.
+    Raises ModArityError for any other count, NotCallable for an object that is not callable.
     """
     count = _checked_count(mod, "the function", EXAMPLES["mask"])
     if count == len(SCORE_ARGUMENTS):
@@ -102,7 +102,7 @@ def mod_kind(mod: Callable[..., Any]) -> str:
 
 
 def check_arity(mod: Callable[..., Any], kind: str) -> None:
-    """Refuse a mod that cannot be called with the arguments of its kind."""
+    """Raises an error if a mod cannot be called with the arguments of its kind."""
     count = _checked_count(mod, f"{kind}_mod", EXAMPLES[kind])
     if count != len(MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS):
         raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=EXAMPLES[kind])
@@ -116,7 +116,7 @@ def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
     check_made(mod)
     try:
         return positional_count(mod)
-    except (TypeError, ValueError):  # of what is built in, Python has a signature or none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         raise errors.NoSignatureError(mod=what, function=mod_name(mod), expected=expected) from None
 
 
@@ -151,10 +151,10 @@ def mod_name(mod: Callable[..., Any]) -> str:
 def capture_names(
     mod: Callable[..., Any], tensors: Sequence[torch.Tensor], given: Mapping[int, str] | None = None
 ) -> list[str]:
-    """The user's own names of captured tensors: closure, globals, attributes, partial arguments.
+    """Finds the user's names of captured tensors in closures, globals, attributes and partial arguments.
 
-    `given` has names by id that are known already. Each name is an identifier and no two are equal; a tensor
-    without one is `captured0`, `captured1`, ...
+    `given` has known names by id. Each name is an identifier, and no two are equal; a tensor without a name
+    is `captured0`, `captured1`, ...
     """
     found = dict(given or {})
     left = {id(t) for t in tensors} - found.keys()
@@ -178,7 +178,7 @@ def capture_names(
 
 
 def _surroundings(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a callable may have captured, the nearest first."""
+    """(name, tensor) for each tensor that a callable may capture, the nearest first."""
     seen = {id(mod): mod}
     queue = deque([mod])
     while queue and len(seen) < SEARCHED:
@@ -197,7 +197,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _near(value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what one function, object or container holds."""
+    """(name, value) for each value inside a function, object or container."""
     if isinstance(value, functools.partial):
         yield from value.keywords.items()
         yield from ((f"argument{i}", a) for i, a in enumerate(value.args))
@@ -224,7 +224,7 @@ def _near_function(function: Any) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if _is_full(cell))
-    if _is_users(code.co_filename):  # what torch's own functions use is nobody's capture
+    if _is_users(code.co_filename):  # globals of torch's functions are not the user's captures
         yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)

@@ -1,4 +1,4 @@
-"""What the terms of a mask evaluate: its own nodes, sums of them, functions of the difference."""
+"""Makes the nodes that a mask's terms evaluate: sums of its nodes, and functions of the difference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexmod.ir.ops import CAST, COMPARISONS, strong
 
 
 class Sources:
-    """Makes nodes beside those of a graph. `known` are what its nodes lie between, at all positions."""
+    """Makes further nodes for a graph. `known` are its nodes' bounds over all positions."""
 
     def __init__(self, graph: Graph, forms: Forms, known: Mapping[Node, bounds.Bounds]) -> None:
         self.graph = graph
@@ -24,7 +24,7 @@ class Sources:
         self._along: dict[Node, Node] = {}
 
     def along_diagonal(self, node: Node) -> Node:
-        """A node of the kind diagonal as a function of the difference, which q_idx stands for."""
+        """Rewrites a diagonal node into a function of the difference; q_idx stands for the difference."""
         if node.home <= UNIFORM:
             return node
         if node not in self._along:
@@ -50,11 +50,11 @@ class Sources:
         return self._sum(along, self._width(form))
 
     def sum(self, form: Linear) -> Node:
-        """A linear form as one node, which does not wrap."""
+        """Writes a linear form as one node, which does not wrap."""
         return self._sum(form, self._width(form))
 
     def _width(self, form: Linear) -> torch.dtype:
-        """int32 where that holds all parts of the sum, in any order."""
+        """int32 if it holds all partial sums, in any order; else int64."""
         sizes = [abs(c) * max(map(abs, self.known[n])) for n, c in form.parts.items()]
         return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
 

@@ -1,8 +1,8 @@
-"""Which tanh of a mod needs a small relative error.
+"""Decides which tanh of a mod needs a small relative error.
 
-Kernels compute `tanh` as 1 - 2 / (1 + 2^x), with an absolute error near 2e-7. That is enough where a mod
-multiplies it by up to `SMALL`, as a soft-cap of 50 does. Beyond, `cap * tanh(score / cap)` lives on values
-near 0: such a tanh becomes `tanh_relative`. So does one whose factor is a tensor's element, of any size.
+Kernels compute `tanh` as 1 - 2 / (1 + 2^x), with an absolute error near 2e-7. That is enough for factors up
+to `SMALL`, for example a soft-cap of 50. With a larger factor, `cap * tanh(score / cap)` uses values of tanh
+near 0, so that tanh becomes `tanh_relative`. So does a tanh whose factor is a tensor's element, of any size.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 from flexmod.ir.graph import Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST
 
-# Scores up to this size may be computed in any order: in float32 their error stays below 2^-12.
+# Scores up to this size may be computed in any order: their float32 error stays below 2^-12.
 SMALL = 2048.0
-# Operations that make an argument's error no larger.
+# Operations that do not increase an argument's error.
 _STEADY = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", CAST, "tanh", "sigmoid", "sin", "cos"}
 
 
 def choose_tanhs(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
-    """A score graph with its tanhs chosen. `numbers` are the values of its parameters, by place.
+    """Replaces each tanh of a score graph that needs it by `tanh_relative`.
 
-    Another number of the same mod may ask for the other tanh, which makes another graph.
+    `numbers` are the values of its parameters, by place. Another value may need the other tanh, and so
+    another graph.
     """
     gains = _gains(graph, numbers)
 
@@ -37,7 +38,7 @@ def choose_tanhs(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
 
 
 def _gains(graph: Graph, numbers: Mapping[int, int | float]) -> dict[Node, float]:
-    """By node, how many times its error the result's may be; infinite where that is not known."""
+    """By node, the largest factor from its error to the result's error; infinite if unknown."""
     gains = dict.fromkeys(graph.nodes, 0.0) | dict.fromkeys(graph.results, 1.0)
     for node in reversed(graph.nodes):
         for place, argument in enumerate(node.args):

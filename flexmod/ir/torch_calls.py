@@ -1,6 +1,6 @@
-"""What a torch function means that is called on a traced value: operations of the table, or an error.
+"""Translates torch functions on traced values into operations of the table, or raises an error.
 
-A function is a cast, a constant, an operation of the table, or composed of such (`formulas.py`).
+A function is a cast, a constant, an operation of the table, or a combination of these (`formulas.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPERANDS = ("condition", "input", "self", "other", "exponent")
 def call(
     tracer: AbstractTracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A torch function or method with a traced value among its arguments."""
+    """Translates a call of a torch function or method with a traced value among its arguments."""
     name = getattr(func, "__name__", str(func))
     refuse_impure(name, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
@@ -61,7 +61,7 @@ def call(
 
 
 def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
-    """What no mod may do, whether a traced value takes part or not: random numbers, in-place writes."""
+    """Raises an error for random numbers and in-place writes, with or without a traced value."""
     if draws(name):
         raise errors.RandomNumberError(operation=f"torch.{name.strip('_')}", where=user_line())
     if writes(name):
@@ -72,7 +72,7 @@ def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch call that stands for several operations of the table."""
+    """Translates a torch call into several operations of the table."""
     operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
     try:
@@ -87,7 +87,7 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
 
 
 def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-    """A torch call with its keywords as an operation of the table."""
+    """Translates a torch call with its keywords into an operation of the table."""
     operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
     rounding = options.pop("rounding_mode", None)
@@ -112,8 +112,8 @@ def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs:
 
 
 def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
-    """The second of two operands multiplied by alpha, in the dtype of both, as torch has it."""
-    if isinstance(alpha, (int, float)) and alpha == 1:  # a tensor's value is not known
+    """Multiplies the second of two operands by alpha, in the dtype of both, as torch does."""
+    if isinstance(alpha, (int, float)) and alpha == 1:  # not a tensor: its value is unknown
         return operands
     nodes = [tracer.node(operand, name) for operand in operands]
     common = promote(*(node.dtype for node in nodes))
@@ -125,7 +125,7 @@ def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: 
 def _fill(
     tracer: AbstractTracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any
 ) -> Proxy:
-    """full_like and its kin: a constant with the dtype of `like`, or the one asked for."""
+    """full_like and similar functions: a constant with the dtype of `like`, or `dtype`."""
     rest = list(args)
     if name.startswith("new_"):
         shape = options.pop("size", None) or (rest.pop(0) if rest else ())
@@ -142,7 +142,7 @@ def _fill(
 
 
 def _to(tracer: AbstractTracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
-    """A dtype is a cast; a device is where the scalar is already."""
+    """Tensor.to: casts to a dtype, and ignores the scalar's own device."""
     for target in targets:
         if isinstance(target, torch.dtype):
             dtype = target

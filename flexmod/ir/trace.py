@@ -1,8 +1,8 @@
-"""Runs a user's mod once, on proxies, and keeps the graph of what it did.
+"""Runs a user's mod once, on proxies, and builds the graph of its operations.
 
-A Proxy stands for a scalar: its operators and every torch function called on it make Nodes through the op
+A Proxy stands for a scalar: its operators, and every torch function called on it, make Nodes through the op
 table. A TorchFunctionMode watches the rest (`eager.py`): captured tensors indexed by a Proxy, random numbers,
-in-place writes. What touches no Proxy runs eagerly, as Python would.
+in-place writes. Code without a Proxy runs eagerly, as in Python.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
-# rows whose numbers torch refuses where the result's dtype does not hold them (where, masked_fill, clamp); it
-# wraps those of others
+# rows for which torch raises an error if a number exceeds the result's dtype (where, masked_fill, clamp); for
+# all others it wraps
 CONVERTING = ("where", "minimum", "maximum")
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A mod's graph and the tensors that its captures stand for, in their order.
+    """A mod's graph and its captured tensors, in order.
 
-    `eager`: the mod had torch work on something else than traced values, so that the graph may depend on what
-    a tensor holds. `described`: tensors whose shape, dtype or device the mod read. `read`: those whose values
-    the trace read.
+    `eager`: torch computed on something else than traced values, so the graph may depend on tensors' values.
+    `described`: tensors whose shape, dtype or device the mod read. `read`: tensors whose values the trace
+    read.
     """
 
     graph: Graph
@@ -62,10 +62,10 @@ class Traced:
 
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
-    """Run `mod` once on proxies that say they are on `device` (cpu if None).
+    """Traces a mod: runs it once on proxies that report `device` (cpu if None).
 
-    `kind` is "mask" (b, h, q_idx, kv_idx) or "score" (score, b, h, q_idx, kv_idx). Raises a class of
-    `flexmod.errors` that names the user's line where the mod does what no kernel can.
+    `kind` is "mask" (b, h, q_idx, kv_idx) or "score" (score, b, h, q_idx, kv_idx). If a kernel cannot do what
+    the mod does, raises a class of `flexmod.errors` that names the user's line.
     """
     check_arity(mod, kind)
     tracer = Tracer(mod, device or torch.device("cpu"))
@@ -93,28 +93,28 @@ def _random_states() -> tuple[object, object]:
 
 @contextmanager
 def watching(tracer: Tracer) -> Iterator[None]:
-    """Torch functions on traced values go to the tracer, whatever the caller's state of torch.
+    """Sends torch functions on traced values to the tracer, in every state of torch.
 
     A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
-    switched off, and a mode of the caller must not see traced values.
+    switched off. A mode of the caller must not see traced values.
     """
     with enable_torch_function(), Watch(tracer):
         yield
 
 
 class Tracer:
-    """One run of one mod: the graph so far and the tensors it has met."""
+    """One run of one mod: the graph so far, and the tensors that the mod has used."""
 
     def __init__(self, mod: Callable[..., Any] | None, device: torch.device) -> None:
         self.mod = mod
         self.device = device
         self.builder = GraphBuilder()
-        self.line: Where | None = None  # set: the line that nodes get, in place of the one on the stack
+        self.line: Where | None = None  # if set, nodes get this line, not the stack's
         self.tensors: list[torch.Tensor] = []
         self.eager = False
         self.described: dict[int, torch.Tensor] = {}  # by id
         self.read: dict[int, torch.Tensor] = {}
-        self.computed: dict[int, object] = {}  # what torch made of tensors during the trace
+        self.computed: dict[int, object] = {}  # results that torch computed from tensors during the trace
         self.expected: dict[ExpectedSize, None] = {}
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
@@ -127,7 +127,7 @@ class Tracer:
         return Proxy(self, self.builder.input(name, dtype))
 
     def read_values(self, *values: Any) -> list[torch.Tensor]:
-        """The tensors among arguments of torch's own work, which are noted."""
+        """Records and returns the tensors among the arguments of torch's own work."""
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
         self.read.update((id(tensor), tensor) for tensor in tensors if id(tensor) not in self.computed)
         return tensors
@@ -165,7 +165,7 @@ class Tracer:
         return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
 
     def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy:
-        """A graph again, as part of this one, with tensors for its captures and values for its inputs."""
+        """Copies a graph into this one, with these tensors as captures and these values as inputs."""
         new: dict[Node, Node] = {}
         for n in graph.nodes:
             args = tuple(new[a] for a in n.args)
@@ -178,7 +178,7 @@ class Tracer:
                 self._given_names[id(tensor)] = graph.captures[number].name
                 new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
             elif n.is_const:
-                new[n] = n  # one of its own still, see `GraphBuilder.fresh_const`
+                new[n] = n  # stays unshared, see `GraphBuilder.fresh_const`
             else:
                 new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
         for expected in graph.expected:
@@ -186,7 +186,7 @@ class Tracer:
         return Proxy(self, new[graph.result])
 
     def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
-        """See `sizes.py`: the size of the axis is noted where the index is a position, from `start` on."""
+        """Records the size of an axis if the index is a position, from `start` on; see `sizes.py`."""
         node = position = self.node(index, "expect_size")
         axes: tuple[str, ...] = POSITIONS
         if node.op == "add" and type(node.args[1].value) is int and node.args[1].is_const:
@@ -204,7 +204,7 @@ class Tracer:
     # values
 
     def node(self, value: Any, operation: str) -> Node:
-        """Any operand as a Node."""
+        """Converts any operand to a Node."""
         if isinstance(value, Proxy):
             return value._node
         if isinstance(value, (torch.Tensor, CaptureView)):
@@ -215,7 +215,7 @@ class Tracer:
                 operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
                 advice="give it traced scalars, numbers or elements of captured tensors.",
             )  # fmt: skip
-        # another class's conversion may have read a tensor
+        # the conversion of an unknown class may have read a tensor
         self.eager |= not isinstance(value, (bool, int, float)) and type(value).__module__ != "numpy"
         if type(number) is int and not -(2**63) <= number < 2**63:
             raise errors.OperationArgumentError(
@@ -235,16 +235,16 @@ class Tracer:
                 example=f"{name}[{indices}]",
             )  # fmt: skip
         assert isinstance(tensor, torch.Tensor)
-        return self.load(self.capture(tensor), ())  # its value is read by each call, never here
+        return self.load(self.capture(tensor), ())  # each call reads its value; the trace never does
 
     def apply(self, name: str, args: Sequence[Any]) -> Proxy:
-        """An operation of the table on operands."""
+        """Applies an operation of the table to operands."""
         row = BY_TORCH_NAME[name]
         default = torch.get_default_dtype()
         nodes = [self.node(a, name) for a in args]
         kinds = [n.dtype for n in nodes]
         if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
-            # the number is of the default dtype: a graph holds that, whatever is set when it is read
+            # record the present default dtype, which may have changed when the graph is read
             nodes = [
                 GraphBuilder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
                 for n in nodes
@@ -266,7 +266,7 @@ class Tracer:
         return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
 
     def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None:
-        """Raises OperationArgumentError for an integer that would wrap where torch refuses to convert it."""
+        """Raises OperationArgumentError, as torch does, for an integer that would wrap in a conversion."""
         if node.dtype is not int or dtype.is_floating_point or dtype == torch.bool:
             return
         limits = torch.iinfo(dtype)
@@ -283,14 +283,14 @@ class Tracer:
                 name="the target of a cast", dtype=str(dtype),
                 accepted="bool, integer and floating-point dtypes", where=user_line(),
             )  # fmt: skip
-        # arithmetic on positions may be widened to int64: where the user wrote int32, it wraps all the same
+        # arithmetic on positions may be widened to int64, but it must wrap where the user wrote int32
         wraps = dtype == torch.int32 and node.op not in ("load", CAST)
         if node.dtype == dtype and not wraps:
             return Proxy(self, node)
         return Proxy(self, self.builder.node(CAST, (node,), dtype, dtype, self.where()))
 
     def result(self, value: Any, kind: str) -> Node:
-        """The user's result as a Node: bool for a mask, float32 for a score."""
+        """Converts the user's result to a Node: bool for a mask, float32 for a score."""
         mod = f"{kind}_mod {mod_name(self.mod)}" if self.mod else f"{kind}_mod"
         if value is None or isinstance(value, (tuple, list, dict, str)):
             raise errors.NoResultError(
@@ -308,12 +308,12 @@ class Tracer:
         return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function or method with a traced value among its arguments."""
+        """Handles a torch function or method with a traced value among its arguments."""
         return torch_calls.call(self, func, args, kwargs)
 
 
 def plain_number(value: Any) -> bool | int | float | None:
-    """A Python or numpy number, an enum's, a sympy one, as a plain Python number; None for anything else."""
+    """Converts a number of Python, numpy, an enum or sympy to a plain Python number; None for the rest."""
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         value = value.item()
     for plain in (bool, int, float):
@@ -326,9 +326,9 @@ def plain_number(value: Any) -> bool | int | float | None:
 
 @cache
 def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple[torch.dtype, DType | None]:
-    """The dtype of an operation's result, and the one among its arguments' that torch does not take.
+    """The dtype of an operation's result, and the first argument dtype that torch does not take, or None.
 
-    `default` is the dtype of floating-point numbers at the moment.
+    `default` is torch's present default floating-point dtype.
     """
     row = BY_TORCH_NAME[name]
     dtype = row.dtype(*dtypes)
@@ -336,6 +336,6 @@ def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple
 
 
 def capture_of(name: str, tensor: torch.Tensor) -> Capture:
-    """What a graph says of a captured tensor."""
+    """Describes a captured tensor for a graph."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return Capture(name, tensor.dtype, tensor.dim(), reach >= 2**31)

@@ -1,4 +1,4 @@
-"""Traces that are remembered: a mod whose fingerprint is known does not run again."""
+"""Caches traces by fingerprint: a mod with a known fingerprint does not run again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ REMEMBERED = 1024
 
 
 class Known(NamedTuple):
-    """A graph that holds for a fingerprint, and which of the tensors seen there it captures, in its order.
+    """The graph for a fingerprint, and the places of its captures among the fingerprint's tensors, in order.
 
-    `described`: as in `Traced`, by their places.
+    `described`: as in `Traced`, by place.
     """
 
     graph: Graph
@@ -37,7 +37,7 @@ _lock = Lock()
 def find(
     mod: Callable[..., Any], kind: str, device: torch.device, seen: Seen | None
 ) -> tuple[Traced, Known | None]:
-    """As `trace`; with it what is known for all mods of this fingerprint, if anything is.
+    """Traces a mod or finds its trace in the cache. Also returns the cache's entry, if there is one.
 
     `seen` is the mod's fingerprint.
     """
@@ -58,12 +58,12 @@ def find(
 
 
 def remembered(mod: Callable[..., Any], kind: str, device: torch.device) -> Traced:
-    """As `trace`."""
+    """Traces a mod or finds its trace in the cache."""
     return find(mod, kind, device, fingerprint(mod))[0]
 
 
 def remember(memory: dict[Any, Any], key: object, value: object, limit: int) -> None:
-    """Puts an entry into a dict that forgets the oldest one beyond the limit."""
+    """Puts an entry into a dict, and drops the oldest entry beyond the limit."""
     with _lock:
         if len(memory) >= limit:
             del memory[next(iter(memory))]

@@ -1,4 +1,4 @@
-"""Whether captured tensors are what they were: for whatever is made of their values and kept."""
+"""Detects changes of captured tensors, to invalidate results that were computed from their values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flexmod.ir.fingerprint import tensor_key
 
 
 class Watched:
-    """Tensors as they were when this was made.
+    """A record of tensors' state at its creation, to detect later changes.
 
-    It sees writes that torch counts (`tensor.fill_()`, an optimizer's step) and another tensor in place of
-    this one (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It cannot see writes that
-    torch does not count: through `tensor.data` or `tensor.detach().numpy()`, by a custom kernel, into a
-    storage. Of a tensor of inference mode torch counts none. Such a tensor always counts as changed, or
-    with `strict` False only where its kind or its memory is another.
+    It detects writes that torch counts (`tensor.fill_()`, an optimizer's step) and replaced tensors
+    (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It does not detect writes that torch
+    does not count: through `tensor.data` or `tensor.detach().numpy()`, by a custom kernel, into a storage.
+    torch counts no writes to inference-mode tensors. They always count as changed, or with `strict` False
+    only if their kind or memory changed.
 
-    It keeps the memory of the tensors, so that no other tensor can get their addresses meanwhile.
+    It keeps the tensors' memory alive, so that no other tensor gets their addresses.
     """
 
     __slots__ = ("_memory", "_states", "_strict", "tensors")
@@ -39,19 +39,19 @@ class Watched:
         self._memory = [tensor.untyped_storage() for tensor in known]
 
     def unchanged(self) -> bool:
-        """Do the tensors have the values, as far as torch knows, and the kinds that they had?"""
+        """Do the tensors still have their recorded kinds and, as far as torch knows, their values?"""
         for tensor, state in zip(self.tensors, self._states, strict=True):
             if state != _state(tensor, self._strict) or (state is None and self._strict):
                 return False
         return True
 
     def same_kinds(self) -> bool:
-        """Have they the shapes, strides, dtypes and devices that they had?"""
+        """Do the tensors still have their recorded shapes, strides, dtypes and devices?"""
         pairs = zip(self.tensors, self._states, strict=True)
         return all(state is None or state[0] == tensor_key(tensor) for tensor, state in pairs)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy watches the copies of the tensors; what has changed already stays changed."""
+        """A copy watches the copies of the tensors; tensors that have changed stay changed."""
         return _copied, (self.tensors, self._strict, self.unchanged())
 
 
@@ -63,23 +63,23 @@ def _copied(tensors: Sequence[Tensor], strict: bool, unchanged: bool) -> Watched
 
 
 def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
-    """Kind, count of writes and address of a tensor; None where these do not tell that it is the same."""
+    """Kind, count of writes and address of a tensor; None if they cannot prove that it is unchanged."""
     writes = version_of(tensor)
     kind = None if writes == UNCOUNTED and strict else tensor_key(tensor)
     return None if kind is None else (kind, writes, tensor.data_ptr())
 
 
-# attributes on the way to a captured tensor: the dict that holds one, its name, its value
+# attributes on the path to a captured tensor: its dict, its name, its value
 Links = tuple[tuple[dict[str, Any], str, object], ...]
-SEARCHED = 1000  # objects that are searched
-OWN = ("flexmod.compiled", "flexmod.block_mask.format")  # of handles and masks, where no mod reads tensors
+SEARCHED = 1000  # objects to search at most
+OWN = ("flexmod.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 
 def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Links:
-    """The attributes by which mods reach tensors: of a method's object, a module, a submodule.
+    """The attributes through which mods reach tensors: of a method's object, a module, a submodule.
 
-    Wherever an object holds one of the tensors counts: the mod may read it there.
+    Includes every attribute that refers to one of the tensors, since the mod may read any of them.
     """
     found = (link for mod, tensors in mods for link in _links(mod, {id(tensor) for tensor in tensors}))
     return tuple({(id(table), name): (table, name, value) for table, name, value in found}.values())
@@ -101,7 +101,7 @@ def _links(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[dict[str
 
 
 def hold(links: Links) -> bool:
-    """Are the attributes what they were?"""
+    """Do the attributes still have their recorded values?"""
     for table, name, value in links:  # noqa: SIM110, three times as slow
         if table.get(name) is not value:
             return False
@@ -109,14 +109,14 @@ def hold(links: Links) -> bool:
 
 
 def _held_by(value: Any) -> Iterator[tuple[dict[str, Any] | None, str, Any]]:
-    """(table, name, value) of what an object holds; without a table where nothing can be assigned anew."""
+    """(table, name, value) for each value inside an object; without a table if it cannot be reassigned."""
     if isinstance(value, MethodType):
         yield from ((None, "", part) for part in (value.__self__, value.__func__))
     elif isinstance(value, partial):
         yield from ((None, "", part) for part in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # nothing is in it yet
+            with suppress(ValueError):  # an empty cell
                 yield None, "", cell.cell_contents
         yield from ((None, "", part) for part in value.__defaults__ or ())
         known = value.__globals__
