@@ -112,12 +112,11 @@ def bench(
 ) -> Benchmark:
     """Times a variant and SDPA at several lengths, forward and backward. Times are medians.
 
-    Args:
-        mod, score: names, see `mod_names.choose`.
-        setting: all sizes except the lengths.
-        masked: also times SDPA with the materialized mask, a length x length boolean tensor.
-        flex: also times torch's compiled flex_attention (CUDA only).
-        progress: called with the name of each attention after its measurement.
+        mod, score  names, see `mod_names.choose`
+        setting     all sizes except the lengths
+        masked      also times SDPA with the materialized mask, a length x length boolean tensor
+        flex        also times torch's compiled flex_attention (CUDA only)
+        progress    called with the name of each attention after its measurement
 
     Raises the errors of `choose`, and FlexOnCpuError.
     """

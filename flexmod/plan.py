@@ -6,8 +6,7 @@ a tensor, so you can make, print and compare plans without a GPU.
 
     Allocate    a new tensor, of zeros or uninitialized
     View        another view of a tensor's memory
-    Launch      a kernel, each of its parameters bound to a place, a TMA descriptor, a number, an extent, or a
-                argument of each run (`RunNumber`)
+    Launch      a kernel; its arguments are places, TMA descriptors, numbers, extents or `RunNumber`s
     Call        a function of tensors and plain numbers, named and at the top of its module
     Keep        the same, whose results stay with the mask for later calls
 """

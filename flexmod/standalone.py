@@ -118,12 +118,12 @@ def standalone(
 ) -> str:
     """Returns the text of a file with attention for these mods, on the portable kernels. It needs no GPU.
 
-    Args:
-        head_dim, value_dim: of query and key, and of value (head_dim if None).
-        dtype: the file takes float16 and bfloat16; with float32 here it takes float32.
-        block_size: of the mask, (queries, keys).
-        target: the chip to choose tiles for, by compiling them.
-        tiles: tiles by kernel, instead of chosen ones.
+        head_dim    of query and key
+        value_dim   of value; head_dim if None
+        dtype       the file takes float16 and bfloat16; with float32 here it takes float32
+        block_size  of the mask, one number or (queries, keys)
+        target      the chip to choose tiles for, by compiling them
+        tiles       tiles by kernel, instead of chosen ones
 
     The mods' captured tensors become arguments; the score_mod's captures that require grad get gradients.
     main() has the values of small tensors, and random values for others. Raises what tracing raises, and

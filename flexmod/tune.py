@@ -97,14 +97,13 @@ def tune(
 ) -> Tuning:
     """Times tiles of the forward and the backward, and stores the fastest of each in the cache folder.
 
-    Args:
-        mods, setting: the variant, and the sizes for timing.
-        seconds: time limit of each kernel's search; choices close to flexmod's default come first.
-        options: kernel_options of all calls.
-        progress: called with the kernel, the number of finished choices, and the number of all choices.
+        mods      the variant
+        setting   the sizes for timing
+        seconds   the time limit of each kernel's search; choices close to flexmod's default come first
+        options   kernel_options of all calls
+        progress  called with the kernel, the number of finished choices, and the number of all choices
 
-    Raises:
-        TuneDeviceError: there is no GPU, and options do not ask for the interpreter.
+    Raises TuneDeviceError if there is no GPU and the options do not ask for the interpreter.
     """
     options = options or {}
     if options.get("BACKEND") != "INTERPRET":
