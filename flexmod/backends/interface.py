@@ -48,8 +48,10 @@ class Problem:
         score_grad    its derivative, with inputs score, grad, b, h, q_idx, kv_idx and the captures of
                       `score`; None if a call needs no gradients
         capture_grad  the same with derivatives by captured elements; None without gradients of captures
-        options       the checked kernel options, for generated kernels
-        precision     of float32 products, for generated kernels
+        options       the checked kernel options
+        precision     of float32 products
+
+    Only generated kernels use the last two.
     """
 
     score: Traced | None

@@ -46,7 +46,9 @@ class BackwardFacts(NamedTuple):
 
         deterministic  two runs must agree bit for bit
         addressable    the TMA unit can address the gradient of the output; otherwise the plan copies it
-        ordered        long programs start first, see `hopper.ORDERED`
+        ordered        long programs start first
+
+    A family may order programs only if they are few enough for the L2 to matter less.
     """
 
     deterministic: bool = False

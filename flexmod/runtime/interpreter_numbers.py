@@ -1,10 +1,13 @@
 """Corrects the arithmetic of Triton's interpreter, in the private copy only.
 
-Triton 3.6 to 3.9 have these faults. bfloat16 is stored as raw 16 bits, and most operations work on the bits:
-a dot is wrong by orders of magnitude, an addition gives NaN. float32 to bfloat16 truncates, but a chip rounds
-to nearest even. float64 and integers to bfloat16 convert to a 16-bit integer. A comparison keeps its
-operands' type, so a later operation with a block sees floats. An index comes from a one-element array, which
-newer numpy refuses. The operator `~` on an unsigned number asks numpy for -1 of that type.
+Triton 3.6 to 3.9 have these faults:
+
+- Operations on bfloat16 work on its raw 16 bits: a dot is wrong by orders of magnitude, a sum gives NaN.
+- The cast from float32 to bfloat16 truncates, but a chip rounds to nearest even.
+- A cast from float64 or an integer to bfloat16 gives a 16-bit integer.
+- A comparison keeps its operands' type, so a later operation with a block sees floats.
+- An index comes from a one-element array, which newer numpy refuses.
+- The operator `~` on an unsigned number asks numpy for -1 of that type.
 """
 
 from __future__ import annotations
