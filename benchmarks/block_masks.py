@@ -5,15 +5,16 @@
     python -m benchmarks.block_masks --masks causal tree --lengths 8192
     python -m benchmarks.block_masks --every-compiled --compiling 8 --total-seconds 580
 
-Milliseconds are medians of calls that wait for the device, after a first one, which is given in seconds: it
-compiles. Memory is the peak above what was there before a call: of the device's allocator, or of the process.
-"open" is the share of tiles that bounds leave to be looked at, and behind it the share that needed all of its
-elements to be found empty or full. Each builder has a process of its own; a case that dies, or that outlasts
---case-seconds, takes no other along. Where there is no number the table says why. torch's compiled builder
-takes 2 to 40 s to compile, for each mask and length: three masks are measured unless --every-compiled is
-given. With --compiling, so many processes compile side by side before anything is measured: "first" is theirs
-then, and the measured calls find the kernels in Inductor's cache. All results go to OUT/block_masks.json
-(--out), after every case.
+The first call compiles; the table gives its time in seconds. Other times are medians in milliseconds of calls
+that wait for the device. Memory is a call's peak above its start, in the device's allocator or the process.
+"open" is the share of tiles that bounds do not decide; the next number is the share that is empty or full but
+needed all of its elements to decide. Each builder runs in its own process, so a crash or a timeout
+(--case-seconds) ends one case only. The table gives the reason for each missing number.
+
+The compiled builder of torch takes 2 to 40 s to compile for each mask and length: without --every-compiled
+only three masks run. With --compiling N, N processes compile first in parallel; "first" is then their time,
+and measured calls find the kernels in Inductor's cache. All results go to OUT/block_masks.json (--out), after
+every case.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 
 BUILDERS = ("flexmod", "torch", "torch, compiled")
-# Those that torch's compiled builder is measured for by default.
+# The masks for torch's compiled builder by default.
 COMPILED = ("causal", "documents, causal", "NATTEN 7x7")
 # On the CPU torch takes many seconds and gigabytes a mask, and does not end at the larger length.
 EAGER_ON_CPU = ("causal", "documents, causal")
@@ -200,7 +201,7 @@ def _status(name: str) -> int:
 
 
 def open_tiles(mask_mod: Any, heads: int | None, case: Case, device: torch.device) -> dict[str, float]:
-    """Shares of all tiles: those that bounds leave open, those of them that are empty or full."""
+    """Returns shares of all tiles: tiles that bounds do not decide, and the empty or full ones among them."""
     sizes = (1, heads or 1, case.length, case.length)
     found = trace(mask_mod, "mask", device)
     refined = Refined(Traced(fitted(found.graph, sizes), found.tensors), sizes, (128, 128), device)

@@ -5,10 +5,10 @@
     python -m benchmarks.compile_matrix --only "sm_90 masks causal"
     python -m benchmarks.compile_matrix --seconds 0
 
-The whole takes hours of a processor's time. So results are kept, a line a build, and the command goes on
-where it stopped; what was compiled is compiled again only where its text, its tiles or Triton changed. It
-prints what has been found so far (with 0 seconds it does no more), and exits with 1 where a kernel does not
-fit its chip, spills more than 256 bytes, or has no matrix instructions.
+All builds take hours on one processor. So the command stores one line for each build and continues where it
+stopped. It repeats a build only if its text, its tiles or Triton changed. At the end, or at once with
+0 seconds, it prints all results. The exit status is 1 if a kernel does not fit its chip, spills more than 256
+bytes, or has no matrix instructions.
 """
 
 from __future__ import annotations

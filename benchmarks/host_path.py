@@ -71,7 +71,7 @@ def _compiled(*_: Any) -> Any:
 
 @contextmanager
 def on_an_h200() -> Iterator[None]:
-    """Calls take CPU tensors for those of an H200."""
+    """Makes calls in the block treat CPU tensors as an H200's tensors."""
     made = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
     made["_cuda_isCurrentStreamCapturing"] = lambda: False  # type: ignore[assignment]
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(

@@ -97,8 +97,8 @@ OF_BLOCK_MASKS = "block mask"
 class Build:
     """The kernels of one mask or mod for one chip, one pair of head dimensions and one dtype.
 
-    `known`: the digest of its texts when it was compiled before, or "". `part` is "masks", "mods" (beside
-    the causal mask), or "block mask": the kernels that build it, which have neither dimensions nor a dtype.
+    The string `known` is the digest of its texts from an earlier build, or "". A `part` is "masks", "mods"
+    (with the causal mask), or "block mask": kernels that build a mask and have no dimensions or dtype.
     """
 
     part: str
@@ -162,7 +162,7 @@ def _of_attention(build: Build) -> Iterator[_Work]:
 
 
 def _compiled(job: Job, of: Variant) -> list[Built]:
-    """What a job compiles, and the portable kernels that run in place of what gives way."""
+    """Compiles a job; if its kernel does not fit, also compiles the portable kernels that replace it."""
     built = job.compile()
     if built.problem != GIVES_WAY:
         return [built]
@@ -215,7 +215,7 @@ def _facts(built: Built) -> dict[str, Any]:
 
 
 def _key(module: ModuleType, name: str) -> str:
-    """Of a kernel and all that it calls, as Triton's cache knows them."""
+    """Returns Triton's cache key of a kernel and the functions that it calls."""
     return str(getattr(module, name).cache_key)
 
 

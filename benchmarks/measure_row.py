@@ -34,7 +34,7 @@ class RowCase:
 
 
 class Results(NamedTuple):
-    """out, the gradients of q, k and v, and those of what is learned, as far as they are known."""
+    """out, the gradients of q, k and v, and the gradients of captured tensors; None for unknown ones."""
 
     out: Tensor
     dq: Tensor | None = None
@@ -293,7 +293,7 @@ def slice_of_truth(
 ) -> Results:
     """float64 results of the last batch and key head, with all query heads that share it.
 
-    What is learned has gradients from every batch: those of these heads are the sum over all.
+    A captured tensor's gradients for these heads are sums over all batch entries.
     """
     heads = slice(row.heads - row.heads // row.kv_heads, row.heads)
     learned = [torch.zeros_like(x, dtype=torch.float64) for x in mods.learned]

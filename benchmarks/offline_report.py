@@ -4,8 +4,8 @@
     python -m benchmarks.offline_report --targets sm_90 --rows "soft-cap + causal" --dims 128
     python -m benchmarks.offline_report --targets sm_90 --kernels dkdv --tiles 64x64x4x2 64x128x8x2
 
-Each kernel is shown with the first tile of its ladder that fits the chip's shared memory, as a launch finds
-it; or with tiles of your own, BLOCK_M x BLOCK_N x warps x stages.
+By default each kernel has the first tile of its ladder that fits the chip's shared memory, as in a launch.
+With --tiles it has your tiles, BLOCK_M x BLOCK_N x warps x stages.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def speeds_table(found: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def learned_table(found: dict[str, dict[str, Any]]) -> str:
-    """What gradients of captured tensors cost: each peer's backward over that of the same mod without."""
+    """Shows the cost of captured tensors' gradients: the ratio of a backward with to one without them."""
     peers = ("flexmod", "flex")
     header = ["backward with learned tensors", *(f"{peer}, over its constant" for peer in peers)]
     header += ["flexmod, over flex with constants", "error of what is learned, flexmod", "flex"]

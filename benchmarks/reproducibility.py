@@ -4,11 +4,13 @@
     python -m benchmarks.reproducibility --runs 1000 --masks causal natten
     python -m benchmarks.reproducibility --cpu-smoke        2 runs, in Triton's interpreter
 
-A run makes new tensors at other places, while other work keeps the device busy. The columns: does the
-forward agree (out and lse), does the backward with {"deterministic": True}, and how far are gradients apart
-without it (the largest difference beside the largest gradient; 0 where all runs agree). "neighbours": are the
-results of a batch entry, forward and deterministic backward, those that it has alone? Everything goes to
-OUT/reproducibility.json.
+Each run makes new tensors at other addresses, while other work keeps the device busy. The columns answer:
+
+- Does the forward agree (out and lse)? Does the backward with {"deterministic": True}?
+- How much do gradients differ without it? The largest difference over the largest gradient; 0 if all agree.
+- "neighbours": does a batch entry have the same results alone as in a batch?
+
+All results go to OUT/reproducibility.json.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ class Call:
         return {"out": out.detach(), "lse": lse.detach(), **found}
 
     def disturb(self, number: int) -> list[Tensor]:
-        """Other addresses for the next run, and other work beside it."""
+        """Changes the next run's addresses, and starts other work on the device."""
         held = [torch.empty(1000 * (number % 7) + 1, device=self.device)]
         if self.device.type == "cuda" and number % 3 == 0:
             with torch.cuda.stream(torch.cuda.Stream(self.device)):

@@ -17,8 +17,9 @@ from flexmod import masks, mods
 class Row:
     """One line of a table.
 
-    `sdpa`: which of SDPA's fused forms is the same, "full", "causal" or none. `constant`: the row with the
-    same mod whose captured tensors want no gradient. `memory`: the peak of memory is measured, not the time.
+        sdpa      the equivalent fused form of SDPA, "full", "causal" or none
+        constant  the row with the same mod and no gradients of captured tensors
+        memory    measures the peak of memory, not the time
     """
 
     name: str

@@ -10,7 +10,7 @@ Ratios = tuple[float, float]
 
 
 class Target(NamedTuple):
-    """`floor`: the least that is asked for, where there is such. `goal`: what the row is meant to reach."""
+    """The ratios for a row: `goal` to reach, and `floor`, the required minimum, if any."""
 
     peer: str
     goal: Ratios

@@ -4,9 +4,9 @@
     python -m benchmarks.transformers_llama --cpu-smoke     tiny, on the CPU: does the script work
 
 Three cases: one causal sequence; eight sequences packed in it (by position_ids); Mistral's window of 1024.
-A time is that of the model without its head, forward without gradients, and forward with backward; the
-implementations take turns, and a time is the median of the rounds' medians. Outputs are compared with sdpa's:
-the distance is that of two bfloat16 computations. Results go to OUT/transformers.json and .md (--out).
+Times are for the model without its head: the forward without gradients, and the forward with backward. The
+implementations take turns; a time is the median of the rounds' medians. The table compares outputs with
+sdpa's, which differ like two bfloat16 computations. Results go to OUT/transformers.json and .md (--out).
 """
 
 from __future__ import annotations

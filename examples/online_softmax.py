@@ -1,15 +1,15 @@
-"""Online softmax in four small Triton kernels: the recurrence that every kernel of flexmod is built on.
+"""Online softmax in four small Triton kernels: the recurrence in every kernel of flexmod.
 
 softmax(score) = 2^(score - peak) / total. Scores are multiplied by log2(e) first; `peak` is a row's largest,
 `total` the sum of its 2^(score - peak). Without the peak, 2^score would overflow.
 
-    three loops   the peak, then the total, then the weights: a row is read three times
-    two loops     peak and total in one loop: when the peak grows, the total so far shrinks by `decay`
-    one loop      attention does not want the weights, only their product with v: it shrinks by `decay` too
-    tiles         the same for a tile of queries, with matrix products, and a mask that rules out whole tiles
+    three loops   The peak, then the total, then the weights: the kernel reads a row three times.
+    two loops     Peak and total in one loop: when the peak grows, the total so far shrinks by `decay`.
+    one loop      Attention needs only the weights' product with v, which shrinks by `decay` too.
+    tiles         The same for a tile of queries, with matrix products, and a mask that skips whole tiles.
 
-The names are those of templates/forward.jinja, which is the last kernel with everything around it: read that
-next. Without a GPU, flexmod runs the very kernels in Triton's interpreter.
+Next read templates/forward.jinja, which uses the same names and completes the last kernel. Without a GPU,
+flexmod runs the same kernels in Triton's interpreter.
 """
 
 from __future__ import annotations

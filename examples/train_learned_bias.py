@@ -4,7 +4,7 @@ The text is source code, character by character: these examples, or all of flexm
 into one sequence, with a document mask that keeps them apart. Each head has an ALiBi slope, an element of a
 tensor that the score_mod captures and that gets a gradient like any other parameter. Slopes start at zero,
 where a head sees which characters came before but hardly in what order; to predict the next one it must learn
-to look near. The same model with its slopes held at zero is trained beside it.
+to look near. For comparison the example also trains the same model with slopes fixed at zero.
 
     python examples/train_learned_bias.py                      on a CPU small, on a GPU large
     python examples/train_learned_bias.py --size small --device cuda --steps 300
@@ -102,7 +102,7 @@ def read_text(folder: Path) -> tuple[Tensor, int]:
 def pack(text: Tensor, length: int, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pieces of the text from random places, of random lengths, `length` characters in all.
 
-    Returns the characters, those that come next, and the piece that each belongs to, int64 [length] each.
+    Returns the characters, the next characters, and each character's piece, int64 [length] each.
     """
     cuts = torch.randperm(length - 1)[: pieces - 1].sort().values + 1
     piece_of = torch.bucketize(torch.arange(length), cuts, right=True)

@@ -49,10 +49,10 @@ __all__ = [
     "varlen_attention",
 ]
 
-if not TYPE_CHECKING:  # a misspelled name stays a mistake to type checkers
+if not TYPE_CHECKING:  # type checkers must still report a misspelled name
 
     def __getattr__(name: str) -> ModuleType:
-        """`flexmod.standalone` and `flexmod.ahead` need no import of their own, though they import Triton."""
+        """Imports `flexmod.standalone` and `flexmod.ahead`, which need Triton, at their first use."""
         if name not in ("ahead", "standalone"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with lazy_imports():

@@ -1,4 +1,4 @@
-"""`python -m flexmod`."""
+"""Runs the command line, `python -m flexmod`."""
 
 from __future__ import annotations
 

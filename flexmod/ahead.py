@@ -3,9 +3,9 @@
     for job in jobs(variant(mods.softcap(30.0), masks.causal(), head_dim=128), "sm_90"):
         print(job.compile())
 
-Each kernel is compiled with the tile that a launch would settle on, by the same rules: the first of its
-ladder that fits the chip's shared memory and spills little, or else the one that spills least. Where a
-family's limits say so, a rung that the assembler made slow is passed over too.
+Each kernel gets the tile that a launch would choose: the first one of its ladder that fits the chip's shared
+memory and spills little, or else the one that spills least. A family may also skip tiles for which the
+assembler serialized instructions.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ NAME_A_CHIP = f"name a chip that need not be here, e.g. attend.ptx_for({MEASURED
 
 
 class Built(NamedTuple):
-    """A kernel as it was compiled: on which template, with which tile or shape, and what the compiler says.
+    """A compiled kernel: its template, its tile or shape, and the compiler's report.
 
-    `report` is None where nothing compiled; `problem` says what is wrong, or is "".
+    `report` is None if nothing compiled. `problem` says why, or is "".
     """
 
     kernel: str
@@ -65,7 +65,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel that is to be compiled."""
+    """A kernel to compile; `compile()` compiles it."""
 
     target: str
     kernel: str
@@ -75,14 +75,14 @@ class Job:
 
 
 def jobs(variant: Variant, target: str) -> list[Job]:
-    """The kernels, forward and backward, that a call runs on a chip, but for those that have no tile to
-    choose (statistics, rounding). Raises UnknownTarget, and as `kernels_on`.
+    """Returns the forward and backward kernels of a call on a chip; leaves out kernels without a choice of
+    tiles (statistics, rounding). Raises UnknownTarget, and the errors of `kernels_on`.
     """
     return [job for job, step in _launched(variant, target) if step.rung is not None]
 
 
 def all_jobs(variant: Variant, target: str) -> list[Job]:
-    """As `jobs`, with those that have no tile to choose."""
+    """Returns the same as `jobs`, and the kernels without a choice of tiles."""
     return [job for job, _ in _launched(variant, target)]
 
 
@@ -99,9 +99,9 @@ def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
 
 
 def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
-    """Those that a call runs on a chip, as torch's switch for determinism stands.
+    """Returns the kernels of one direction on a chip; reads torch's switch for determinism.
 
-    Raises TemplateError where the variant's options insist on a family's and they cannot be.
+    Raises TemplateError if the variant's options ask for a family that cannot run it.
     """
     family, _ = serving(variant.spec_of(direction), direction, target, dict(variant.options))
     return family.kernels(
@@ -110,11 +110,11 @@ def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
 
 
 def ptx(variant: Variant, target: str) -> Named[str]:
-    """The PTX of each of `jobs`, by the kernel's name; compiles them.
+    """Compiles `jobs` and returns their PTX by the kernel's name.
 
     Raises:
         UnknownTarget: as `jobs`.
-        NoPtxError: the chip is not NVIDIA's, or a kernel cannot be on it.
+        NoPtxError: the chip is not NVIDIA's, or a kernel does not compile for it.
     """
     if named(target).backend != "cuda":
         raise NoPtxError(of=target, why="it is not a chip of NVIDIA's", advice=NAME_A_CHIP)
@@ -131,13 +131,13 @@ def ptx(variant: Variant, target: str) -> Named[str]:
 
 
 def portable_kernels(kernels: Kernels, variant: Variant) -> tuple[KernelName, ...]:
-    """Those of a forward, or of a backward, that have tiles."""
+    """Returns the names of the portable kernels of a direction that have a choice of tiles."""
     plan = VariantCall(variant).plan("backward" if kernels.spec.backward else "forward", kernels)
     return tuple(dict.fromkeys(step.kernel for step in plan.launches() if step.rung))  # type: ignore[misc]
 
 
 def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
-    """A portable kernel with the tile that a launch takes; the last of the ladder's where none fits."""
+    """Compiles a portable kernel with the tile of a launch, or the ladder's last one if no tile fits."""
     return _built(VariantCall(variant), kernels, name, target)
 
 
@@ -148,9 +148,9 @@ def compiled(
     target: str,
     rungs: Rungs = NO_RUNGS,
 ) -> Report:
-    """One kernel with one tile or shape, as a launch of it on dense aligned tensors is compiled.
+    """Compiles one kernel with one tile or shape, as for a launch on dense aligned tensors.
 
-    Of several launches that differ, the one that needs most.
+    If launches differ, returns the report of the one that needs most.
     """
     plan = call.plan(_direction_of(kernels, name), kernels, rungs)
     reports = {}
@@ -169,7 +169,7 @@ def _direction_of(kernels: Made, name: str) -> Direction:
 
 
 def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
-    """As a launch settles on a rung."""
+    """Compiles a kernel with the rung that a launch would choose."""
     direction = _direction_of(kernels, name)
     step = call.plan(direction, kernels).launches(name)[0]
     source: Any = step.source
@@ -180,7 +180,7 @@ def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
     def judge(rung: Any) -> Verdict:
         try:
             report = reports[rung] = compiled(call, kernels, name, target, {name: rung})
-        # whatever the compiler has against a shape: the next one may do
+        # the compiler may fail in any way on one shape and compile the next
         except Exception as error:
             if not source.limits.gives_way:
                 raise
@@ -194,7 +194,7 @@ def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
 
 
 def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, str]:
-    """The rung that is taken, or else the last one that compiled, and what is wrong with it."""
+    """Returns the chosen rung and "", or the last rung that compiled and its problem."""
     if chosen.rung is not None:
         return chosen.rung, ""
     if chosen.runnable:

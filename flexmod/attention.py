@@ -21,9 +21,9 @@ ScoreFunction = Callable[..., Any]
 
 
 class AuxRequest(NamedTuple):
-    """What flex_attention returns besides the output, see AuxOutput.
+    """Asks flex_attention for more results than the output; they come as an AuxOutput.
 
-    lse: the log-sum-exp of each row. max_scores: its largest score.
+    lse: the log-sum-exp of each row. max_scores: the largest score of each row.
     """
 
     lse: bool = False
@@ -31,9 +31,11 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """float32 [B, Hq, M] each (float64 for float64 inputs), None where not asked for.
+    """The results that an AuxRequest asked for, float32 [B, Hq, M] each; None for the others.
 
-    lse: natural logarithm of the sum of exponentials of a row's scores; -inf where nothing is attended to.
+    Inputs in float64 give float64.
+
+    lse: natural logarithm of the sum of exp(score) over a row; -inf where a query attends to nothing.
     max_scores: a row's largest score after the mods; not differentiable.
     """
 
@@ -57,9 +59,9 @@ def flex_attention(
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
+    """Computes softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
-    Shapes and dtypes, of any lengths, head dimensions from 1 on, with any strides:
+    Lengths, head dimensions and strides may be any. Shapes and dtypes:
 
         query   [B, Hq, M, D]        float16, bfloat16 or float32; on the CPU and REFERENCE float64 too
         key     [B or 1, Hkv, N, D]  query's dtype, or a lower one in a forward without gradients
@@ -67,29 +69,34 @@ def flex_attention(
         output  [B, Hq, M, Dv]       query's dtype
         lse     [B, Hq, M]           natural logarithm, float32 (float64 for float64)
 
-    `score_mod(score, b, h, q_idx, kv_idx) -> score` works on scalars: score is float32 and natural, h the
-    query head. `block_mask` is from create_block_mask, or torch's own; without one every pair is attended to.
-    `scale` is that of the scores, 1/sqrt(D) if None. With `enable_gqa` Hq may be a multiple of Hkv.
-    `return_lse` returns (output, lse), `return_aux` (output, AuxOutput) with what the AuxRequest asks for.
-    docs/kernel_options.md lists `kernel_options`. `layout="bshd"` is for query, key, value and output with
-    their dimensions 1 and 2 the other way round, [B, M, Hq, D]: nothing is copied, the kernels go by strides;
-    lse and max_scores stay [B, Hq, M], and masks and mods see what they see in any case. A query with nothing
-    to attend to has output 0, lse -inf and gradients 0: each of them where there are no keys. An empty batch
-    gives an empty output.
+    Options:
 
-    `q_offset` and `kv_offset` are the positions of the first query and the first key, integers up to 2^30 or
-    tensors, int32 or int64, with one element for each batch entry or for all, alone or as
-    `Offset(values, bound)`. The score_mod sees q_idx and kv_idx from there on. A call has the offsets of its
-    block_mask, and need not state them.
+        score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars. The score is float32, for
+                        exp (not exp2); h is the query head.
+        block_mask      from create_block_mask, or torch's own. Without one each query attends to all keys.
+        scale           multiplies query @ key^T; 1/sqrt(D) if None
+        enable_gqa      allows Hq to be a multiple of Hkv
+        return_lse      returns (output, lse)
+        return_aux      returns (output, AuxOutput) with the results that the AuxRequest names
+        kernel_options  see docs/kernel_options.md
+        layout          "bshd" for query, key, value and output as [B, M, Hq, D], without a copy. The shape of
+                        lse and max_scores and the indices of mods do not change.
+        q_offset        the position of the first query, where q_idx begins: an integer up to 2^30, or an
+                        int32 or int64 tensor with one element, or one for each batch entry, or an `Offset`.
+                        A call takes the offsets of its block_mask if it states none.
+        kv_offset       the same for the first key and kv_idx
 
-    Raises, before anything is launched:
+    A query that attends to nothing has output 0, lse -inf and gradients 0; without keys every query does. An
+    empty batch gives an empty output.
+
+    Raises, before it launches a kernel:
 
         tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
                  NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
                  BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
                  UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
-                 ScaleValueError, FakeTensorError; CaptureBoundsError, which kernels find;
-                 OffsetTypeError, OffsetValueError, OffsetShapeError
+                 ScaleValueError, FakeTensorError, OffsetTypeError, OffsetValueError, OffsetShapeError;
+                 after the launch CaptureBoundsError, which kernels find
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError, OffsetMismatchError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
@@ -97,10 +104,10 @@ def flex_attention(
                  DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError, NoTileFits,
                  RoundedProductsError, MisaddressedProductsError
 
-    and in transforms of torch, or a second backward, VmapError, ForwardModeError and DoubleBackwardError.
+    Transforms of torch.func raise VmapError and ForwardModeError, a second backward DoubleBackwardError.
 
-    A tensor whose class has a __torch_function__, or an active TorchFunctionMode, sees this function; a class
-    or a mode with a __torch_dispatch__ (DTensor, FakeTensor, make_fx) sees torch.ops.flexmod.attention.
+    A class with a __torch_function__ and an active TorchFunctionMode see this function. A class or a mode
+    with a __torch_dispatch__ (DTensor, FakeTensor, make_fx) sees torch.ops.flexmod.attention.
 
     Source: Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496.
 
@@ -127,15 +134,16 @@ def by_override(
     return_aux: AuxRequest | None,
     **named: Any,
 ) -> Any:
-    """function(*tensors, *rest), as a class's __torch_function__ or an active TorchFunctionMode has it."""
+    """Calls a class's __torch_function__, or an active TorchFunctionMode, for function(*tensors, *rest)."""
     flat = None if return_aux is None else _Flat(*return_aux)
     result = handle_torch_function(function, tensors, *tensors, *rest, return_aux=flat, **named)
     return result if return_aux is None else (result[0], AuxOutput(*result[1]))
 
 
 class _Flat(AuxRequest):
-    """Asks for a plain tuple: torch makes results those of a subclass by calling a tuple's class with a list,
-    which AuxOutput does not take.
+    """Asks for a plain tuple.
+
+    To wrap the results of a subclass, torch calls the tuple's class with a list; AuxOutput takes none.
     """
 
 
@@ -146,9 +154,9 @@ def results_of(
     return_aux: AuxRequest | None,
     layout: Layout,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """What a caller gets of attend(*given, whether it shall find the largest scores).
+    """Calls attend(*given, want_max) and returns its results in the form that the caller asked for.
 
-    `attend` takes tensors [B, heads, length, dim]; those given come as in the layout.
+    The function `attend` takes tensors [B, heads, length, dim]; `given` has them in the layout.
     """
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
@@ -165,17 +173,17 @@ def results_of(
 def _heads_first(
     attend: Callable[..., Forward], layout: Layout, query: Any, key: Any, value: Any, *rest: Any
 ) -> Forward:
-    """attend() on views [B, heads, length, dim]. A mistake in the tensors is told in words of the layout."""
+    """Calls attend() on views [B, heads, length, dim]. Errors name dimensions in the caller's layout."""
     given = (query, key, value)
     for tensor in given:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             checks.check_tensors(*given, True, layout)
     try:
         views = [tensor.transpose(1, 2) for tensor in given]
-    except RuntimeError:  # of freed storage torch makes no view
+    except RuntimeError:  # torch makes no view of freed storage
         tensor_kinds.check({"query": query, "key": key, "value": value})
         raise
-    if torch.compiler.is_compiling():  # where it breaks the graph, no block may stand around it
+    if torch.compiler.is_compiling():  # a graph break inside a try block is an error
         result = attend(*views, *rest)
     else:
         try:
@@ -199,7 +207,7 @@ def _attend(
     kv_offset: OffsetLike,
     want_max: bool,
 ) -> Forward:
-    """The call as `flex_attention` gets it."""
+    """Runs flex_attention's call outside of torch.compile."""
     options = parse_options(kernel_options)
     of_mask = None if block_mask is None else positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:
@@ -211,10 +219,10 @@ def _attend(
 
 
 def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:
-    """The call inside torch.compile or torch.export.
+    """Runs flex_attention's call inside torch.compile or torch.export.
 
-    The REFERENCE backend, differentiable torch to any order, breaks the graph. So does a mistake: the call
-    runs as it does outside, and says what is wrong.
+    The REFERENCE backend breaks the graph, since torch differentiates it to any order. A mistake breaks it
+    too: the call then runs outside of the graph and raises its error there.
     """
     score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, want_max = rest
     try:

@@ -1,8 +1,8 @@
-"""Attention as torch's autograd sees it: two Functions, the attention and its gradient.
+"""Registers attention with torch's autograd as two Functions: the attention and its gradient.
 
-Both are of the kind that torch.func can take apart (`setup_context`): all tensors that may carry a gradient
-are arguments of their own, and what the backward needs is an argument or a result. The reference backend has
-no part in this: it is differentiable torch itself.
+Both have a `setup_context`, which torch.func needs: each tensor that may carry a gradient is an argument, and
+the backward reads arguments and results only. The reference backend does not use them, since torch
+differentiates it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BACKWARDS = 64  # that a call remembers
 
 
 class _ForMask(NamedTuple):
-    """A bound plan, and the kinds of the tensors of the mask that it was bound to."""
+    """A bound plan, and the kinds of the mask tensors that it was bound to."""
 
     kinds: tuple[object, ...] | None
     bound: Bound
@@ -54,10 +54,10 @@ def _has_kinds(mask: MaskSnapshot | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PreparedCall:
-    """A checked call apart from its tensors and its mask, which `whole` gives back to the problem.
+    """A checked call without its tensors and its mask; it runs all calls that differ only in tensor values.
 
-    It serves all calls that differ from it in the values of their tensors alone. `track`: autograd shall know
-    where the results come from. `host_numbers`: a mod captures such a number, see `ir/host_numbers.py`.
+    `whole` puts tensors and mask into the problem. `track`: autograd records the call. `host_numbers`: a mod
+    captures a number on the host, see `ir/host_numbers.py`.
     """
 
     problem: Problem
@@ -67,24 +67,24 @@ class PreparedCall:
     host_numbers: bool = False
     _forward: list[_ForMask] = field(default_factory=list)  # one, when the call has run
     _backward: dict[object, _ForMask] = field(default_factory=dict)
-    _places: list[object] = field(default_factory=list)  # of the tensors that the first forward saved
+    _places: list[object] = field(default_factory=list)  # see `check_places`; from the first forward
 
     @cached_property
     def facts(self) -> int:
-        """A hash of all that a backward depends on beside tensors and the mask."""
+        """A hash of everything that a backward depends on, except tensors and the mask."""
         problem = self.problem
         score = None if problem.score is None else problem.score.graph
         return hash((score, problem.scale, problem.options, problem.precision, self.backend))
 
     def saved_names(self, kept: int) -> list[str]:
-        """What a user calls the tensors that are saved for the backward; see `Attention`."""
+        """Returns the users' names of the tensors that a forward saves; see `Attention`."""
         captures = self.problem.score.graph.captures if self.problem.score else ()
         of_score = (f"{capture.name}, captured by score_mod," for capture in captures)
         return ["query", "key", "value", "out", "lse", *["lse"] * kept, *of_score]
 
     @cached_property
     def used(self) -> tuple[bool, ...]:
-        """Of each captured tensor: does the score depend on it?"""
+        """Whether the score depends on each captured tensor."""
         if self.problem.score is None:
             return ()
         graph = self.problem.score.graph
@@ -94,7 +94,7 @@ class PreparedCall:
     def whole(
         self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()
     ) -> Problem:
-        """The problem with its mask, the tensors of its score mod, and derivatives by `grad_captures`."""
+        """Returns the problem with its mask, captured tensors, and derivatives by `grad_captures`."""
         score = self.problem.score
         if score is None:
             return replace(self.problem, mask=mask)
@@ -107,9 +107,9 @@ class PreparedCall:
         )
 
     def forward(self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]) -> Tensors:
-        """out, lse, the row maximum or None, and what the backend keeps for its backward.
+        """Returns out, lse, the row maximum or None, and the tensors that the backend saves for its backward.
 
-        `tensors` are query, key, value and those that the score mod captures.
+        `tensors` are query, key, value and the score mod's captured tensors.
         """
         beside = () if mask is None else mask.tensors
         for known in self._forward:
@@ -136,14 +136,14 @@ class PreparedCall:
     def _backward_beforehand(
         self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]
     ) -> Callable[[Tensors], Callable[[], object] | None] | None:
-        """From the results of a forward to a job that compiles its backward; None where none will come.
+        """Returns a function from a forward's results to a job that compiles the backward, or None.
 
-        `tensors` are those of the forward, and those of the mask. It is expected that only the output gets a
-        gradient, which lies in memory as the output does: another one finds most kernels as well.
+        `tensors` are the tensors of the forward and of the mask. The job assumes that only the output gets a
+        gradient, with the output's strides; a backward with another gradient still finds most kernels.
         """
         count = len(tensors) - (0 if mask is None else len(mask.tensors))
         needs = tuple(tensor.requires_grad for tensor in tensors[:count])
-        # what the compiler prints comes in order
+        # one thread alone keeps the compiler's printed stages in order
         if not (self.track and any(needs)) or config.debug_level():
             return None
 
@@ -156,20 +156,20 @@ class PreparedCall:
                 job: Callable[[], object] | None = backend(self.backend).backward_compiler(
                     problem, incoming.in_order(), needs[:3], len(kept)
                 )
-            except Exception:  # the backward raises it, if one comes
+            except Exception:  # the backward raises it again if it runs
                 return None
             return job
 
         return compiler
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
-        """Results where there is no query, or no key: then each query has nothing to attend to."""
+        """Returns the results without queries or without keys: each query attends to nothing."""
         shape, real = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full(shape, -torch.inf, dtype=real)
         return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
 
     def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
-        """Gradients of query, key, value and each captured tensor; None where `needs` does not ask.
+        """Returns gradients of query, key, value and each captured tensor, None where `needs` is False.
 
         Raises SavedTensorError.
         """
@@ -203,7 +203,7 @@ class PreparedCall:
 
 
 def _check_readable(tensors: Tensors) -> None:
-    """Those of a `BackwardInputs`, in order. Raises TensorKindError, FreedStorageError."""
+    """Checks the tensors of a `BackwardInputs`, in order. Raises TensorKindError, FreedStorageError."""
     for number, tensor in enumerate(tensors):
         if tensor is not None:
             name = GRADIENTS.get(number, "a tensor saved for the backward")
@@ -211,7 +211,7 @@ def _check_readable(tensors: Tensors) -> None:
 
 
 def nothing(query: Tensor | None, key: Tensor | None) -> bool:
-    """Are there no scores at all?"""
+    """Returns whether a call has no scores at all."""
     return query is not None and key is not None and not (query.numel() and key.numel())
 
 
@@ -224,21 +224,21 @@ def run(
     captured: Sequence[Tensor],
     plain: bool,
 ) -> Forward:
-    """The results of a call. `plain`: no tensor is a wrapper of torch.func, nor was one."""
-    if call.host_numbers:  # once for both directions: a backward has the values of its forward
+    """Runs a call. `plain`: no tensor is a torch.func wrapper, and none was unwrapped."""
+    if call.host_numbers:  # once, so that the backward uses the values of its forward
         captured = all_on_device(captured, query.device)
         mask = None if mask is None else mask.with_numbers_on(query.device)
     if call.backend == "reference" and not nothing(query, key) or not call.track:
         out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured))
         return Forward(out, lse, largest)  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
-    # what Function.apply does besides is for torch.func
+    # the rest of Function.apply serves torch.func only
     apply = super(torch.autograd.Function, Attention).apply if plain else Attention.apply
     return Forward(*apply(call, mask, query, key, value, *captured)[:3])
 
 
 class Attention(torch.autograd.Function):
-    """apply(call, mask, query, key, value, *captured)"""
+    """The attention as a node of autograd: apply(call, mask, query, key, value, *captured)."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensors:
@@ -251,7 +251,7 @@ class Attention(torch.autograd.Function):
         call, mask, query, key, value, *captured = inputs
         out, lse, max_scores, *kept = output
         ctx.call, ctx.kept = call, len(kept)
-        # autograd cannot save a tensor of inference mode, which knows nothing of writes: a copy is saved
+        # autograd cannot save a tensor of inference mode, which has no version counter: save a copy
         captured = [t.clone() if t.is_inference() else t for t in captured]
         saved.save(ctx, call.facts, mask, (query, key, value, out, lse, *kept, *captured))
         ctx.set_materialize_grads(False)
@@ -277,9 +277,9 @@ class Attention(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """The backward of Attention, itself a node: who differentiates it again hears that there is no more.
+    """The backward of Attention as a node of autograd. Differentiating it raises DoubleBackwardError.
 
-    apply(call, mask, needs, how many are kept, then a `BackwardInputs` in order)
+    apply(call, mask, needs, number of kept tensors, then a `BackwardInputs` in order)
     """
 
     @staticmethod
@@ -308,16 +308,16 @@ class Gradient(torch.autograd.Function):
         raise VmapError(name="the gradient of the output")
 
 
-# torch asks for the signature at every call; known beforehand it costs a tenth.
+# torch asks for the signature at every call; a stored one takes a tenth of the time.
 for function in (Attention, Gradient):
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
 
 
 def no_autocast(kind: str) -> AbstractContextManager[None]:
-    """What a backend computes in float32 stays float32."""
+    """Disables autocast in a block, so that a backend's float32 operations stay float32."""
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for tensors of a kind of device; torch raises where it has none, as for meta."""
+    """Returns whether autocast is on for a device type; False for types without autocast, such as meta."""
     return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)

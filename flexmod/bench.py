@@ -1,4 +1,4 @@
-"""bench(): times of a variant beside SDPA over lengths, as a table, JSON or a plot."""
+"""bench(): times a variant and SDPA at several lengths; gives a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flexmod.peers import (
     timed,
 )
 
-# Lines of a plot: flexmod's, and the colors of the others.
+# A plot's line for flexmod, and the colors of the others.
 OURS = {"color": "#1d5fa8", "linewidth": 2.2, "zorder": 3}
 OTHERS = ("#7f7f7f", "#c4722a", "#3c8d5a")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention at one length; `sparsity` is the share of scores, in percent, whose tiles are skipped."""
+    """One attention at one length; `sparsity` is the percentage of scores whose tiles the mask skips."""
 
     seq: int
     sparsity: float
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `bench` measured; `str` is the table."""
+    """The result of `bench`; `str` gives the table."""
 
     name: str
     setting: Setting
@@ -58,7 +58,7 @@ class Benchmark:
         return f"{title}\n\n{table}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: times in milliseconds, rates in TFLOP/s of the tiles that are kept."""
+        """Returns a dict for JSON: times in milliseconds, rates in TFLOP/s of the mask's tiles."""
         setting = {**asdict(self.setting), "dtype": str(self.setting.dtype), "device": self.device}
         del setting["seq"]
         rows: list[dict[str, Any]] = []
@@ -110,16 +110,15 @@ def bench(
     flex: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Benchmark:
-    """Time a variant at several lengths beside SDPA, forward and backward; medians.
+    """Times a variant and SDPA at several lengths, forward and backward. Times are medians.
 
-    Args:
-        mod, score: names, see `mod_names.choose`.
-        setting: all sizes but the lengths.
-        masked: SDPA with the materialized mask too, of length x length truth values.
-        flex: torch's compiled flex_attention too (CUDA).
-        progress: called after each attention with what it was.
+        mod, score  names, see `mod_names.choose`
+        setting     all sizes except the lengths
+        masked      also times SDPA with the materialized mask, a length x length boolean tensor
+        flex        also times torch's compiled flex_attention (CUDA only)
+        progress    called with the name of each attention after its measurement
 
-    Raises what `choose` raises, and FlexOnCpuError.
+    Raises the errors of `choose`, and FlexOnCpuError.
     """
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
@@ -137,7 +136,7 @@ def bench(
 
 
 def count(lengths: Sequence[int], masked: bool, flex: bool) -> int:
-    """How many attentions a bench times."""
+    """Returns the number of attentions that a bench times."""
     return len(lengths) * (2 + masked + flex)
 
 

@@ -1,9 +1,9 @@
-"""Calls: checked and made ready once, and then known for all calls like them.
+"""Checks and prepares a call once, and reuses the result for later calls with the same key.
 
-A call is like another where all agrees that checks, traces and kernels depend on: the kinds of the tensors
-(shapes, strides, dtypes, devices, alignment), what the score mod can see, what the mask is made of, options,
-and the state of torch. What they may differ in are the values that tensors hold. Where any of this cannot be
-told (tensors of other classes, transforms, a mod without a fingerprint) the call is checked and traced anew.
+The key has everything that checks, traces and kernels depend on: the kinds of the tensors (shapes, strides,
+dtypes, devices, alignment), the score mod's fingerprint, the mask's tensors, options, and torch's state. It
+has no values of tensors. Some calls have no key: tensors of other classes, transforms, a mod without a
+fingerprint. flexmod checks and traces such a call each time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
-KNOWN = 1024  # calls that are kept without a mask, and for each mask
+KNOWN = 1024  # calls in the cache without a mask, and for each mask
 
 
 class Score(NamedTuple):
     """A score mod: `trace` makes its graph, `seen` is its fingerprint.
 
-    `trace` gives what holds for all mods of the fingerprint besides, if anything does.
+    `trace` also returns the facts that hold for all mods with this fingerprint, or None.
     """
 
     trace: Callable[[torch.device], tuple[Traced, Known | None]] | None
@@ -59,7 +59,7 @@ def score_of(score_mod: Callable[..., Any]) -> Score:
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for, apart from its tensors and its mask. See `flex_attention`."""
+    """A call's arguments except its tensors and its mask. See `flex_attention`."""
 
     score: Score
     scale: float | None
@@ -69,10 +69,10 @@ class CallOptions(NamedTuple):
 
 
 class CheckedCall(NamedTuple):
-    """A call that is known.
+    """A cached call.
 
-    `own`: the mask of the score mod's -inf branches. `places`: of the tensors that the score mod captures,
-    among those of the fingerprint, or among those that an operation is given. `autocast`: it is enabled.
+    `own`: the mask from the score mod's -inf branches. `places`: where the score mod's captured tensors stand
+    among the tensors of the fingerprint, or among an operation's tensors. `autocast`: autocast is enabled.
     """
 
     call: autograd.PreparedCall
@@ -81,9 +81,9 @@ class CheckedCall(NamedTuple):
     autocast: bool = False
 
     def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
-        """The mask of a call like this one, to which `given` was given.
+        """Returns the mask for a call that passes `given`.
 
-        A CUDA graph that is captured reads its tiles at each replay, whatever is forgotten meanwhile.
+        Keeps the mask alive if a CUDA graph is being captured: each replay reads its tiles.
         """
         own = self.own
         if own is None:
@@ -93,10 +93,10 @@ class CheckedCall(NamedTuple):
         return own
 
     def lasts(self, device: torch.device) -> bool:
-        """Does it serve later calls?
+        """Returns whether later calls may reuse it.
 
-        Not with a mask that depends on what captured tensors hold: that is built at each call. While a CUDA
-        graph is captured, the tiles of a mask are there after a replay alone.
+        They may not if the mask depends on values of captured tensors, since each call builds such a mask.
+        They may not while a CUDA graph is captured, since the mask has no tiles before a replay.
         """
         return self.own is None or not (self.own.traced.tensors or is_captured(device))
 
@@ -104,14 +104,14 @@ class CheckedCall(NamedTuple):
 # runs a checked call: query, key, value, the traced score_mod, the mask
 Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, CallOptions], Forward]
 
-_without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose facts have the mask
+_without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose keys include the mask
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, CheckedCall]] = WeakKeyDictionary()
 _in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
 NO_CALLS: dict[object, CheckedCall] = {}
 
 
 def forget() -> None:
-    """From now on no call is known."""
+    """Empties the cache of calls."""
     _without_mask.clear()
     _by_mask.clear()
 
@@ -119,9 +119,9 @@ def forget() -> None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions, dispatch: Dispatch
 ) -> Forward:
-    """Attention, as it is asked for: a call that is known, or a new one.
+    """Runs attention from the cache, or checks and runs a new call.
 
-    `dispatch` runs a call that torch dispatches to something else than kernels, see `tensor_kinds`.
+    `dispatch` runs a call that torch does not dispatch to kernels, see `tensor_kinds`.
     """
     mask = _snapshot(block_mask)
     facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
@@ -144,14 +144,14 @@ def attend(
 def known(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions
 ) -> CheckedCall | None:
-    """What is known of a call; None if it is new."""
+    """Returns a call's cache entry, or None if the call is new."""
     mask = _snapshot(block_mask)
     memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
     return memory.get(_facts(query, key, value, mask, asked))
 
 
 def of_operation(facts: object, device: torch.device, make: Callable[[], CheckedCall]) -> CheckedCall:
-    """A call of an operation of torch.library; `facts` say all that it depends on, None if nothing can."""
+    """Returns the cache entry of a torch.library operation's call. `facts` is its key, None for no cache."""
     ready = None if facts is None else _without_mask.get(facts)
     if ready is None:
         ready = make()
@@ -163,7 +163,7 @@ def of_operation(facts: object, device: torch.device, make: Callable[[], Checked
 def _facts(
     query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: CallOptions
 ) -> tuple[object, ...] | None:
-    """All that a call depends on, but for what tensors hold; None where that cannot be told."""
+    """Returns a call's key, which has no values of tensors, or None if the call has none."""
     score, scale, enable_gqa, options, want_max = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
         return None
@@ -182,7 +182,7 @@ def _facts(
 
 
 def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
-    """What a call depends on of its tensors and of the state of torch; None where that cannot be told."""
+    """Returns the part of a call's key for its tensors and torch's state, or None if it has none."""
     if transforms.active() or in_forward_ad() or dispatch_mode_count():
         return None
     if config.debug_level() or config.check_bounds():
@@ -211,7 +211,7 @@ def _attend_anew(
     memory: dict[object, CheckedCall],
     dispatch: Dispatch,
 ) -> Forward:
-    """Checks a call, and runs it. It is known from then on, where it has `facts`."""
+    """Checks a call and runs it; caches it under `facts` unless that is None."""
     options = asked.options
     reference = options.backend == "REFERENCE"
     if not reference:
@@ -222,7 +222,7 @@ def _attend_anew(
     if any(one is not other for one, other in zip((query, key, value), given, strict=True)):
         return attend(query, key, value, mask, asked, dispatch)
     tensor_kinds.check({"query": query, "key": key, "value": value})
-    _backend(options, query)  # before anything is cast or traced
+    _backend(options, query)  # raises before any cast or trace
     asked = asked._replace(scale=_scale(asked.scale))
     autocast = autograd.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
@@ -255,7 +255,7 @@ def _attend_anew(
 
 
 def _captured(source: Traced | None) -> dict[str, Tensor]:
-    """What a score_mod captures, by what a user calls it."""
+    """Returns a score_mod's captured tensors by the user's names."""
     if source is None:
         return {}
     names = [f"{capture.name}, captured by score_mod" for capture in source.graph.captures]
@@ -265,7 +265,7 @@ def _captured(source: Traced | None) -> dict[str, Tensor]:
 def _named(
     query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None
 ) -> dict[str, Tensor]:
-    """All tensors of a call, by what a user calls them."""
+    """Returns all tensors of a call by the user's names."""
     of_mask = {} if mask is None else dict(zip(mask.names, mask.tensors, strict=True))
     captured = {f"{name},": tensor for name, tensor in _captured(source).items()}
     return {"query": query, "key": key, "value": value, **captured, **of_mask}
@@ -280,7 +280,7 @@ def checked(
     asked: CallOptions,
     track: bool,
 ) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
-    """A call whose score mod is traced, as `source`, and its own mask for the -inf branches."""
+    """Checks a call with a traced score mod, `source`; also returns the mask from its -inf branches."""
     backend = _backend(asked.options, query)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -307,7 +307,9 @@ def _check(
 
 
 def _scale(scale: Any) -> float | None:
-    """Raises ScaleError (a tensor among others, whose gradient would be lost) and ScaleValueError."""
+    """Returns the scale as a float. Raises ScaleError (also for a tensor, which would get no gradient) and
+    ScaleValueError.
+    """
     number = None
     if scale is not None and not isinstance(scale, Tensor):
         with suppress(TypeError):  # an array of several numbers
@@ -327,19 +329,22 @@ def _scale(scale: Any) -> float | None:
 
 
 def float32_precision() -> Literal["ieee", "tf32"]:
-    """float32 products follow torch's own switches, old and new; `allow_tf32` raises after a new one."""
+    """Returns the precision of float32 products by torch's switches, old and new.
+
+    torch's `allow_tf32` raises once a new switch was set.
+    """
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """autocast casts query, key and value, as it does for torch's own attention."""
+    """Casts query, key and value under autocast, as autocast does for torch's own attention."""
     if not autograd.autocasts(tensors[0].device.type):
         return tensors
     return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
 
 
 def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
-    """The dtypes that query, key and value have for a call as it stands."""
+    """Returns the dtypes of query, key and value after autocast's casts."""
     kind = tensors[0].device.type
     if not autograd.autocasts(kind):
         return tuple(t.dtype for t in tensors)
@@ -348,7 +353,7 @@ def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def _backend(options: KernelOptions, query: Tensor) -> str:
-    """Which backend runs: "triton", "cpu", "interpret" or "reference". Nothing falls back by itself."""
+    """Returns the backend to run: "triton", "cpu", "interpret" or "reference". No backend falls back."""
     kind = query.device.type
     if kind not in ("cuda", "cpu", "meta"):
         raise errors.UnsupportedDevice(device=query.device)
@@ -371,9 +376,9 @@ def _problem(
     scale: float,
     wants_grad: bool,
 ) -> tuple[Problem, MaskSnapshot | None]:
-    """The problem of a checked call, and a mask for the -inf branches of the score_mod.
+    """Returns the problem of a checked call, and a mask from the score_mod's -inf branches.
 
-    The problem holds neither a mask nor captured tensors.
+    The problem has neither a mask nor captured tensors yet.
     """
     if source is None:
         return Problem(None, None, None, scale), None
@@ -389,7 +394,7 @@ def _problem(
 
 
 def _snapshot(block_mask: Any) -> MaskSnapshot | None:
-    """What the call reads of its mask: this, whatever becomes of the mask before the backward."""
+    """Takes a snapshot of the mask, so that its later changes do not reach the call or its backward."""
     if block_mask is None or isinstance(block_mask, MaskSnapshot):
         return block_mask
     if isinstance(block_mask, BlockMask):
@@ -400,7 +405,7 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
 
 
 def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
-    """The block mask of a score_mod's -inf branches, remembered when it captures no tensor."""
+    """Builds the block mask of a score_mod's -inf branches; caches it if it captures no tensor."""
     batch, heads, length, keys = extents
     sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
     if used_captures(split.graph.nodes) or is_captured(device):

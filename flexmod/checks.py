@@ -1,4 +1,4 @@
-"""Everything about a call's tensors, mask and captures that is checked before a launch."""
+"""Checks a call's tensors, mask and captures before a launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: Layout = USUAL) -> None:
-    """Shapes and devices of query, key and value, whose dimensions come as in the layout."""
+    """Checks shapes and devices of query, key and value, whose dimensions are in the layout's order."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
@@ -66,7 +66,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
 
 
 def check_extents(query: Tensor, key: Tensor) -> None:
-    """Positions, their sums and differences, and the numbers of programs are int32 in the kernels."""
+    """Checks that positions, their sums and the number of programs fit in int32, as kernels need."""
     for name, tensor in (("query", query), ("key", key)):
         batch, heads, length, _ = tensor.shape
         if length > LONGEST:
@@ -82,7 +82,7 @@ def check_extents(query: Tensor, key: Tensor) -> None:
 
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_grad: bool) -> None:
-    """A dtype that the backend takes; key and value may have a lower one where nothing wants a gradient."""
+    """Checks that the backend takes the dtypes; key and value may have a lower one without gradients."""
     accepted = DTYPES[backend]
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in accepted:
@@ -100,14 +100,14 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
 
 
 def _cast_of(tensor: Tensor) -> str:
-    """The call that makes other elements of it, which attention takes."""
+    """Returns code that casts the tensor to a dtype that attention takes."""
     if tensor.is_quantized:
         return "dequantize()"
     return "real" if tensor.is_complex() else f"to({torch.bfloat16})"
 
 
 def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
-    """The mask's shape, device and captures against the call."""
+    """Checks the mask's shape, device and captures against the call."""
     _same_device("query", query, "block_mask", mask.device)
     held = mask.storage.tensors()
     tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
@@ -146,7 +146,10 @@ def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
 
 
 def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
-    """Captured tensors lie where query does, numbers on the host too; those of a mask want no gradient."""
+    """Checks that captured tensors are on query's device and that a mask captures none with a gradient.
+
+    A tensor with one element may be on the host.
+    """
     for number in used_captures(traced.graph.nodes):
         tensor, name = traced.tensors[number], traced.graph.captures[number].name
         if not is_host_number(tensor, query.device):

@@ -1,4 +1,4 @@
-"""Mistakes of who names a mod by text, and at the command line; of the same kind as those in `errors/`."""
+"""Errors of the command line and of mods named by text, in the form of the errors in `errors/`."""
 
 from __future__ import annotations
 

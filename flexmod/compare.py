@@ -1,4 +1,4 @@
-"""flexmod beside SDPA on one mask or score mod: first whether it is right, then how fast it is.
+"""Compares flexmod with SDPA on one mask or score mod: first the results, then the times.
 
 flexmod.compare("sliding_window")
 flexmod.compare(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100, seq=4096)
@@ -32,17 +32,17 @@ from flexmod.peers import (
     timed,
 )
 
-# How far flexmod may be from the reference, as a ratio of root mean squares. float32 leaves room for TF32.
+# The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
-# The dense reference and its gradients hold about this many float32 matrices of S x S a head, and may take
-# so many bytes.
+# The dense reference and its gradients need about this many float32 matrices of S x S for each head, and may
+# take this many bytes.
 REFERENCE_MATRICES = 8
 REFERENCE_BYTES = 4 << 30
 
 
 class Agreement(NamedTuple):
-    """How near a result is to the reference: the largest difference, and RMS(difference) / RMS(reference)."""
+    """The error of a result: its largest difference from the reference, and the ratio of RMS values."""
 
     result: str
     largest: float
@@ -52,7 +52,7 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What `compare` found; `str` is what it prints."""
+    """The result of `compare`; `str` gives the printed tables."""
 
     name: str
     setting: Setting
@@ -109,18 +109,21 @@ def compare(
     flex: bool = False,
     show: bool = True,
 ) -> Comparison:
-    """Compare flexmod with SDPA, in result and in time, forward and backward, and print the tables.
+    """Compares flexmod's results and times with SDPA's, forward and backward, and prints the tables.
 
-    `mod` is a mask_mod, a score_mod, or the name of one (see `mod_names.py`); `score_mod` adds a score_mod to
-    a mask_mod. q, k and v are random, [batch, heads, seq, dim]; sizes that are not given follow from the
-    device, and on the CPU they are such that the comparison takes seconds. `flex` adds torch's compiled
-    flex_attention (CUDA only).
+        mod        a mask_mod, a score_mod, or a name, see `mod_names.py`
+        score_mod  a score_mod to combine with a mask_mod, or its name
+        batch, heads, seq, dim, dtype
+                   of the random inputs [batch, heads, seq, dim]. Defaults depend on the device; on the CPU
+                   the comparison takes seconds.
+        flex       also times torch's compiled flex_attention (CUDA only)
+        show       prints the tables
 
-    A mask is checked against SDPA with the materialized mask, a score_mod against flexmod's dense reference.
-    Times are medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
+    SDPA with the materialized mask checks a mask; flexmod's dense reference checks a score_mod. Times are
+    medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
 
-    Raises UnknownModName for a name that is none and what else `choose` raises, FlexOnCpuError for `flex`
-    without CUDA, and what create_block_mask and flex_attention raise.
+    Raises UnknownModName for an unknown name, FlexOnCpuError for `flex` without CUDA, and the errors of
+    create_block_mask and flex_attention.
 
     Source: the comparison of the FlexAttention notebook, 2024.
 
@@ -177,7 +180,7 @@ def _mods(mod: str | Mod, score_mod: str | Mod | None, setting: Setting) -> Mods
 
 
 def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:
-    """flexmod's dense reference, in float32 or more; the first batch, as many heads as memory allows."""
+    """Returns flexmod's dense reference in float32 or float64, for one batch entry and the heads that fit."""
     matrix = 4 * setting.seq**2
     real = torch.promote_types(setting.dtype, torch.float32)
     heads = max(1, min(setting.heads, REFERENCE_BYTES // (REFERENCE_MATRICES * matrix)))
@@ -191,7 +194,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Im
 
 
 def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
-    """out and the gradients of q, k and v, for a fixed random gradient of the output."""
+    """Returns out and the gradients of q, k and v, for a fixed random gradient of the output."""
     out = attention.call(*inputs)
     generator = torch.Generator(out.device).manual_seed(1)
     grad_out = torch.randn(inputs[0].shape, generator=generator, device=out.device, dtype=inputs[0].dtype)
@@ -203,7 +206,7 @@ def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tenso
 def _agreements(
     results: tuple[Tensor, ...], reference: Implementation, inputs: Inputs, setting: Setting
 ) -> tuple[Agreement, ...]:
-    """Over the batches and heads that the reference computed."""
+    """Compares results with the reference over the batches and heads that it computed."""
     expected = _out_and_gradients(reference, inputs)
     batch, heads = expected[0].shape[:2]
     rows = []

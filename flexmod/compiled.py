@@ -1,4 +1,4 @@
-"""flexmod.compile: one attention variant as a callable, whose mods are traced beforehand."""
+"""flexmod.compile: turns an attention variant into a callable, and traces its mods beforehand."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of
 from flexmod.variant import EXTENTS, spec_for
 
-MASKS = 64  # that a handle remembers, by lengths
-BLOCK = (128, 128)  # of these masks
+MASKS = 64  # masks that a handle caches, by lengths
+BLOCK = (128, 128)  # the block size of these masks
 
 
 def compile(
@@ -49,31 +49,38 @@ def compile(
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
 ) -> CompiledAttention:
-    """A callable that attends as flex_attention does with these arguments, at less cost a call.
+    """Returns a callable that computes flex_attention with these arguments, with less overhead per call.
 
-    The mods are traced here, once for each device: a number that one captures stays what it is now, a tensor
-    that a function captures stays this very tensor, of whatever values it holds when the handle is
-    called. A tensor that is assigned to an attribute of an object (`module.window = other`,
-    `load_state_dict(assign=True)`) is seen: the mods are traced again, as after a captured tensor became
-    another in shape, strides, dtype or device. A mod whose graph depends on values (`t.item()`, `t[0]`,
-    `if t > 3`) is traced at each call. From `mask_mod` a block mask is built for each pair of
-    lengths, and again after a captured tensor was written to or got other memory (`t.data = other`,
-    `torch.utils.swap_tensors`). Writes that torch does not count are not seen: through `t.data` or
-    `t.numpy()`, or by a kernel of one's own. Making a handle renders and compiles nothing.
+    Arguments, further ones as in flex_attention and create_block_mask:
 
-    dtype, head_dim, value_dim: of query, key and value; of query and key; of value, head_dim if None. They
-    are for what a handle shows and saves, not for its calls: until the first call it shows what one with
-    these would run, on this machine's GPU if it has one, and with `enable_gqa` where heads share keys. A
-    call may come with others, and from then on the latest call decides.
+        dtype      of query, key and value
+        head_dim   of query and key
+        value_dim  of value; head_dim if None
+        q_offset   as in flex_attention, for both mods. A number is fixed now. For positions that change from
+                   call to call pass a tensor and write to it. If you pass no offset here, a call takes the
+                   offsets of its block mask.
+        kv_offset  likewise
 
-    q_offset, kv_offset: as in flex_attention, for both mods. A number stays what it is now; for positions
-    that move with each call give a tensor, and write to it. A call with a block mask has the offsets of that,
-    where the handle has none.
+    Only inspection and `save` use dtype, head_dim and value_dim, and only before the first call. They then
+    describe a call on this machine's GPU, if it has one; with `enable_gqa`, heads share keys. Calls may have
+    other dtypes and dimensions. After a call, inspection describes the latest call.
 
-    The other arguments are those of flex_attention and create_block_mask. Raises what tracing raises,
-    LayoutError, UnknownOption or OptionValueError, OffsetTypeError, OffsetValueError or OffsetShapeError, and
-    LibraryArgumentError where of dtype and head_dim one is given alone, value_dim is given without them, or
-    one of the three cannot be.
+    This function traces the mods, once for each device, and compiles no kernels. It fixes captured numbers.
+    Captured tensors are read at each call, so writes to them take effect.
+
+    The next call traces the mods again if a captured tensor changes its shape, strides, dtype or device, or
+    if an attribute of an object gets another tensor (`module.window = other`,
+    `load_state_dict(assign=True)`). If a mod's graph depends on values (`t.item()`, `t[0]`, `if t > 3`), each
+    call traces it.
+
+    From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
+    write to a captured tensor, or after the tensor gets other memory (`t.data = other`,
+    `torch.utils.swap_tensors`). It does not see writes that torch does not count: through `t.data` or
+    `t.numpy()`, or by your own kernel.
+
+    Raises what tracing raises, LayoutError, UnknownOption, OptionValueError, OffsetTypeError,
+    OffsetValueError and OffsetShapeError. Raises LibraryArgumentError for an invalid dtype, head_dim or
+    value_dim, for only one of dtype and head_dim, and for value_dim without them.
 
     Example:
 
@@ -86,15 +93,15 @@ def compile(
 
 
 class CompiledAttention(Inspection):
-    """One variant of attention, its mods traced beforehand, as a function of tensors; `compile` makes it.
+    """A variant of attention with traced mods, which you call on tensors; `compile` makes it.
 
-    A copy attends as this handle does: its mods are what they were when they were traced. copy.deepcopy
-    copies captured tensors where it copies the mod (a method, a module, a partial, an object that is called)
-    and shares them where the mod is a function. A pickle holds graphs and captured tensors in place of the
-    mods; torch.load reads one with weights_only=False. What a handle remembers of its calls is not copied.
+    A copy computes the same attention, with the mods as `compile` traced them. If the mod is a function,
+    copy.deepcopy shares its captured tensors; it copies them with a method, a module, a partial or a callable
+    object. A pickle has graphs and captured tensors in place of the mods; torch.load reads it with
+    weights_only=False. Copies and pickles leave out the handle's caches.
     """
 
-    __name__ = "CompiledAttention"  # a __torch_function__ may ask for that of the function it sees
+    __name__ = "CompiledAttention"  # a __torch_function__ may read the name of its function
 
     def __init__(
         self,
@@ -120,7 +127,7 @@ class CompiledAttention(Inspection):
         self._layout = layout_of(layout)
         self._on: dict[torch.device, _TracedMods] = {}
         self._bound: dict[object, _KnownCall] = {}
-        self._in_graphs: dict[int, Any] = {}  # masks that CUDA graphs read at each replay, by id
+        self._in_graphs: dict[int, Any] = {}  # keeps masks alive that CUDA graphs read at each replay, by id
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._first = torch.empty(0, device=accelerator or "cpu").device
         self._variant(self._first)
@@ -136,15 +143,15 @@ class CompiledAttention(Inspection):
         *,
         return_aux: AuxRequest | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-        """As flex_attention, with its shapes, results and errors.
+        """Computes attention with flex_attention's shapes, results and errors.
 
-        A `block_mask` takes the place of the one that the mask_mod makes.
+        A `block_mask` replaces the one from the handle's mask_mod.
         """
         compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
         if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
             return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux)
         tensor_kinds.refuse_nested(query, key, value)
-        # inside torch.compile it runs as it does outside: the graph breaks around it
+        # torch.compile breaks its graph here, and the call runs outside of it
         attend = torch.compiler.disable(self._attend) if compiling else self._attend
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
@@ -159,9 +166,9 @@ class CompiledAttention(Inspection):
                 if bound.mask is not None and is_captured(query.device):
                     self._in_graphs[id(bound.mask)] = bound.mask
                 return autograd.run(bound.call, bound.mask, query, key, value, bound.captured, plain=True)
-            self._bound = {}  # lets go of masks that are stale
+            self._bound = {}  # frees stale masks
         score, masks = calls.NO_SCORE, None
-        if isinstance(query, Tensor) and isinstance(key, Tensor):  # or else checks say what they are
+        if isinstance(query, Tensor) and isinstance(key, Tensor):  # otherwise checks raise
             variant = self._variant(query.device)
             traces = variant.current()
             score = self._score(traces, block_mask)
@@ -181,7 +188,7 @@ class CompiledAttention(Inspection):
         return result
 
     def _score(self, traces: _Traces, block_mask: Any) -> calls.Score:
-        """The score mod at the positions of the call's mask. Raises OffsetMismatchError."""
+        """Returns the score mod with the offsets of the call's mask. Raises OffsetMismatchError."""
         of_mask = positions_in(block_mask)
         if self._positions is not None and block_mask is not None:
             self._positions.check_agrees(of_mask, "the handle")
@@ -203,7 +210,7 @@ class CompiledAttention(Inspection):
         return Latest(query.device, spec, (batch, heads, length, key.shape[2]))
 
     def _described(self, dtype: Any, head_dim: Any, value_dim: Any) -> Latest | None:
-        """What stands for the latest call until there is one."""
+        """Describes a call with these dtypes and dimensions, for inspection before the first call."""
         if dtype is head_dim is value_dim is None:
             return None
         _check_described(dtype, head_dim, value_dim)
@@ -242,7 +249,7 @@ class CompiledAttention(Inspection):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: in place of a mod its graph, as it was traced, and what it captures."""
+        """Returns the state to pickle: graphs and captured tensors in place of the mods."""
         state = self._state()
         on = {
             device: {kind: leaves(traced) for kind, traced in traces.items()}
@@ -257,18 +264,18 @@ class CompiledAttention(Inspection):
         self._on = {device: _TracedMods(self._mods, device, traces) for device, traces in given}
 
     def _state(self) -> dict[str, Any]:
-        """Its attributes. Nothing of its calls: of its variants the traces alone."""
+        """Returns the attributes without caches of calls; of its variants only the traces."""
         on = {device: variant.traces.by_kind() for device, variant in [*self._on.items()]}
         return {**self.__dict__, "_on": on, "_bound": {}, "_in_graphs": {}}
 
 
 def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
-    """torch's switch is for float32 alone."""
+    """Returns the precision of products; torch's switch applies to float32 only."""
     return calls.float32_precision() if dtype is torch.float32 else "ieee"
 
 
 def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
-    """A dtype and a head_dim, each of them possible; value_dim may be None."""
+    """Checks that dtype and head_dim come together and that each is valid; value_dim may be None."""
     value_dim = head_dim if value_dim is None else value_dim
     size = "a whole number above 0, with dtype beside it"
     for name, value, right, rule in (
@@ -284,10 +291,10 @@ def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
 
 
 class _Traces(NamedTuple):
-    """The mods of a handle as they were traced on a device.
+    """The traces of a handle's mods on a device.
 
-    `kinds`: the tensors that the graphs depend on, and what they were. `name` stands for the score_mod where
-    calls are known by what they see.
+    `kinds`: the tensors that the graphs depend on, with the kinds they had. `name` stands for the score_mod
+    in the keys of cached calls.
     """
 
     score: Traced | None
@@ -296,13 +303,13 @@ class _Traces(NamedTuple):
     name: object
 
     def by_kind(self) -> dict[str, Traced]:
-        """The traces that there are, "score" and "mask"."""
+        """Returns the traces by "score" and "mask"; a missing mod has no entry."""
         given = {"score": self.score, "mask": self.mask}
         return {kind: traced for kind, traced in given.items() if traced is not None}
 
     @property
     def eager(self) -> bool:
-        """May the graphs depend on values?"""
+        """Returns whether the graphs may depend on values of tensors."""
         return any(traced is not None and traced.eager for traced in (self.score, self.mask))
 
     def known_score(self) -> calls.Score:
@@ -316,7 +323,7 @@ class _Traces(NamedTuple):
 
 
 class _Masks:
-    """The block masks of a traced mask_mod, by lengths, while what it captures stays as it is."""
+    """Caches the block masks of a traced mask_mod by lengths, while its captured tensors do not change."""
 
     def __init__(self, traced: Traced, device: torch.device) -> None:
         self.watched = Watched(traced.tensors)
@@ -325,27 +332,27 @@ class _Masks:
         self._by_sizes: dict[object, BlockMask] = {}
 
     def serve(self, traced: Traced) -> bool:
-        """Are they the masks of this trace?"""
+        """Returns whether these are the masks of this trace."""
         same = self._graph == traced.graph and [*map(id, self.watched.tensors)] == [*map(id, traced.tensors)]
         return same and self.watched.unchanged()
 
     def block_mask(self, query: Tensor, key: Tensor) -> BlockMask:
-        """That of a call's lengths."""
+        """Returns the block mask for a call's lengths."""
         batch, heads, length, _ = query.shape
         reads = self._graph.reads
         sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
-        if tensor_kinds.recorded_by_torch():  # a mask of the mode that is active, for this call
+        if tensor_kinds.recorded_by_torch():  # this call's mask belongs to the active mode: do not cache it
             return create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
         mask = self._by_sizes.get(sizes)
         if mask is None:
             mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-            if not is_captured(self._device):  # or else its tiles are there after a replay alone
+            if not is_captured(self._device):  # during capture the mask has no tiles before a replay
                 remember(self._by_sizes, sizes, mask, MASKS)
         return mask
 
 
 class _TracedMods:
-    """The mods of a handle on a device: their traces and the block masks, as long as these hold."""
+    """The mods of a handle on a device: caches their traces and block masks, and renews stale ones."""
 
     def __init__(
         self,
@@ -353,16 +360,16 @@ class _TracedMods:
         device: torch.device,
         traced: Mapping[str, Traced] | None = None,
     ) -> None:
-        """`traced`: the traces of the mods, where they are there already."""
+        """`traced`: the traces of the mods, if they exist already."""
         self._mods, self._device = mods, device
         self._masks: _Masks | None = None
         self.links: Links | None
         self.traces = self._traces_of(self._trace() if traced is None else traced)
-        # of a copy not before its first call: the objects that its mods reach may not be copied yet
+        # a copy finds them at its first call: deepcopy may not have copied its mods' objects yet
         self.links = self._find_links() if traced is None else None
 
     def current(self) -> _Traces:
-        """The traces, made again where a mod may have another graph by now."""
+        """Returns the traces; traces again if a mod's graph may have changed."""
         traces = self.traces
         changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
         if traces.eager or changed or not hold(self.links or ()):
@@ -373,7 +380,7 @@ class _TracedMods:
         return traces
 
     def masks(self, traced: Traced) -> _Masks:
-        """The block masks of the traced mask_mod, of what it captures as it is now."""
+        """Returns the cache of block masks for the mask_mod's captured tensors in their current state."""
         masks = self._masks
         if masks is None or not masks.serve(traced):
             masks = self._masks = _Masks(traced, self._device)
@@ -390,16 +397,16 @@ class _TracedMods:
         return _Traces(traced.get("score"), traced.get("mask"), kinds, object())
 
     def _find_links(self) -> Links:
-        """Of traces that hold for more than one call."""
+        """Returns the links of the mods, if the traces serve more than one call."""
         by_kind = {} if self.traces.eager else self.traces.by_kind()
         return links_of([(self._mods[kind], (*x.tensors, *x.described)) for kind, x in by_kind.items()])
 
 
 class _KnownCall(NamedTuple):
-    """A call of a handle that is known: all that it needs but for query, key and value.
+    """A handle's cached call, with everything it needs except query, key and value.
 
-    `captured`: what the score mod captures. `kinds`: as in `_Traces`, without `watched`, the captures of the
-    mask.
+    `captured`: the score mod's captured tensors. `watched`: the mask's captured tensors. `kinds`: as in
+    `_Traces`, without `watched`.
     """
 
     call: autograd.PreparedCall
@@ -411,7 +418,7 @@ class _KnownCall(NamedTuple):
     latest: Latest
 
     def holds(self) -> bool:
-        """Is what the mods capture as it was?"""
+        """Returns whether the mods' captured tensors are unchanged."""
         for tensor, kind in self.kinds:
             if tensor_key(tensor) != kind:
                 return False

@@ -12,9 +12,9 @@
     render     templates + text + KernelSpec -> one complete module             codegen/render.py
     load       a content-hashed file in the cache folder, imported              codegen/cache.py
 
-A mod for the generated kernels is widened and optimized once more, with its promoted constants as parameters.
-Everything after `trace` is keyed on what was traced, never on the identity of a function: a closure that has
-changed cannot meet a stale kernel.
+For the generated kernels a mod is widened and optimized once more, with its promoted constants as parameters.
+All caches after `trace` use the traced graph as key, never the identity of a function, so a changed closure
+never runs a stale kernel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from flexmod.locks import Lock
 
 Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
-# Graphs whose stages are remembered, and kernels that stay when no call uses them: made again from the text.
+# How many graphs' stages and how many kernels stay in caches. A dropped kernel is loaded again from its text.
 GRAPHS, KERNELS = 1024, modules.KEPT
 
 
@@ -59,9 +59,9 @@ GRAPHS, KERNELS = 1024, modules.KEPT
 class Lowered:
     """A mod after the graph stages.
 
-    `score` is None where a score_mod leaves the score as it is; `split` is the mask that its -inf branches
-    make. For a mask_mod `score` is the mask's own graph and `split` None. `checked`: the texts check what
-    indexes captured tensors.
+    For a score_mod, `score` is None if the mod does not change the score, and `split` is the mask of its -inf
+    branches. For a mask_mod, `score` is the mask's graph and `split` is None. `checked`: kernels check each
+    index into a captured tensor.
     """
 
     score: Graph | None
@@ -102,16 +102,16 @@ def lower(
     split: bool,
     checked: bool = False,
 ) -> Lowered:
-    """A traced graph through the graph stages. `numbers`: what its parameters are or lie between."""
+    """Runs a traced graph through the graph stages. `numbers`: values or ranges of its parameters."""
     whole = fitted(own_graph(graph), extents, numbers)
     exact = {place: number for place, number in numbers if not isinstance(number, tuple)}
     return _lower(choose_tanhs(whole, exact) if graph.kind == "score" else whole, split, checked)
 
 
 def own_graph(graph: Graph) -> Graph:
-    """The graph that kernels are made of: for calls of any size.
+    """Returns the graph for kernels of calls of any size.
 
-    Apart from those of equal mods, where an index outside shall name the line of this one.
+    With checked indexes, equal mods get separate graphs, so that an error names this mod's line.
     """
     graph = graph.of_any_size()
     return replace(graph, lines=True) if config.check_bounds() else graph
@@ -130,7 +130,7 @@ def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
 
 @lru_cache(GRAPHS)
 def capture_grad(graph: Graph, grad_captures: tuple[int, ...]) -> CaptureGrad:
-    """The derivatives of a lowered score_mod by the score and by the captures `grad_captures`, optimized."""
+    """Returns the derivatives of a lowered score_mod by the score and by `grad_captures`, optimized."""
     found = stage("derive", lambda: differentiate_captures(graph, grad_captures))
     return replace(found, graph=optimize(found.graph))
 
@@ -139,9 +139,9 @@ def capture_grad(graph: Graph, grad_captures: tuple[int, ...]) -> CaptureGrad:
 def capture_terms(
     graph: Graph, grad_captures: tuple[int, ...], reduce_in_backward: bool = False
 ) -> tuple[GradientTerm, ...]:
-    """What each load of the captures `grad_captures` adds to their gradients, and how that is summed.
+    """Returns what each load of `grad_captures` adds to their gradients, and how to sum it.
 
-    `reduce_in_backward`: for a backward that makes the sums itself, by column also where b and h alone index.
+    `reduce_in_backward`: the backward makes the sums itself; it also sums by column if only b and h index.
     """
     return terms_of(capture_grad(graph, grad_captures), "column" if reduce_in_backward else "row")
 
@@ -150,7 +150,7 @@ def capture_terms(
 def capture_texts(
     graph: Graph, grad_captures: tuple[int, ...], reduce_in_backward: bool = False, checked: bool = False
 ) -> CaptureTexts:
-    """`capture_terms` as device functions."""
+    """Writes `capture_terms` as device functions."""
     terms = capture_terms(graph, grad_captures, reduce_in_backward)
     return stage(
         "write", lambda: write_terms(capture_grad(graph, grad_captures), terms, reduce_in_backward, checked)
@@ -158,14 +158,15 @@ def capture_texts(
 
 
 class Constants:
-    """Which constants of a graph have become run-time arguments.
+    """Decides which constants of a graph become run-time arguments.
 
-    The first graph of a skeleton keeps its numbers. When it comes back with others, all that differ are
-    promoted at once; later values of these compile nothing.
+    A skeleton is a graph without its numbers. The first graph of a skeleton keeps its numbers as constants.
+    If the skeleton returns with other numbers, all numbers that differ become arguments at once; their later
+    values compile nothing.
 
-    `version` is another object whenever more are promoted: caches of what depends on that ask for it.
-    A graph that many others came after is forgotten. When it comes back its numbers are constants again, and
-    the next others are promoted: that compiles anew, and changes no result.
+    `version` becomes a new object at each promotion; caches that depend on promotions use it as key. The
+    least recently used skeletons leave the cache. Such a skeleton starts again with constants, which costs a
+    compilation and changes no result.
     """
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class Constants:
         self._lock = Lock()
 
     def promote(self, graph: Graph) -> tuple[Graph, Numbers]:
-        """The graph to compile, and the numbers of this call by place."""
+        """Returns the graph to compile, and this call's numbers by place."""
         skeleton, numbers = graph.skeleton
         with self._lock:
             known = self._known.get(skeleton)
@@ -189,7 +190,7 @@ class Constants:
 
 
 class _Skeleton:
-    """What is known of the graphs of one skeleton: the first one's numbers, and which became arguments."""
+    """The first graph's numbers of a skeleton, and the places that became arguments."""
 
     def __init__(self, first: Numbers) -> None:
         self._first = first
@@ -197,7 +198,7 @@ class _Skeleton:
         self._graphs: dict[tuple[type, ...], Graph] = {}
 
     def promote(self, numbers: Numbers) -> bool:
-        """Promotes those that differ from the first ones. Are there new ones among them?"""
+        """Promotes numbers that differ from the first graph's; returns whether it promoted new places."""
         pairs = enumerate(zip(self._first, numbers, strict=True))
         differing = {i for i, (a, b) in pairs if i not in self._promoted and not _same(a, b)}
         if differing:
@@ -206,9 +207,9 @@ class _Skeleton:
         return bool(differing)
 
     def of_parameters(self, graph: Graph, numbers: Numbers) -> Graph:
-        """The graph with its promoted constants as parameters.
+        """Returns the graph with its promoted constants as parameters.
 
-        It is one object for all numbers of these types, where each of them becomes a parameter.
+        If all promoted constants become parameters, all numbers of the same types share one graph object.
         """
         if not self._promoted:
             return graph
@@ -230,14 +231,14 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """One mod of a call, ready for kernels: what was lowered, and the numbers that its parameters take."""
+    """One mod of a call, ready for kernels: the lowered mod and the numbers for its parameters."""
 
     lowered: Lowered
     numbers: Numbers
 
 
 def compile_mod(graph: Graph, extents: Extents) -> Mod:
-    """A mod for the generated kernels, with its changing constants as arguments; -inf branches stay in it."""
+    """Lowers a mod for the generated kernels, with promoted constants; keeps its -inf branches."""
     return _compiled_mod(own_graph(graph), extents, CONSTANTS.version, config.check_bounds())
 
 
@@ -248,15 +249,15 @@ def _compiled_mod(graph: Graph, extents: Extents, version: object, checked: bool
     return Mod(lower(promoted, extents, places, split=False, checked=checked), numbers)
 
 
-# Integers of one sign up to here are alike to all that is found out about a graph before it runs.
+# The analysis of a graph before it runs treats integers of one sign up to here alike.
 LARGEST_ALIKE = 2**30
 
 
 def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
-    """What is known of a graph's parameters before it runs.
+    """Returns values or ranges of a graph's parameters, for the stages before a run.
 
-    Of a mask's integers what they lie between, if int32 holds what is made of them: so numbers that change
-    find again what is known of others.
+    For a mask's integers these are ranges, if int32 arithmetic suffices for the range: so other numbers in
+    the range reuse the cached stages.
     """
     exact = tuple([(place, numbers[place]) for place in _places_of(graph)])
     if graph.kind == "mask":
@@ -269,7 +270,7 @@ def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
 
 @lru_cache(GRAPHS)
 def _places_of(graph: Graph) -> tuple[int, ...]:
-    """Which numbers its parameters are."""
+    """Returns the places of the numbers that the graph's parameters stand for."""
     return tuple(n.value for n in graph.nodes if n.op == "param")  # type: ignore[misc]
 
 
@@ -287,7 +288,7 @@ def _span(number: bool | int | float) -> Any:
 
 
 def _span_of_bits(number: bool | int | float) -> Any:
-    """The integers of the number's sign that have at most as many bits."""
+    """Returns the range of integers with the number's sign and at most as many bits."""
     span = _span(number)
     if type(number) is not int or span is number:
         return span
@@ -306,11 +307,10 @@ def kernels_for(
     reduce_in_backward: bool = False,
     family: Family = "",
 ) -> Kernels:
-    """The kernels of a spec and its mods; they are rendered and loaded when they are first launched.
+    """Returns the kernels of a spec and its mods; their first launch renders and loads them.
 
-    `grad_captures`: captures of the score_mod that get gradients, `reduce_in_backward`: in the backward
-    kernel of a family.
-    `family`: of the chips that the portable kernels may use instructions of.
+    `grad_captures`: the score_mod's captures that get gradients. `reduce_in_backward`: a family's backward
+    kernel makes their sums. `family`: chips whose instructions the portable kernels may use.
     """
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
@@ -319,7 +319,7 @@ def kernels_for(
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)
-    # its own dK/dV kernel does not run beside that of another family
+    # another family's dK/dV kernel replaces the portable one and makes the sums by column
     portable = replace(captures, column=None) if reduce_in_backward else captures
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
@@ -335,7 +335,7 @@ def build(
     captures: CaptureTexts = NO_CAPTURES,
     family: Family = "",
 ) -> ModuleType:
-    """render and load."""
+    """Renders and loads a module of kernels."""
     text = stage("render", lambda: render(spec, score, mask, grad, captures, target=family))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
     module = stage("load", lambda: modules.load(text, name))
@@ -345,7 +345,7 @@ def build(
 
 
 def stage(name: str, work: Callable[[], T]) -> T:
-    """Run one stage; FLEXMOD_DEBUG=1 prints how long it took."""
+    """Runs one stage; FLEXMOD_DEBUG=1 prints its time."""
     if config.debug_level() < 1:
         return work()
     start = time.perf_counter()
@@ -355,6 +355,6 @@ def stage(name: str, work: Callable[[], T]) -> T:
 
 
 def show(title: str, graph: Graph) -> None:
-    """FLEXMOD_DEBUG=2 prints graphs."""
+    """Prints a graph with FLEXMOD_DEBUG=2."""
     if config.debug_level() >= 2:
         print(f"flexmod: {title}\n{graph}", file=sys.stderr)

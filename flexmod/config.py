@@ -1,4 +1,4 @@
-"""The environment switches, read once.
+"""Reads the environment switches, once per process.
 
 | variable                  | values     | meaning                                                          |
 |---------------------------|------------|------------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | `FLEXMOD_CHECK_BOUNDS`    | 0, 1       | kernels check what indexes captured tensors; the host waits      |
 | `FLEXMOD_COMPILE_THREADS` | 1, 2, ...  | threads that compile kernels; default by the number of cores     |
 
-An empty value means the default. A wrong one raises `EnvironmentSwitchError` at the first use of any switch.
+An empty value means the default. An invalid one raises `EnvironmentSwitchError` at the first use of a switch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
 
 
 def read(environment: Mapping[str, str]) -> Config:
-    """The switches as `environment` sets them.
+    """Returns the switches from `environment`.
 
     Raises:
         EnvironmentSwitchError: a value is not in the table above.
@@ -74,14 +74,14 @@ def _user_cache(environment: Mapping[str, str]) -> Path:
         return Path(environment["LOCALAPPDATA"])
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
-    # the XDG rule: a relative path there is invalid and counts as not set
+    # the XDG rule: a relative path is invalid and counts as not set
     xdg = Path(environment.get("XDG_CACHE_HOME", ""))
     return xdg if xdg.is_absolute() else Path.home() / ".cache"
 
 
 @cache
 def config() -> Config:
-    """The switches of this process; `config.cache_clear()` makes the next call read them again."""
+    """Returns the switches of this process; `config.cache_clear()` makes the next call read them again."""
     return read(os.environ)
 
 
@@ -90,7 +90,7 @@ _moved: Path | None = None
 
 @contextmanager
 def cache_dir_at(folder: Path) -> Iterator[None]:
-    """As FLEXMOD_CACHE_DIR, for all threads of this process meanwhile."""
+    """Sets FLEXMOD_CACHE_DIR within a block, for all threads of this process."""
     global _moved
     before, _moved = _moved, folder
     try:
@@ -100,20 +100,20 @@ def cache_dir_at(folder: Path) -> Iterator[None]:
 
 
 def debug_level() -> int:
-    """0 to 3, from FLEXMOD_DEBUG."""
+    """Returns FLEXMOD_DEBUG, 0 to 3."""
     return config().debug
 
 
 def cache_dir() -> Path:
-    """Absolute path of the folder of generated kernels; it need not exist."""
+    """Returns the absolute path of the folder of generated kernels, which need not exist."""
     return config().cache_dir if _moved is None else _moved
 
 
 def check_bounds() -> bool:
-    """FLEXMOD_CHECK_BOUNDS: do kernels check each index into a captured tensor?"""
+    """Returns FLEXMOD_CHECK_BOUNDS: whether kernels check each index into a captured tensor."""
     return config().check_bounds
 
 
 def compile_threads() -> int | None:
-    """FLEXMOD_COMPILE_THREADS; None where it is not set."""
+    """Returns FLEXMOD_COMPILE_THREADS, or None if it is not set."""
     return config().compile_threads

@@ -1,4 +1,4 @@
-"""explain(): what flexmod makes of a mod, for people: the graphs and the modules of kernels."""
+"""explain(): shows the graphs and the modules of kernels that flexmod makes from a mod."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Named(dict[str, T]):
-    """Graphs or texts by name; `str` is all of them, one after another."""
+    """Graphs or texts by name; `str` joins them all."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.values()))
 
 
 class ByFamily(Named[T]):
-    """By family of kernels and direction, such as "hopper forward"; one that cannot serve has no entry.
+    """Texts by kernel family and direction, such as "hopper forward"; a family that cannot run has no entry.
 
     Raises NoKernelsError for a key without an entry.
     """
@@ -39,14 +39,16 @@ class ByFamily(Named[T]):
 
 @dataclass(frozen=True)
 class Explanation:
-    """`str` shows the graphs, and on which template the kernels stand.
+    """The result of `explain`; `str` shows the graphs and the kernels' templates.
 
-    `graphs` are those of the mask, the score and its derivative, as far as there are such. `source` is the
-    portable module, forward and backward. `sources` are the modules of other families of kernels, by family
-    and direction ("hopper forward"). `templates` says for each direction which runs where, and why. `plan`
-    has what a call allocates and launches, by family and direction too ("portable forward"), with the first
-    tile of each ladder. `sources` and `plan` print as a whole, and raise NoKernelsError for a key without an
-    entry.
+        graphs     the graphs of the mask, of the score and of its derivative, "mask", "score" and "grad"
+        source     the portable module, forward and backward
+        sources    the modules of other kernel families, by family and direction ("hopper forward")
+        templates  for each direction, which family runs on which chip, and why
+        plan       the allocations and launches of a call, by family and direction ("portable forward"), with
+                   the first tile of each ladder
+
+    The last three print as a whole. The dicts `sources` and `plan` raise NoKernelsError for a missing key.
     """
 
     graphs: tuple[Graph, ...]
@@ -61,9 +63,9 @@ class Explanation:
 
 
 def graphs_of(made: Variant) -> Named[Graph]:
-    """The optimized graphs of a variant: "mask", "score", and "grad", the score's derivative.
+    """Returns a variant's optimized graphs: "mask", "score", and "grad", the score's derivative.
 
-    The derivative is by captured elements too, where these are learned. What changes nothing is not there.
+    "grad" also has derivatives by captured elements that require them. A mod without effect has no entry.
     """
     score, mask = made.score, made.mask
     found = {"mask": mask.score if mask else None}
@@ -83,12 +85,16 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     block_size: int | tuple[int, int] = 128,
 ) -> Explanation:
-    """What flexmod compiles for these mods; nothing is launched, no GPU is needed.
+    """Shows what flexmod compiles for these mods. It needs no GPU and launches nothing.
 
-    `head_dim` is that of query and key, `value_dim` that of value (head_dim if None), `dtype` that of all
-    three. `block_size` is that of the mask's tiles, in positions: one number or (queries, keys). Captured
-    tensors that require grad get theirs. The result prints the graphs; its `source` is the portable module
-    of kernels, its `sources` are modules of other families. Raises what tracing raises.
+        head_dim    of query and key
+        value_dim   of value; head_dim if None
+        dtype       of all three
+        block_size  of the mask's tiles, in positions: one number or (queries, keys)
+
+    The backward includes gradients of captured tensors that require them. The result prints the graphs; its
+    `source` is the portable module of kernels, its `sources` are modules of other families. Raises what
+    tracing raises.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The names of the families of kernels, by which options and commands ask for one.
+"""Names the kernel families, for options and commands that select one.
 
 `backends/families.py` has the families themselves; its `insert` adds a name here.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PORTABLE = "portable"  # of the kernels that every chip runs, the last family
+PORTABLE = "portable"  # the last family, whose kernels run on every chip
 _names: tuple[str, ...] = ("hopper", PORTABLE)
 
 
 def names() -> tuple[str, ...]:
-    """All, in the order in which the families are asked."""
+    """Returns all names, in the order in which flexmod tries the families."""
     return _names
 
 
@@ -22,5 +22,5 @@ def set_names(known: Sequence[str]) -> None:
 
 
 def accepted() -> tuple[str, ...]:
-    """What kernel option TEMPLATE may be."""
+    """Returns the values that kernel option TEMPLATE accepts."""
     return ("auto", *_names)

@@ -1,4 +1,4 @@
-"""What a handle of flexmod.compile shows of itself: its graphs, modules, PTX, and a file of its own."""
+"""Shows the graphs, modules and PTX of a flexmod.compile handle, and saves it as a standalone file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from flexmod.quotes import quotes
 from flexmod.runtime.target import MEASURED, OLDEST, target_of
 from flexmod.variant import EXTENTS, Variant, of_traces, spec_for
 
-# kernel_options that a file, with the portable kernels and a plain launcher, cannot heed
+# kernel_options that a standalone file, with portable kernels and a plain launcher, does not support
 NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")
 CALL = "head_dim=64, dtype=torch.bfloat16"
 
 
 class Latest(NamedTuple):
-    """What the kernels of a call depend on besides the mods. `spec` has the block of a mask."""
+    """Everything that a call's kernels depend on, except the mods. `spec` has the mask's block size."""
 
     device: torch.device
     spec: KernelSpec
@@ -38,17 +38,16 @@ class Latest(NamedTuple):
 
 
 class Inspection:
-    """The part of a handle that is for people to read.
+    """The readable side of a handle:
 
-    graph        the optimized graphs: "mask", "score" and "grad", the score's derivative
-    source       the modules of kernels of the latest call, "forward" and "backward"
-    ptx          their PTX by kernel, compiled for the chip of the latest call
-    ptx_for()    the same for a named chip
-    save()       a file that depends on torch and triton alone
+        graph      the optimized graphs: "mask", "score" and "grad", the score's derivative
+        source     the modules of kernels of the latest call, "forward" and "backward"
+        ptx        their PTX by kernel, compiled for the chip of the latest call
+        ptx_for()  the same for a named chip
+        save()     writes a file that depends on torch and triton only
 
-    The first four are dicts; printed, what they hold comes one after another. The mods are what they were
-    when they were compiled. Until there is a call, one of the dtype and head dimensions that flexmod.compile
-    was given stands for the latest.
+    The first four are dicts, and print as a whole. They show the mods as flexmod.compile traced them. Before
+    the first call, the dtype and head dimensions from flexmod.compile describe the latest call.
     """
 
     _mods: dict[str, Callable[..., Any]]
@@ -62,26 +61,25 @@ class Inspection:
         return self._scale is None or self._scale > 0
 
     def _traced(self) -> dict[str, Traced]:
-        """The mods as they were traced, "score" and "mask", as far as there are any."""
+        """Returns the traces of the mods by "score" and "mask"; a missing mod has no entry."""
         raise NotImplementedError
 
     @property
     def graph(self) -> Named[Graph]:
-        """The optimized graphs; index arithmetic is as wide as the latest call needs it."""
-        # dtypes and head dimensions do not show in a graph
+        """The optimized graphs, with index arithmetic as wide as the latest call needs it."""
+        # a graph does not depend on dtypes and head dimensions
         spec = self._latest.spec if self._latest else spec_for(torch.float32, 64)
         return graphs_of(self._made(spec))
 
     @property
     def source(self) -> Named[str]:
-        """The modules of kernels as the latest call has them, on its chip.
+        """The modules of kernels of the latest call, for its chip.
 
-        Both directions, whether it had a backward or not. On the CPU nothing of it runs but in the
-        interpreter. A number in a mod that has become an argument of the kernels, since other mods differ in
-        it, stands there as it is.
+        It has both directions, even if the call had no backward. On the CPU only the interpreter runs these
+        kernels. The text shows numbers of the mods as constants, also where a call passes them as arguments.
 
         Raises:
-            NotCalledError: there was no call, and flexmod.compile was given no dtype and head_dim.
+            NotCalledError: there was no call, and flexmod.compile got no dtype and head_dim.
             UnsupportedDtype: there are no kernels for float64.
         """
         with lazy_imports():
@@ -97,11 +95,11 @@ class Inspection:
     def ptx(self) -> Named[str]:
         """The PTX of the latest call's kernels by name, for its chip; compiling them takes seconds.
 
-        Kernels that have no tile to choose (statistics, rounding) are left out.
+        It leaves out kernels without a choice of tiles (statistics, rounding).
 
         Raises:
             NotCalledError, UnsupportedDtype: as `source`.
-            NoPtxError: the call is one on the CPU, or on a chip that has no PTX; see `ptx_for`.
+            NoPtxError: the call ran on the CPU, or on a chip without PTX; see `ptx_for`.
         """
         with lazy_imports():
             from flexmod import ahead
@@ -120,10 +118,13 @@ class Inspection:
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Named[str]:
-        """The PTX of the kernels by name, for a chip that need not be here, e.g. "sm_90".
+        """Returns the PTX of the kernels by name, for a chip that need not be here, e.g. "sm_90".
 
-        head_dim, value_dim, dtype: of query and key, of value, of all three; the latest call's where they are
-        not given, and for value_dim head_dim where that is. Raises UnknownTarget, and what `ptx` raises.
+            head_dim   of query and key; by default as in the latest call
+            value_dim  of value; by default head_dim if you give it, else as in the latest call
+            dtype      of all three; by default as in the latest call
+
+        Raises UnknownTarget, and the errors of `ptx`.
         """
         advice = f"attend.ptx_for({target!r}, {CALL})"
         return self._ptx(self._spec("PTX", advice, head_dim, value_dim, dtype), target)
@@ -137,17 +138,19 @@ class Inspection:
         dtype: torch.dtype | None = None,
         target: str | None = None,
     ) -> Path:
-        """Write a file with this attention, forward and backward, that depends on torch and triton alone.
+        """Writes a file with this attention, forward and backward, that depends on torch and triton only.
 
-        It has the portable kernels, a plain launcher, and a main() that checks them against dense attention;
-        see `flexmod.standalone`. Returns its path.
+        The file has the portable kernels, a plain launcher, and a main() that checks them against dense
+        attention; see `flexmod.standalone`. Returns its path.
 
-        head_dim, value_dim, dtype: as in `ptx_for`. target: the chip that the tiles are chosen for, the
-        latest call's if None, or the oldest one where that ran on none.
+            head_dim, value_dim, dtype
+                    as in `ptx_for`
+            target  the chip to choose tiles for; by default the latest call's, or the oldest supported chip
+                    if that call ran on no GPU
 
         Raises:
             NotCalledError, UnsupportedDtype: as `source`.
-            NoStandaloneError: the handle does what a file does not.
+            NoStandaloneError: the handle uses an option that a file does not support.
             UnknownTarget, NoTileFits: see `standalone`.
         """
         with lazy_imports():
@@ -157,7 +160,7 @@ class Inspection:
         self._check_savable(spec)
         of_file = replace(spec, mask_form="lists", shared_kv=True)
         traced = self._traced()
-        # a number that is another by now is not quoted
+        # do not quote numbers that changed since the trace
         unchanged = all(
             trace(mod, kind).graph.key == traced[kind].graph.key for kind, mod in self._mods.items()
         )
@@ -178,9 +181,9 @@ class Inspection:
         return ahead.ptx(self._made(spec), target)
 
     def _chip(self) -> str | None:
-        """Of the latest call."""
+        """Returns the chip of the latest call, or None."""
         device = self._latest.device if self._latest else torch.device("cpu")
-        # a handle that was pickled may have been called where there were more
+        # the latest call of an unpickled handle may have run on a machine with more GPUs
         here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
         return target_of(device).name if here else None
 
@@ -197,7 +200,7 @@ class Inspection:
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> KernelSpec:
-        """The latest call's, but for what is given."""
+        """Returns the latest call's spec, with the given arguments in place of its own."""
         latest = self._latest
         if latest is not None:
             spec = latest.spec

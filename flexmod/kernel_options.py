@@ -1,7 +1,7 @@
-"""The `kernel_options` of flex_attention: one table, checked before anything else happens.
+"""Checks the `kernel_options` of flex_attention against one table, before any other work.
 
-Names are torch's, but for BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic. Each may carry the prefix
-`fwd_` or `bwd_`, which wins over the bare name in its kernels.
+The names are torch's, except BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic. Each name may have the
+prefix `fwd_` or `bwd_`, which overrides the bare name for that direction's kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _among(*numbers: int) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Names:
-    """An option that takes names, which are looked up at each check."""
+    """An option that takes names; each check looks them up."""
 
     names: Callable[[], Sequence[str]]
 
@@ -50,7 +50,7 @@ BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
 _BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCK_M3", "BLOCK_N3")
 _FLAG = Option("True or False", lambda value: isinstance(value, bool))
 
-# docs/kernel_options.md says what each of them does
+# docs/kernel_options.md explains each option
 OPTIONS: dict[str, Option | Names] = {
     "BACKEND": Names(lambda: BACKENDS),
     "TEMPLATE": Names(family_names.accepted),
@@ -59,14 +59,14 @@ OPTIONS: dict[str, Option | Names] = {
     **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
     "tuned": _FLAG,
     "deterministic": _FLAG,
-    # without effect
+    # accepted, no effect
     "PRESCALE_QK": _FLAG,
     "ROWS_GUARANTEED_SAFE": _FLAG,
     "BLOCKS_ARE_CONTIGUOUS": _FLAG,
     "WRITE_DQ": _FLAG,
     "FORCE_USE_FLEX_ATTENTION": _FLAG,
     "USE_TMA": _FLAG,
-    # AMD's, handed to Triton
+    # for AMD; passed to Triton
     "kpack": Option("1 or 2", _among(1, 2)),
     "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
@@ -78,7 +78,7 @@ PREFIXES = ("fwd_", "bwd_")
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Checked options. `tiles` holds what shapes a launch, prefixes and all, sorted by name."""
+    """Checked options. `tiles` has the options of launches, with prefixes, sorted by name."""
 
     backend: str = "AUTO"
     tiles: tuple[tuple[str, Any], ...] = ()
@@ -88,7 +88,7 @@ NONE = KernelOptions()
 
 
 def parse(options: Mapping[str, Any] | None) -> KernelOptions:
-    """Checks names and values.
+    """Checks names and values, and returns the options.
 
     Raises UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError.
     """

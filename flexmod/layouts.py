@@ -1,4 +1,4 @@
-"""The orders in which the dimensions of query, key, value and output may come, by name."""
+"""Names the orders of dimensions that query, key, value and output may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LayoutName = Literal["bhsd", "bshd"]
 
 
 class Layout(NamedTuple):
-    """`heads` and `length` are the numbers of these dimensions; `shape` and `named` are words of errors."""
+    """An order of dimensions: `heads` and `length` are dimension numbers; errors use `shape` and `named`."""
 
     heads: int
     length: int
@@ -27,7 +27,7 @@ USUAL = LAYOUTS["bhsd"]
 
 
 def layout_of(name: Any) -> Layout:
-    """Raises LayoutError."""
+    """Returns the layout with this name. Raises LayoutError."""
     if not isinstance(name, str) or name not in LAYOUTS:
         raise LayoutError(layout=name)
     return LAYOUTS[name]

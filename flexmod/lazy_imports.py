@@ -1,10 +1,10 @@
-"""What `import flexmod` leaves out is imported by the first call that needs it.
+"""Imports slow packages at the first call that needs them, not at `import flexmod`.
 
     with lazy_imports():
         from flexmod.backends import generated
 
-Left out are Triton, with the modules that compile, launch or interpret kernels, and the packages that write
-their text and print tables. tests/test_import.py holds the list.
+These are Triton, the modules that compile, launch or interpret kernels, and the packages that write kernels'
+text and print tables. tests/test_import.py has the list.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flexmod.errors import MissingPackage
 # as in pyproject.toml
 REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "tabulate": "tabulate>=0.9"}
 
-# One thread at a time: Python may fail where two import a package and a part of it at once. A fork waits:
-# a child never gets the rest of a module that another thread of its parent has half imported.
+# One thread at a time: Python may fail if one thread imports a package while another imports a part of it. A
+# fork waits too: otherwise a child would keep a module that another thread had imported only half.
 _one_thread = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Surrounds import statements inside a function. Raises MissingPackage where a package is not there."""
+    """Surrounds import statements inside a function. Raises MissingPackage for an absent package."""
     with _one_thread, interrupts_afterwards(), paused_collections():
         try:
             yield
@@ -48,7 +48,7 @@ def lazy_imports() -> Iterator[None]:
 
 @contextmanager
 def interrupts_afterwards() -> Iterator[None]:
-    """Surrounds imports: Ctrl-C raises KeyboardInterrupt after them.
+    """Delays Ctrl-C until the imports in the block end.
 
     In the middle it would leave half of Triton in `sys.modules`, and no later call could import the rest.
     """
@@ -68,9 +68,9 @@ def interrupts_afterwards() -> Iterator[None]:
 
 @contextmanager
 def paused_collections() -> Iterator[None]:
-    """Surrounds imports, which make objects that stay: Python's garbage collector would find nothing.
+    """Pauses Python's garbage collector during imports, which create no garbage.
 
-    A full collection reads all objects of torch, which takes 0.1 s, and one is due soon after `import torch`.
+    A full collection reads all of torch's objects, which takes 0.1 s, and is due soon after `import torch`.
     """
     collecting = gc.isenabled()
     gc.disable()

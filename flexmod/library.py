@@ -1,8 +1,8 @@
-"""Attention inside torch.compile and torch.export: operations of torch.library, forward and backward.
+"""Registers attention with torch.library, forward and backward, for torch.compile and torch.export.
 
-Their arguments are tensors, numbers and texts. What else there is of a call, its OperationConstants, is a
-constant of the graph, a text; mods are Records (`ir/record.py`); a block mask is taken apart into its
-tensors, and put together again when the graph runs. So a graph means the same in every process.
+The operations take tensors, numbers and texts only, so that a graph means the same in every process. Mods
+become Records (`ir/record.py`). A block mask becomes its tensors, and the running graph builds the mask from
+them again. All other facts of a call, its OperationConstants, are one text, a constant of the graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flexmod.runtime import tuned
 
 
 class OperationOptions(NamedTuple):
-    """What a call asks for, apart from its tensors and its mods."""
+    """A call's arguments except its tensors and its mods."""
 
     scale: float | None
     enable_gqa: bool
@@ -48,7 +48,7 @@ class OperationOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationConstants:
-    """What is constant in a call. `names` of the parts of its mask; mods are texts as in Recorded."""
+    """A call's constants. `names`: of its mask's parts. `score` and `mask` are texts, as in Recorded."""
 
     score: str
     mask: str
@@ -80,14 +80,14 @@ def no_mod() -> Recorded:
 
 @dataclass
 class Parts:
-    """A block mask taken apart: constants, then what is an input of the graph."""
+    """The parts of a block mask: constants, then inputs of the graph."""
 
     form: str
     names: tuple[str, ...]
     flags: tuple[bool, bool]
     mod: Recorded
     tiles: list[Tensor]
-    numbers: list[int]  # its graph's, block and lengths, then what it holds
+    numbers: list[int]  # the graph's numbers, block and lengths, then the storage's
 
 
 def attend(
@@ -98,7 +98,7 @@ def attend(
     block_mask: Any,
     asked: OperationOptions,
 ) -> Forward:
-    """A call inside TorchDynamo or torch.export; what depends on values is checked when the graph runs."""
+    """Runs a call inside TorchDynamo or torch.export. Checks of values run when the graph runs."""
     query, key, value = calls.cast_by_autocast(query, key, value)
     mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
     return _operate(query, key, value, mod, parts_of(block_mask, query.device), asked)
@@ -112,7 +112,7 @@ def dispatch(
     mask: MaskSnapshot | None,
     asked: calls.CallOptions,
 ) -> Forward:
-    """A checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
+    """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
     options = asked.options
     facts = OperationOptions(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
@@ -164,14 +164,14 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
 def _storage_parts(
     storage: TileStorage, traced: Traced, known: list[int], padded: bool, device: torch.device
 ) -> Parts:
-    """`known`: the number of the graph, block and lengths."""
+    """Returns the parts of a mask from its storage. `known`: the graph's number, block and lengths."""
     names, tiles, numbers = storage.taken_apart()
     mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
     return Parts("storage", names, (storage._separate, padded), mod, tiles, [*known, *numbers])
 
 
 class Given(NamedTuple):
-    """What the operations are given besides tensors of attention itself."""
+    """The operations' arguments besides query, key, value and results."""
 
     captured: Sequence[Tensor]
     integers: Sequence[int]
@@ -199,7 +199,7 @@ _BACKWARD = (
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
 ) -> tuple[autograd.PreparedCall, MaskSnapshot | None, tuple[int, ...]]:
-    """The call, its mask, and which of the tensors given its score mod captures."""
+    """Returns the call, its mask, and the places of its score mod's captures among the given tensors."""
     variant = _variant(given.variant)
     block_mask = _mask_of(variant, given, query.device)
     mask = None if block_mask is None else block_mask.snapshot()
@@ -237,7 +237,7 @@ def _made_ready(
 
 
 def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> BlockMask | None:
-    """The mask that was taken apart."""
+    """Builds the block mask from its parts."""
     if variant.form == "none":
         return None
     graph, *numbers = given.numbers
@@ -261,7 +261,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """out, lse, the row maximum, and two tensors for the backward; what there is not has no elements."""
+    """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
     given, track = Given(*map(_hashable, rest[:-1])), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, track)
@@ -276,7 +276,7 @@ def _hashable(value: Any) -> Any:
 
 
 class _ResultLayout(NamedTuple):
-    """How a result of an operation lies in memory, as the graph expects it; `like` has its device."""
+    """The memory layout that a graph expects of a result; `like` has its device."""
 
     like: Tensor
     shape: Sequence[int]
@@ -287,14 +287,14 @@ class _ResultLayout(NamedTuple):
         return self.like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
     def of(self, found: Tensor | None) -> Tensor:
-        """What was found, in this layout; whatever is there, where nothing was."""
+        """Returns `found` in this layout, or an uninitialized tensor for None."""
         if found is None:
             return self.empty()
         return found if found.stride() == tuple(self.strides) else self.empty().copy_(found)
 
 
 def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: bool) -> list[_ResultLayout]:
-    """Those of `_attention`: what a plan makes, by the sizes of these tensors."""
+    """Returns the layouts of `_attention`'s results, as a plan makes them for tensors of these sizes."""
     generated = query.device.type == "cuda" or variant.backend == "INTERPRET"
     kept = ("first", "second") if track and generated and query.dtype != torch.float64 else ()
     of_query, of_value = named("query", query), named("value", value)
@@ -352,13 +352,13 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     needs += list(ctx.needs_input_grad[3]) if captured else []
     found = iter(gradient(grad_out, grad_lse, query, key, value, out, lse, first, second, *given, needs))
     grads = [next(found) if need else None for need in needs]
-    # torch takes an empty list for one of tensors
+    # torch takes an empty list for a list of tensors
     of_given = [[None] * len(x) if x and isinstance(x[0], Tensor) else None if x else [] for x in given[1:8]]
     return (*grads[:3], grads[3:], *of_given, None, None, None)
 
 
 def _saved_names(ctx: Any) -> list[str]:
-    """What a user calls the tensors that `_remember` saved."""
+    """Returns the users' names of the tensors that `_remember` saved."""
     captured, tiles, of_mask = ctx.lists
     lists = [f"block_mask.{name}" for name in _variant(ctx.given.variant).names if name in LISTS]
     return [
@@ -375,7 +375,7 @@ def _gradient(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
     lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that `needs` asks for, of query, key, value and each captured tensor, in this order."""
+    """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
     given, needs = Given(*map(_hashable, rest[:-1])), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, True)
@@ -400,7 +400,10 @@ def _gradient(
 
 
 def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | None]) -> None:
-    """autograd checks what it hands on, a __torch_dispatch__ need not."""
+    """Checks a backward's tensors: autograd checks them, but a __torch_dispatch__ may not.
+
+    Raises OperationTensorError.
+    """
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows, dim = tuple(query.shape[:3]), value.shape[3]
     for name, tensor in given.items():
@@ -420,7 +423,7 @@ def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | N
 def _gradients(
     query: Tensor, key: Tensor, value: Tensor, given: Given, needs: Sequence[bool]
 ) -> list[_ResultLayout]:
-    """Those of `_gradient`."""
+    """Returns the layouts of `_gradient`'s results."""
 
     def laid_out(x: Tensor, strides: Sequence[Any]) -> _ResultLayout:
         return _ResultLayout(x, x.shape, strides, x.dtype)

@@ -1,4 +1,4 @@
-"""Locks that are free in a forked child, whichever thread held them, and locks between processes."""
+"""Locks that are free in a forked child, and locks between processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weakref import WeakSet
 
 
 class Lock:
-    """threading.Lock, or another one that `make` makes, as a context manager.
+    """A threading.Lock, or the lock that `make` returns, as a context manager that survives a fork.
 
-    A forked process has one thread, the one that forked: a lock that another thread held would never be
-    released there. What these locks guard is whole after each of its steps.
+    A forked child has only the thread that forked, so it could never release another thread's lock. It
+    therefore starts with free locks. The data under these locks must be valid after each step.
     """
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
@@ -41,17 +41,17 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PAUSE = 0.02  # seconds between two looks at a lock that another process holds
+PAUSE = 0.02  # seconds between two attempts to take another process's lock
 _open_files: set[int] = set()  # of locks that threads of this process hold or wait for
 
 
 @contextmanager
 def file_lock(path: Path, seconds: float) -> Iterator[Literal["held", "waited", "none"]]:
-    """One process or thread at a time, by a lock on a file, which is made where it is missing.
+    """Lets one process or thread at a time into the block, by a lock on a file; creates the file.
 
-    The system takes the lock from a process that ends, however it ends. The body runs without the lock after
-    so many `seconds` of waiting ("waited"), and where files cannot be locked or the folder cannot be written
-    ("none"): this lock saves work, and must guard nothing.
+    The system releases the lock when a process ends. The block runs without the lock after `seconds` of
+    waiting ("waited"), and on a file system without locks or a folder without write access ("none"). So the
+    lock may save work but must not protect data.
     """
     file = _opened(path)
     if file is None:
@@ -61,10 +61,10 @@ def file_lock(path: Path, seconds: float) -> Iterator[Literal["held", "waited", 
     try:
         yield _acquired(file, seconds)
     finally:
-        if os.getpid() == process:  # a child that was forked meanwhile has closed it
+        if os.getpid() == process:  # a child forked in the meantime has closed it
             _open_files.discard(file)
             with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # a child that has yet to close it would keep it
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that has not closed it yet would keep the lock
             os.close(file)
 
 

@@ -1,7 +1,7 @@
-"""From a mask_mod's graph to the kernels that build its block mask.
+"""Compiles a mask_mod's graph into the kernels that build its block mask.
 
-The first time that a graph comes its tiles are bounded with its numbers. When it comes back with others,
-these become arguments of the kernels, and what was found out about the graph serves all of them.
+The first graph of a skeleton bounds its tiles with its own numbers as constants. If the skeleton returns with
+other numbers, these become arguments of the kernels, and one analysis serves all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexmod.ir.passes import Extents, Places, fitted
 
 
 def builder(graph: Graph, extents: Extents) -> Builder:
-    """The kernels that build the block mask of a mask_mod's graph."""
+    """Returns the kernels that build the block mask of a mask_mod's graph."""
     graph, checked = compiler.own_graph(graph), config.check_bounds()
     promoted, numbers = compiler.CONSTANTS.promote(graph)
     if promoted is not graph:
@@ -37,7 +37,7 @@ def builder(graph: Graph, extents: Extents) -> Builder:
 def _builder_of_parameters(
     graph: Graph, extents: Extents, places: Places, checked: bool
 ) -> BuilderKernels | None:
-    """Those for all numbers that the parameters may take; None where bounds are closer with each number."""
+    """Returns kernels for all values of the parameters; None if bounds are tighter with exact numbers."""
     analysis = intervals.analyze(fitted(graph, extents, places), extents, places)
     if not analysis.serves:
         return None
@@ -47,7 +47,7 @@ def _builder_of_parameters(
 
 @lru_cache(compiler.GRAPHS)
 def _builder_of_numbers(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
-    """Those for the numbers that a graph has, the changing ones of its bounds as arguments."""
+    """Returns kernels for a graph's own numbers, with the changing numbers of its bounds as arguments."""
     graph = fitted(graph, extents)
     analysis = intervals.analyze(graph, extents)
     bounds, of_bounds = compiler.CONSTANTS.promote(analysis.bounds)
@@ -77,5 +77,5 @@ def _builder_kernels(
 
 @cache
 def runs_module() -> ModuleType:
-    """The module of `runs_kernel`."""
+    """Returns the module of `runs_kernel`."""
     return modules.load(prelude.module_text("runs"), "runs")

@@ -1,13 +1,13 @@
-"""Masks and score mods by their names, as the command line and `compare` take them.
+"""Finds masks and score mods by name, for the command line and `compare`.
 
-    causal                               what it needs follows from the sizes at hand
+    causal                               parameters follow from the sizes
     sliding_window:1024                  parameters after a colon, with commas between
     "sliding_window(1024)"               or as in Python: numbers, tuples, and lists for tensors
     "causal & sliding_window(1024)"      masks, combined by &, | and ~
-    my_mods.py:near                      a function of a file, which is run for it
+    my_mods.py:near                      a function of a file, which flexmod runs
 
-Nothing but names of the library and literals is evaluated. A score mod of the library where a mask is named
-comes with the causal mask, for which all of them are meant.
+Other texts may have only library names and literals. If a text names a library score mod where a mask is
+expected, the causal mask comes with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flexmod.ir.source import mod_kind
 
 Mod = Callable[..., Any]
 
-# What the functions of the library say they return.
+# The return annotations of the library's functions.
 RESULTS = {"mask": ("MaskMod", "Mask"), "score": ("ScoreMod",)}
 OF_A_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
 WITH_COLON = re.compile(r"(?P<name>\w+):(?P<parameters>[^:]+)")
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def side(self) -> int:
-        """Of the largest square image whose pixels fit in the sequence."""
+        """The side of the largest square image whose pixels fit in the sequence."""
         return math.isqrt(self.seq)
 
 
@@ -73,7 +73,7 @@ class Mods(NamedTuple):
 
 
 def usual_setting(device: torch.device | str | None = None) -> Setting:
-    """The sizes where none are given: large on a GPU, a matter of seconds on the CPU."""
+    """Returns default sizes: large on a GPU; on the CPU a comparison takes seconds."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cpu":
         return Setting(batch=1, heads=4, seq=2048, dim=64, dtype=torch.float32, device=place)
@@ -84,7 +84,7 @@ def _eight_documents(setting: Setting) -> Tensor:
     return torch.arange(setting.seq, device=setting.device) * 8 // setting.seq
 
 
-# By name, the parameters that follow from the sizes where none are given.
+# Default parameters by name; they follow from the sizes.
 USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
     "sliding_window": lambda s: (s.seq // 8,),
     "dilated_window": lambda s: (s.seq // 32, 4),
@@ -99,7 +99,7 @@ USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
     "softcap": lambda s: (30.0,),
     "temperature": lambda s: (2.0,),
 }
-# Names alone whose sequence is an image of pixels, a square one.
+# Names without parameters whose sequence is a square image.
 IMAGES = ("standalone_window", "natten")
 # A score mod that hides scores by itself.
 WITHOUT_MASK = ("causal_score",)
@@ -107,7 +107,7 @@ NOTHING = "noop"
 
 
 def _library(module: ModuleType, kind: str) -> dict[str, Mod]:
-    """The functions of a module that return a mod of this kind."""
+    """Returns the functions of a module that return a mod of this kind."""
     functions = inspect.getmembers(module, inspect.isfunction)
     wanted = RESULTS[kind]
     return {
@@ -123,10 +123,10 @@ KNOWN = (NOTHING, *MASKS, *SCORES)
 
 
 def choose(text: str, setting: Setting, score: str | None = None) -> Mods:
-    """The mods that a text names, sized for the setting; `score` names a score mod beside a mask.
+    """Returns the mods that a text names, sized for the setting; `score` names a score mod to add to a mask.
 
-    Raises UnknownModName, ModExpressionError, ModParametersError, ModFileError, ModPlaceError, and what a
-    function of the library or the user's file raises.
+    Raises UnknownModName, ModExpressionError, ModParametersError, ModFileError, ModPlaceError, and the errors
+    of library functions or the user's file.
     """
     if text == NOTHING:
         chosen = Mods()
@@ -149,7 +149,7 @@ def choose(text: str, setting: Setting, score: str | None = None) -> Mods:
 
 
 def choose_mask(text: str, setting: Setting) -> Mod:
-    """The mask_mod that a text names. Raises as `choose` does."""
+    """Returns the mask_mod that a text names. Raises the errors of `choose`."""
     if text == NOTHING:
         return noop_mask
     mod, kind = _Reader(text, setting).mod()
@@ -159,19 +159,19 @@ def choose_mask(text: str, setting: Setting) -> Mod:
 
 
 def fitting(text: str, setting: Setting) -> int:
-    """The length of a sequence for it: `seq`, or the pixels of the largest square image that fits."""
+    """Returns a sequence length for the mods: `seq`, or the pixels of the largest square image that fits."""
     return setting.side**2 if text in IMAGES else setting.seq
 
 
 class _Reader:
-    """Reads one text."""
+    """Parses one text."""
 
     def __init__(self, text: str, setting: Setting) -> None:
         self.text = text
         self.setting = setting
 
     def mod(self) -> tuple[Mod, str]:
-        """The mod and its kind."""
+        """Returns the mod and its kind."""
         of_file = OF_A_FILE.fullmatch(self.text)
         if of_file:
             function = _of_file(self.text, Path(of_file["path"]), of_file["name"])
@@ -185,7 +185,7 @@ class _Reader:
         return self._expression(node)
 
     def _expression(self, node: ast.expr) -> tuple[Any, str]:
-        """A mask or score mod of the library, and its kind."""
+        """Evaluates an expression to a library mask or score mod, and its kind."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             sides = [self._expression(side) for side in (node.left, node.right)]
             if any(kind == "score" for _, kind in sides):
@@ -207,7 +207,7 @@ class _Reader:
         raise self._error(f"{ast.unparse(node)} is neither a name nor a name with parameters")
 
     def _parameter(self, node: ast.expr) -> Any:
-        """A literal, a tensor from a list of numbers, or a mod."""
+        """Evaluates a parameter: a literal, a tensor from a list of numbers, or a mod."""
         if isinstance(node, (ast.Name, ast.Call)):
             return self._expression(node)[0]
         try:
@@ -245,7 +245,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_file(text: str, path: Path, name: str) -> Mod:
-    """A function of the user's file, which is run for it as an import would."""
+    """Runs the user's file, as an import would, and returns its function."""
     if not path.is_file():
         raise ModFileError(text=text, problem=f"there is no file {path}", close="")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,4 +1,4 @@
-"""Attention of sequences of different lengths that lie one after another, without padding between them."""
+"""Computes attention on packed sequences of different lengths, without padding between them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def varlen_attention(
     *,
     block_mask: BlockMask | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flex_attention within each of the packed sequences, differentiable.
+    """Computes flex_attention within each packed sequence, differentiable.
 
-    Shapes and dtypes:
+    Shapes; dtypes are flex_attention's:
 
-        query          [total, Hq, D]      as flex_attention takes them
+        query          [total, Hq, D]
         key, value     [total_kv, Hkv, D], [total_kv, Hkv, Dv]
-        cu_seqlens     [n + 1]             integers that ascend from 0 to total: where each sequence begins
-        cu_seqlens_kv  [n + 1]             the same of key and value; cu_seqlens if None
+        cu_seqlens     [n + 1]          integers that ascend from 0 to total: where each sequence begins
+        cu_seqlens_kv  [n + 1]          the same for key and value; cu_seqlens if None
         output         [total, Hq, Dv]
-        lse            [Hq, total]         natural logarithm, with return_lse
+        lse            [Hq, total]      natural logarithm, with return_lse
 
-    `score_mod` and `mask_mod` see each sequence as a batch entry of its own: b is its number, q_idx and
-    kv_idx start from 0. Positions after the last sequence are one more. A mask that serves several calls is
-    built once, and given as `block_mask` in place of `mask_mod`:
+    For `score_mod` and `mask_mod` each sequence is a batch entry: b is its number, and q_idx and kv_idx start
+    from 0. Positions after the last sequence form one more sequence. To use one mask for several calls, build
+    it once and pass it as `block_mask` in place of `mask_mod`:
 
         mask_mod = masks.jagged(cu_seqlens, masks.causal())
         block_mask = create_block_mask(mask_mod, None, None, total, total)
 
-    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, and what flex_attention
-    raises.
+    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, and the errors of
+    flex_attention.
 
     Example:
 
@@ -92,19 +92,21 @@ def nested_attention(
     *,
     block_mask: BlockMask | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flex_attention of nested tensors of jagged layout, differentiable; nested tensors come back.
+    """Computes flex_attention on nested tensors of jagged layout, differentiable; returns nested tensors.
 
-    Shapes, with one length for each batch entry:
+    Shapes; M* and N* are lengths that differ between batch entries:
 
         query       [B, Hq, M*, D]
         key, value  [B, Hkv, N*, D], [B, Hkv, N*, Dv]
-        output      [B, Hq, M*, Dv], of query's lengths
+        output      [B, Hq, M*, Dv], with query's lengths
         lse         [B, Hq, M*], natural logarithm, with return_lse
 
-    `score_mod` and `mask_mod` see positions within their own sequence, and b as it is. A `block_mask` for
-    several calls is one of the packed positions, with `masks.jagged(query.offsets(), mask_mod)`. Nothing is
-    padded or copied: the kernel runs on query.values(). The other arguments are flex_attention's. Raises
-    NestedLayoutError, MaskTwiceError, and what flex_attention raises.
+    For `score_mod` and `mask_mod` b is the batch entry, and q_idx and kv_idx are positions within its
+    sequence. To use one `block_mask` for several calls, build it over the packed positions from
+    `masks.jagged(query.offsets(), mask_mod)`. The kernel runs on query.values(), without padding or copies.
+
+    The other arguments are flex_attention's. Raises NestedLayoutError, MaskTwiceError, and the errors of
+    flex_attention.
 
     Source: torch.nested, and its scaled_dot_product_attention.
 
@@ -142,7 +144,7 @@ def _attend(
     block_mask: BlockMask | None,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out [Hq, total, Dv], lse [Hq, total]) of query, key and value [heads, total, head_dim]."""
+    """Returns out [Hq, total, Dv] and lse [Hq, total] from query, key and value [heads, total, head_dim]."""
     if mask_mod is not None and block_mask is not None:
         raise errors.MaskTwiceError()
     query, key, value = tensors
@@ -185,7 +187,7 @@ def _check_lengths(query: Any, key: Any, value: Any) -> None:
     counts = [x.shape[0] for x in (query, key, value)]
     if len(set(counts)) > 1:
         raise errors.BatchMismatch(query=counts[0], key=counts[1], value=counts[2])
-    # equal sizes of the ragged dimension mean the same offsets; others have to be looked at
+    # equal sizes of the ragged dimension mean the same offsets; otherwise compare the values
     if key.shape[2] != value.shape[2] and not torch.equal(key.offsets(), value.offsets()):
         raise errors.NestedLayoutError(
             name="value", problem="has sequences of other lengths than key",

@@ -1,4 +1,4 @@
-"""Attentions that are timed beside each other: flexmod's, SDPA's, and torch's compiled flex_attention."""
+"""Times attentions against each other: flexmod's, SDPA's, and torch's compiled flex_attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACKWARD_FLOPS = 10
 
 
 class Implementation(NamedTuple):
-    """One way to compute attention, and the share of all pairs of positions that it is credited with."""
+    """One way to compute attention, and the share of all pairs of positions that its TFLOP/s count."""
 
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ class Implementation(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Medians in milliseconds, and the TFLOP/s that they mean for the tiles that the mask keeps."""
+    """Median times in milliseconds, and TFLOP/s over the tiles that the mask keeps."""
 
     attention: str
     forward_ms: float
@@ -52,7 +52,7 @@ def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
 
 
 def mask_extent(mask_mod: Mod, setting: Setting) -> tuple[int, int]:
-    """The batch and head counts of a mask: 1 where it is the same for all."""
+    """Returns a mask's batch and head counts: 1 if it is the same for all."""
     reads = trace(mask_mod, "mask").graph.reads
     return (setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1)
 
@@ -91,14 +91,14 @@ def sdpa_causal(setting: Setting) -> Implementation:
 
 
 def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Implementation:
-    """SDPA with the materialized mask, [1 or B, 1 or H, S, S] booleans; a row with no key gives 0."""
+    """Returns SDPA with the materialized mask, bool [1 or B, 1 or H, S, S]; a row with no key gives 0."""
     if mask_mod is None:
         return Implementation("SDPA", F.scaled_dot_product_attention)
     batch, heads = mask_extent(mask_mod, setting)
     dense = create_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
     alive = dense.any(-1, keepdim=True)
     all_alive = bool(alive.all())
-    # SDPA's kernels differ on dead rows (0 or NaN): here such a row attends to all, and counts for nothing.
+    # SDPA's kernels differ on rows without keys (0 or NaN): let such a row attend to all, then zero it.
     widened = dense if all_alive else dense | ~alive
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Implementat
         block_mask = torch_flex.create_block_mask(
             chosen.mask, batch, heads, setting.seq, setting.seq, device=setting.device
         )
-    # Dynamo counts recompilations of a function, and after a few runs it dense without a word.
+    # Dynamo counts a function's recompilations, and after a few of them runs it dense without a warning.
     torch.compiler.reset()
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
     return Implementation(

@@ -1,15 +1,14 @@
-"""What a call does to its tensors, as data: what it allocates, which kernels it launches on what.
+"""Describes a call's allocations and launches as data.
 
-A plan is made for a variant and for chosen tiles. Its tensors are places with names; sizes, strides and grids
-are expressions over named extents, which the tensors of a call fill in (`runtime/bound.py`). Nothing here
-touches a tensor, so a plan is made, printed and compared where there is no GPU.
+A plan belongs to a variant and its chosen tiles. Its tensors are named places. Sizes, strides and grids are
+expressions over named extents, which the tensors of a call fill in (`runtime/bound.py`). Nothing here touches
+a tensor, so you can make, print and compare plans without a GPU.
 
-    Allocate    a new tensor, of zeros or of whatever is there
+    Allocate    a new tensor, of zeros or uninitialized
     View        another view of a tensor's memory
-    Launch      a kernel, each of its parameters bound to a place, a TMA descriptor, a number, an extent, or a
-                number that each run is given (`RunNumber`)
+    Launch      a kernel; its arguments are places, TMA descriptors, numbers, extents or `RunNumber`s
     Call        a function of tensors and plain numbers, named and at the top of its module
-    Keep        the same, whose results stay with the mask for calls to come
+    Keep        the same, whose results stay with the mask for later calls
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ Extents = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Size:
-    """A whole number that a call fills in: a name, or an expression over names, `cdiv(M, 128) * HQ * B`.
+    """An integer that a call fills in: a name, or an expression over names, `cdiv(M, 128) * HQ * B`.
 
-    `of` makes the number of what the names are for a call.
+    `of` computes it from the names' values.
     """
 
     text: str
@@ -95,21 +94,21 @@ def _divisor(extent: Extent) -> str:
 
 
 def cdiv(extent: Extent, by: int) -> Extent:
-    """The quotient, rounded up."""
+    """Returns the quotient, rounded up."""
     if by == 1 or isinstance(extent, int):
         return -(-extent // by) if isinstance(extent, int) else extent
     return _made(f"cdiv({extent}, {by})", lambda size: -(-size // by), extent)
 
 
 def least(one: Extent, other: Extent) -> Extent:
-    """The smaller one."""
+    """Returns the smaller one."""
     if isinstance(one, int) and isinstance(other, int):
         return min(one, other)
     return _made(f"min({one}, {other})", min, one, other)
 
 
 def if_several(size: Extent, value: Extent, otherwise: Extent = 0) -> Extent:
-    """`value` where a dimension has more than one entry: the stride of one that has not is of no account."""
+    """Returns `value` if a dimension has more than one entry, since the stride of one entry has no effect."""
     if isinstance(size, int):
         return value if size > 1 else otherwise
     if value == otherwise:
@@ -119,14 +118,14 @@ def if_several(size: Extent, value: Extent, otherwise: Extent = 0) -> Extent:
 
 
 def bits(extent: Extent) -> Extent:
-    """How many binary digits a number has."""
+    """Returns the number of binary digits."""
     if isinstance(extent, int):
         return extent.bit_length()
     return _made(f"bits({extent})", int.bit_length, extent)
 
 
 def value_of(extent: Any, extents: Extents) -> Any:
-    """The number that an expression is for a call; anything else is what it is."""
+    """Evaluates an expression for a call; returns any other value unchanged."""
     return extent.of(extents) if isinstance(extent, Size) else extent
 
 
@@ -136,7 +135,7 @@ def values_of(expressions: Sequence[Extent], extents: Extents) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class Place:
-    """Stands for a tensor: strides count elements."""
+    """Stands for a tensor. Strides count elements."""
 
     name: str
     shape: tuple[Extent, ...]
@@ -158,7 +157,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RunNumber:
-    """Stands for a plain number that each run is given."""
+    """Stands for a plain number, an argument of each run."""
 
     name: str
 
@@ -174,13 +173,13 @@ def product(sizes: Sequence[Extent]) -> Extent:
 
 
 def contiguous(shape: Sequence[Extent]) -> tuple[Extent, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     return tuple(product(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A TMA descriptor of a place: what the unit copies are blocks of this shape."""
+    """A TMA descriptor of a place; the TMA unit copies blocks of this shape."""
 
     base: Place
     shape: tuple[Extent, ...]
@@ -192,7 +191,7 @@ class Descriptor:
 
 
 class Source(Protocol):
-    """Where a launch finds its kernel. `interpreted`: Triton's interpreter runs it, on CPU tensors."""
+    """Gives a launch its kernel. `interpreted`: Triton's interpreter runs it, on CPU tensors."""
 
     @property
     def module(self) -> ModuleType: ...
@@ -223,7 +222,7 @@ class View:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of the source, in a grid of one dimension. `rung`: its tile; None where it has no ladder."""
+    """Launches a kernel of the source in a 1-D grid. `rung`: its tile; None if it has no ladder."""
 
     source: Source = field(compare=False)
     kernel: str
@@ -251,7 +250,7 @@ class Launch:
 
 
 class MaskArgument:
-    """Stands for the block mask of a call, in the arguments of a `Call`."""
+    """Stands for a call's block mask in the arguments of a `Call`."""
 
     def __repr__(self) -> str:
         return "MASK"
@@ -262,9 +261,9 @@ MASK = MaskArgument()
 
 @dataclass(frozen=True)
 class Call:
-    """`function(*arguments)`, in which places, extents and MASK stand, in lists, tuples and dicts too.
+    """Calls function(*arguments); a run replaces places, extents and MASK, also in lists, tuples and dicts.
 
-    It returns a tensor for each of `makes`, or None for one that is None.
+    The function returns a tensor for each place of `makes`, and None for a place that is None.
     """
 
     function: Callable[..., Sequence[torch.Tensor | None]]
@@ -280,7 +279,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Keep(Call):
-    """A `Call` whose results stay with the mask, for the versions of the tensors in `arguments`."""
+    """A `Call` whose results stay with the mask while the tensors in `arguments` keep their versions."""
 
     verb = "keep"
 
@@ -294,10 +293,7 @@ def _said(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps in order. `inputs` are what a call is run on, in order; `results` what it returns.
-
-    `numbers` are those that a run is given beside its inputs.
-    """
+    """The steps of a call, in order. A run takes `inputs` and `numbers`, and returns `results`."""
 
     inputs: tuple[Place | None, ...]
     steps: tuple[Step, ...]
@@ -305,7 +301,7 @@ class Plan:
     numbers: tuple[RunNumber, ...] = ()
 
     def launches(self, kernel: str | None = None) -> list[Launch]:
-        """The launches, or those of one kernel."""
+        """Returns all launches, or the launches of one kernel."""
         found = [step for step in self.steps if isinstance(step, Launch)]
         return [step for step in found if kernel in (None, step.kernel)]
 
@@ -317,7 +313,7 @@ class Plan:
 
 
 class PlanWriter:
-    """Writes the steps of a plan: each method adds one, and returns the place that it makes."""
+    """Writes the steps of a plan: each method adds one and returns its place."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -331,17 +327,17 @@ class PlanWriter:
         *,
         zeros: bool = False,
     ) -> Place:
-        """A new tensor, contiguous where no strides are given."""
+        """Allocates a new tensor, contiguous unless you give strides."""
         place = Place(name, tuple(shape), tuple(strides or contiguous(shape)), dtype)
         self.steps.append(Allocate(place, zeros))
         return place
 
     def allocate(self, places: Sequence[Place | None]) -> None:
-        """New tensors, of whatever is there."""
+        """Allocates new uninitialized tensors."""
         self.steps += [Allocate(place) for place in places if place is not None]
 
     def like(self, name: str, place: Place) -> Place:
-        """A new tensor of a contiguous one's shape and dtype."""
+        """Allocates a new tensor with a contiguous one's shape and dtype."""
         return self.empty(name, place.shape, place.dtype)
 
     def view(
@@ -389,7 +385,7 @@ class PlanWriter:
 
 
 def named(name: str, tensor: torch.Tensor, sizes: Sequence[Extent | None] = ()) -> Place:
-    """The place of an input of the tensor's kind. Strides are names, and sizes that are not given."""
+    """Returns the place of an input of the tensor's kind. Strides are names; so are sizes unless given."""
     given = [*sizes, *[None] * (tensor.dim() - len(sizes))]
     shape = [Size(f"{name}_size{d}") if size is None else size for d, size in enumerate(given)]
     strides = [Size(f"{name}_stride{d}") for d in range(tensor.dim())]
@@ -397,14 +393,14 @@ def named(name: str, tensor: torch.Tensor, sizes: Sequence[Extent | None] = ()) 
 
 
 def fixed(name: str, tensor: torch.Tensor) -> Place:
-    """The place of an input of exactly the tensor's sizes and strides."""
+    """Returns the place of an input with exactly the tensor's sizes and strides."""
     return Place(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def extents_of(inputs: Sequence[Place | None], tensors: Sequence[torch.Tensor | None]) -> dict[str, int]:
-    """What the names in the inputs of a plan are for these tensors.
+    """Returns the values of the names in a plan's inputs for these tensors.
 
-    Raises ValueError where a tensor is not one that the plan was made for.
+    Raises ValueError if a tensor does not match its place.
     """
     found: dict[str, int] = {}
     for place, tensor in zip(inputs, tensors, strict=True):
@@ -426,7 +422,7 @@ def extents_of(inputs: Sequence[Place | None], tensors: Sequence[torch.Tensor | 
 
 
 def _sizes(place: Place | None, tensor: torch.Tensor | None) -> Iterator[tuple[Extent, int]]:
-    """Sizes, and the strides of what has more than one entry."""
+    """Yields sizes, and strides of dimensions with more than one entry."""
     if place is not None and tensor is not None:
         yield from zip(place.shape, tensor.shape, strict=True)
         for extent, stride, size in zip(place.strides, tensor.stride(), tensor.shape, strict=True):

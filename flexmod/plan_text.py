@@ -1,4 +1,4 @@
-"""The steps of a plan as Python, for a file that needs torch and Triton alone.
+"""Writes the steps of a plan as Python, for a file that needs torch and Triton only.
 
     out = torch.empty((B, HQ, M, 64), dtype=q.dtype, device=q.device)
     forward_kernel[lambda meta: (B * HQ * triton.cdiv(M, meta["BLOCK_M"]),)](
@@ -21,22 +21,22 @@ import torch
 from flexmod.plan import Allocate, Launch, Place, Plan, Size
 
 WIDTH = 110
-# what a plan calls the sides of a tile that is to be chosen in the file
+# a plan's names for the sides of a tile that the file chooses
 SIDES = ("BLOCK_M", "BLOCK_N")
-# functions of expressions
+# functions in expressions
 FUNCTIONS = {"cdiv": "triton.cdiv", "bits": "int.bit_length"}
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _OF_TENSOR = re.compile(r"(\w+)_(size|stride)(\d+)")
 
 
 class PlanText:
-    """`names` has the file's expressions for places and for parameters, where these differ."""
+    """Writes a plan's steps. `names` has the file's expressions for places and parameters, if they differ."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names, self._like = names, names["query"]
 
     def statements(self, plan: Plan, indent: int = 0) -> str:
-        """All steps; a plan for a file allocates and launches, and does nothing else."""
+        """Writes all steps; a plan for a file only allocates and launches."""
         lines = []
         for step in plan.steps:
             if isinstance(step, Allocate):

@@ -1,4 +1,4 @@
-"""What a user wrote and captured, as text for a file of its own."""
+"""Quotes the user's mods and captured tensors as text, for a standalone file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexmod.codegen.expressions import printable
 from flexmod.ir.offsets import MaskAt, ScoreAt
 from flexmod.ir.replay import Replay
 
-# Elements of a captured tensor that are written out; runs of equal ones count as one.
+# The most elements of a captured tensor that a file writes out; a run of equal ones counts as one.
 WRITTEN_OUT = 64
 
 
 def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[list[str]]:
-    """The source of the mods and of the functions in their closures, with the `numbers` there.
+    """Returns the source of the mods and of the functions in their closures, with the closures' `numbers`.
 
-    Lines for comments: none has a character that would end it.
+    The lines suit comments: none has a line break inside.
     """
     found: dict[object, list[str]] = {}
     seen: set[int] = set()
@@ -38,7 +38,7 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
             found[mod] = [f"{printable(mod.__name__)}: it was pickled, and its source is not at hand"]
             continue
         code = getattr(mod, "__code__", None)
-        if code is None:  # an object that is called, such as a mask that combines others
+        if code is None:  # a callable object, such as a mask that combines others
             queue += getattr(mod, "__dict__", {}).values()
             if isinstance(mod, (MaskAt, ScoreAt)):
                 found[mod.positions] = [f"at the positions of {mod.positions}"]
@@ -60,7 +60,7 @@ def _source(function: Callable[..., Any]) -> list[str]:
 
 
 def example(tensor: torch.Tensor) -> str:
-    """Python for a captured tensor: its values where these are few, else random ones of their range."""
+    """Returns Python for a captured tensor: its values if they are few, else random ones in their range."""
     values = tensor.detach().cpu()
     if values.numel() <= WRITTEN_OUT:
         numbers = values.tolist() if not tensor.is_floating_point() else _short(values.tolist())
@@ -79,10 +79,10 @@ def example(tensor: torch.Tensor) -> str:
 
 
 def _short(numbers: Any) -> Any:
-    """Numbers of nested lists with the digits that float32 has."""
+    """Rounds the numbers in nested lists to float32's digits."""
     return [_short(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.8g}")
 
 
 def _folded(expression: str) -> str:
-    """Lines of an expression that stands in main()."""
+    """Folds an expression into lines for main()."""
     return "\n".join(textwrap.wrap(expression, 90, subsequent_indent="        ", break_long_words=False))

@@ -1,8 +1,8 @@
-"""What a call saves for its backward, and whether it still is what it was.
+"""Saves tensors for the backward, and raises if a user wrote to them in between.
 
-torch's rule: what was saved is what is used, and a saved tensor that was written to is an error. Tensors go
-through `save_for_backward`, which compares their versions. Those of a mask are compared here, and go through
-it where there are hooks: a checkpoint computes them again, an offload returns copies.
+That is torch's rule. `save_for_backward` compares the versions of a call's tensors; this module compares a
+mask's tensors. With saved-tensor hooks the mask's tensors also go through `save_for_backward`: a checkpoint
+computes them again, an offload returns copies.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.errors import ModifiedBeforeBackwardError, RecomputedError, SavedTensorError
 from flexmod.internals.torch import default_saved_hooks, saved_without_checks, version_of
 
-WRITTEN = "modified by an inplace operation"  # in torch's own message
+WRITTEN = "modified by an inplace operation"  # part of torch's message
 
 
 def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tensor]) -> None:
-    """Saves tensors and a mask; `call` is a hash of all else that the backward depends on."""
+    """Saves tensors and a mask; `call` is a hash of everything else that the backward depends on."""
     ctx.versions = [*map(version_of, tensors)]
     if mask is not None:
         mask = _copied(mask) if mask.in_inference_mode else mask
@@ -40,7 +40,7 @@ def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tenso
 
 
 def restored(ctx: Any, names: Callable[[], Sequence[str]]) -> tuple[MaskSnapshot | None, list[Tensor]]:
-    """The mask and the tensors that were saved. `names` gives what a user calls the tensors.
+    """Returns the saved mask and tensors. `names` returns the users' names of the tensors.
 
     Raises ModifiedBeforeBackwardError, RecomputedError, SavedTensorError.
     """
@@ -59,7 +59,7 @@ def restored(ctx: Any, names: Callable[[], Sequence[str]]) -> tuple[MaskSnapshot
 
 
 def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
-    """ctx.saved_tensors, with an error that names the tensor that was written to since `ctx.versions`."""
+    """Returns ctx.saved_tensors; an error names a tensor that changed its version in `ctx.versions`."""
     try:
         return list(ctx.saved_tensors)
     except RuntimeError as error:
@@ -72,7 +72,7 @@ def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
 
 
 def check_places(names: Sequence[str], then: Sequence[object], tensors: Sequence[Tensor]) -> None:
-    """Shapes, dtypes and devices of saved tensors are those of the forward. Raises SavedTensorError."""
+    """Raises SavedTensorError if a saved tensor changed its shape, dtype or device since the forward."""
     for name, before, tensor in zip(names, then, tensors, strict=True):
         if place(tensor) != before:
             raise SavedTensorError(name=name, before=_said(before), now=_said(place(tensor)))
@@ -88,7 +88,7 @@ def _said(facts: Any) -> str:
 
 
 def _copied(mask: MaskSnapshot) -> MaskSnapshot:
-    """With copies of tensors of inference mode that a user can reach: these know nothing of writes."""
+    """Copies the mask's inference-mode tensors that a user can reach, since they have no version counter."""
     reachable = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
     if not any(tensor.is_inference() for tensor in reachable):
         return mask
@@ -111,7 +111,7 @@ def _check_facts(then: tuple[int, int], now: Sequence[int]) -> None:
 
 
 def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequence[int]) -> MaskSnapshot:
-    """The mask of the tensors that hooks gave back; `versions` are those that were saved with them."""
+    """Returns the mask with the tensors that hooks returned; `versions` are their saved versions."""
     check_places(mask.names, [place(tensor) for tensor in mask.tensors], found)
     for name, tensor, own, version in zip(mask.names, found, mask.tensors, versions, strict=True):
         same_memory = tensor.data_ptr() == own.data_ptr() and tensor.numel() > 0

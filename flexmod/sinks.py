@@ -1,4 +1,4 @@
-"""Attention sinks, from the log-sum-exp of a call."""
+"""Adds attention sinks to a call's results, from its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flexmod.errors import LibraryArgumentError
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with one more score in each row's softmax, sink[h], that has no value beside it.
+    """Adds one more score, sink[h], to each row's softmax, without a value for it. Returns (out, lse):
 
         out * sigmoid(lse - sink),  log(exp(lse) + exp(sink))
 
-    `out` [B, Hq, M, Dv] and `lse` [B, Hq, M] are what flex_attention returns with return_lse=True; `sink` is
-    a floating-point tensor [Hq]. Returns the two with the sink, in their dtypes. Gradients reach all three,
-    so that sinks can be learned. A row that attends to nothing keeps its output of 0.
+    flex_attention returns `out` [B, Hq, M, Dv] and `lse` [B, Hq, M] with return_lse=True. The parameter
+    `sink` is a floating-point tensor [Hq]. Results keep their dtypes. Gradients reach all three arguments, so
+    you can train sinks. A row that attends to nothing keeps its output of 0.
 
     Raises LibraryArgumentError. Source: OpenAI, gpt-oss, 2025; Xiao et al., Efficient Streaming Language
     Models with Attention Sinks, 2023.

@@ -1,9 +1,9 @@
-"""One file with the kernels of a variant, forward and backward, that depends on torch and triton alone.
+"""Writes one file with a variant's kernels, forward and backward, that needs torch and triton only.
 
     save("my_attention.py", score_mod, mask_mod, head_dim=128)
     python my_attention.py
 
-It has the portable kernels, a plain launcher, and a main() that checks them against dense attention.
+The file has the portable kernels, a plain launcher, and a main() that checks them against dense attention.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.target import OLDEST
 from flexmod.variant import Variant, variant
 
-# Index arithmetic of a file is wide enough for this many batch entries, heads, queries and keys.
+# A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
 EXTENTS: Extents = (1 << 10, 1 << 10, 1 << 20, 1 << 20)
-# B, HQ, HKV, M and N of main() on a GPU and in the interpreter; less where what a mod captures is smaller.
+# main()'s B, HQ, HKV, M and N on a GPU and in the interpreter; captured tensors may need smaller sizes.
 ON_GPU = (2, 8, 4, 2000, 2100)
 INTERPRETED = (2, 2, 1, 100, 130)
-# How far a result in the dtype may be from dense attention in float64, as a ratio of norms.
+# The largest distance of a result from dense attention in float64, as a ratio of norms, by dtype.
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 NO_TILES: Mapping[KernelName, Tile] = {}
-# A tile that is chosen in the file.
+# A tile that the file chooses.
 IN_THE_FILE: Any = Tile(Size("BLOCK_M"), Size("BLOCK_N"), 0, 0)  # type: ignore[arg-type]
-# What the file calls a mask's lists.
+# The file's names for a mask's lists.
 PARTS = {
     "{}_num_blocks": "counts", "{}_indices": "indices",
     "full_{}_num_blocks": "full_counts", "full_{}_indices": "full_indices",
 }  # fmt: skip
-# Names that the template has at the places where captured tensors have theirs.
+# The template's own names, which captured tensors must not have.
 TAKEN = {
     "q", "k", "v", "scale", "mask", "ctx", "out", "lse", "rest", "row_max", "total", "row", "column",
     "length", "dtype", "limit", "batch", "heads", "shared_heads", "queries", "keys", "device", "b", "h",
@@ -75,9 +75,9 @@ TAKEN = {
 
 
 class SumText(NamedTuple):
-    """Sums of a gradient: the launch argument that holds them, and the function of where each belongs.
+    """Sums of a gradient: the launch argument with the sums, and a function for each sum's place.
 
-    `place` is None where that is plain. `given` are the captured tensors that it takes besides positions.
+    `place` is None if the sums are in the gradient's order. `given`: the function's captured tensors.
     """
 
     buffer: str
@@ -94,12 +94,12 @@ class Learned(NamedTuple):
 
 
 def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
-    """Write `standalone(*arguments, **options)` to a file; returns its path."""
+    """Writes `standalone(*arguments, **options)` to a file; returns its path."""
     return written(path, standalone(*arguments, **options))
 
 
 def written(path: str | Path, text: str) -> Path:
-    """The path, where the text is now: in UTF-8, as Python reads it, whatever the user's locale is."""
+    """Writes the text in UTF-8, which Python reads under any locale; returns the path."""
     path = Path(path)
     path.write_text(text, encoding="utf-8")
     return path
@@ -116,17 +116,17 @@ def standalone(
     target: str = OLDEST,
     tiles: Mapping[KernelName, Tile] | None = None,
 ) -> str:
-    """The text of a file with attention for these mods, of the portable kernels; no GPU is needed.
+    """Returns the text of a file with attention for these mods, on the portable kernels. It needs no GPU.
 
-    Args:
-        head_dim, value_dim: of query and key, and of value (head_dim if None).
-        dtype: the file takes float16 and bfloat16, or float32 where this is float32.
-        block_size: of the mask, (queries, keys).
-        target: the chip whose shared memory and registers the tiles are chosen for, by compiling them.
-        tiles: tiles of kernels, instead of chosen ones.
+        head_dim    of query and key
+        value_dim   of value; head_dim if None
+        dtype       the file takes float16 and bfloat16; with float32 here it takes float32
+        block_size  of the mask, one number or (queries, keys)
+        target      the chip to choose tiles for, by compiling them
+        tiles       tiles by kernel, instead of chosen ones
 
-    Tensors that the mods capture become arguments; those of the score_mod that require grad get gradients. In
-    main() small ones have their values, others random values of their range. Raises what tracing raises, and
+    The mods' captured tensors become arguments; the score_mod's captures that require grad get gradients.
+    main() has the values of small tensors, and random values for others. Raises what tracing raises, and
     UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
     made = variant(
@@ -143,10 +143,10 @@ def file_of(
     tiles: Mapping[KernelName, Tile] = NO_TILES,
     scale: float | None = None,
 ) -> str:
-    """The text of a file. The variant is one of EXTENTS, with lists of blocks and shared keys.
+    """Returns the text of a file for a variant of EXTENTS, with lists of blocks and shared keys.
 
-    `quoted` are the user's functions; `scale` the one that the file takes where it is given none, None for
-    1/sqrt(D). Raises UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
+    `quoted` has the user's functions. `scale` is the file's default, None for 1/sqrt(D). Raises
+    UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
     return _File(made, quoted, target, dict(tiles), scale).text()
 
@@ -165,7 +165,7 @@ class _File:
         self.mask = v.mask.score if v.mask else None
         self.terms: list[GradientTerm] = []
         if v.learned and self.score:
-            # along diagonals there is a kernel of its own, with lists of its own: by element serves as well
+            # sums along diagonals need a kernel and lists of their own: sum by element instead
             self.terms = [
                 replace(term, along="element") if term.along == "diagonal" else term
                 for term in capture_terms(self.score, v.learned)
@@ -238,7 +238,7 @@ class _File:
         ]
 
     def chosen_tiles(self) -> list[tuple[str, Tile]]:
-        """Tiles by kernel; delta_kernel must add up in the order of dq_kernel."""
+        """Returns tiles by kernel; delta_kernel must add in the order of dq_kernel."""
         chosen: dict[str, Tile] = {}
         for name in ("forward", *portable_kernels(self.kernels, self.variant)):
             if name == "delta":
@@ -262,7 +262,7 @@ class _File:
         return list(chosen.items())
 
     def statements(self, direction: Direction) -> str:
-        """What a forward or a backward allocates and launches, with the tiles that TILES names."""
+        """Writes the allocations and launches of one direction, with the tiles in TILES."""
         names = {"query": "q", "key": "k", "value": "v", "scale": "scale"}
         names |= {f"grad_{name}": f"grad_{names[name]}" for name in ("query", "key", "value")}
         names |= {f"kept{number}": name.lower() for number, name in enumerate(self.kernels.kept)}
@@ -281,7 +281,7 @@ class _File:
         return VariantCall(self.variant)
 
     def learned(self) -> list[Learned]:
-        """What is to be done with the sums of each tensor's gradient."""
+        """Returns the tensors with gradients, and the sums of each gradient."""
         texts = self.captures
         names = {along: iter(text.terms) for along, text in _by_along(texts) if text}
         found: dict[int, list[SumText]] = {}
@@ -304,7 +304,7 @@ class _File:
         return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
 
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """B, HQ, HKV, M and N of main(): no more than what is captured has elements for."""
+        """Returns main()'s B, HQ, HKV, M and N, limited by the sizes of captured tensors."""
         v = self.variant
         limits = _limits(self.score, v.score_tensors)
         for name, size in _limits(self.mask, v.mask_tensors).items():
@@ -320,7 +320,7 @@ class _File:
         )
 
     def examples(self) -> list[tuple[str, str]]:
-        """A value for each captured tensor, by name."""
+        """Returns Python for an example of each captured tensor, by name."""
         v = self.variant
         values = [*zip(self.score_names, v.score_tensors, strict=True)]
         values += zip(self.mask_names, v.mask_tensors, strict=True)
@@ -329,7 +329,7 @@ class _File:
 
 
 class FileNames:
-    """Names in the file for captured tensors: the user's own; one tensor has one name. `sums` are taken."""
+    """Names captured tensors in the file: the user's names, one for each tensor, none of `sums`."""
 
     def __init__(self, sums: Sequence[str]) -> None:
         self._taken = {*TAKEN, *sums}
@@ -350,7 +350,7 @@ def used_names(graph: Graph | None, names: Sequence[str]) -> list[str]:
 def shapes(
     graph: Graph | None, tensors: Sequence[torch.Tensor], names: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Words on each captured tensor that a graph loads from."""
+    """Describes each captured tensor that a graph loads from, by name."""
     return [
         (names[n], f"{dtype_name(tensors[n].dtype)} {list(tensors[n].shape)} where it was captured")
         for n in (used_captures(graph.nodes) if graph else ())
@@ -362,7 +362,7 @@ def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:
 
 
 def _limits(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """By position, the sizes of the dimensions that it indexes by itself."""
+    """Returns by position the smallest dimension of a captured tensor that the position itself indexes."""
     limits: dict[str, int] = {}
     for node in graph.nodes if graph else ():
         if node.op == "load":

@@ -1,4 +1,4 @@
-"""Python's parser, one thread at a time: two that build trees at once may fail in CPython 3.11."""
+"""Runs Python's parser in one thread at a time, since two threads may make it fail in CPython 3.11."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _lock = Lock()
 
 
 def parse(text: str, file: str = "<unknown>", mode: Literal["exec", "eval"] = "exec") -> ast.AST:
-    """The tree of a Python text. Raises SyntaxError."""
+    """Returns the tree of a Python text. Raises SyntaxError."""
     with _lock:
         return ast.parse(text, file, mode)

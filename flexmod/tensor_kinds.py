@@ -1,8 +1,7 @@
-"""Which tensors a kernel can read. Others are dispatched by torch, or refused by name.
+"""Decides which tensors a kernel can read. torch dispatches some others; the rest raise errors.
 
-A kernel gets a pointer, shape and strides. That is enough for a tensor whose elements lie in its own storage
-as these say. torch marks each other kind with a dispatch key, so a tensor with a key that is not listed here
-is not given to a kernel.
+A kernel gets a pointer, a shape and strides, which suffice for a tensor with its own strided storage. torch
+marks each other kind of tensor with a dispatch key. So a kernel gets only tensors whose keys are listed here.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from flexmod.internals.torch import dispatch_keys as _keys
 
 CLASSES = (Tensor, torch.nn.Parameter)
 
-# of a strided tensor with elements of its own; `Negative` is resolved before a launch
+# keys of a strided tensor with its own storage; a call resolves `Negative` before a launch
 _READABLE = _bits(
     "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "Negative"
 )
 _PYTHON = _bits("Python") & ~_bits("CPU", "CUDA")
-# torch.ops.flexmod.attention is for these: subclasses with __torch_dispatch__, functionalized tensors, zeros
+# tensors for torch.ops.flexmod.attention: subclasses with __torch_dispatch__, functionalized tensors, zeros
 # without storage
 _DISPATCHED = _PYTHON | _bits("Functionalize", "ZeroTensor")
 
 
 def overridden(tensors: Sequence[Any]) -> bool:
-    """Of tensors for which torch's has_torch_function is true: does a class or a mode have to see the call?
+    """Returns whether a class or a mode must see a call on tensors for which has_torch_function is true.
 
-    The mode of torch.set_default_device changes factory functions alone. A mod may call one, so the mode has
-    to stay active.
+    The mode of torch.set_default_device need not see it: it changes only factory functions. A mod may call
+    one, so the mode must stay active.
     """
     if not all(map(internals.is_device_mode, internals.function_modes())):
         return True
@@ -48,14 +47,14 @@ def overridden(tensors: Sequence[Any]) -> bool:
 
 
 def refuse_nested(query: Any, key: Any, value: Any) -> None:
-    """Before anything looks at shapes, which TorchDynamo does at each function that it enters: torch ends the
-    process where it asks a nested tensor of strided layout for its strides.
+    """Raises NestedTensorInput for nested tensors, before any code reads shapes.
 
-    Raises NestedTensorInput.
+    torch ends the process when TorchDynamo enters a function and reads the strides of a nested tensor with
+    strided layout.
     """
     try:
         nested = query.is_nested or key.is_nested or value.is_nested
-    except AttributeError:  # not a tensor, which is found out later
+    except AttributeError:  # not a tensor; a later check raises
         return
     if nested:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -64,40 +63,38 @@ def refuse_nested(query: Any, key: Any, value: Any) -> None:
 
 
 def as_plain_class(tensor: Tensor) -> Tensor:
-    """A tensor of a subclass that only renames storage as a torch.Tensor; differentiable."""
+    """Returns a subclass that only renames its storage as a plain torch.Tensor; differentiable."""
     if type(tensor) in CLASSES or is_dispatched(tensor) or transforms.is_wrapped(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
 
 def is_dispatched(tensor: Tensor) -> bool:
-    """Whether torch runs operations on the tensor by something else than a kernel that reads its storage."""
+    """Returns whether torch dispatches operations on the tensor to code other than kernels on its storage."""
     return bool(_keys(tensor) & _DISPATCHED) or tensor.device.type == "meta"
 
 
 def any_dispatched(tensors: Iterable[Tensor]) -> bool:
-    """The same of some tensors, or whether a TorchDispatchMode shall see the operations on them."""
+    """Returns `is_dispatched` for any of the tensors, or whether a TorchDispatchMode must see operations."""
     return bool(internals.dispatch_mode_count()) or any(map(is_dispatched, tensors))
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Whether it is a tensor of the meta device or of a FakeTensorMode, shape and dtype alone."""
+    """Returns whether the tensor has no values: on the meta device, or from a FakeTensorMode."""
     return tensor.device.type == "meta" or getattr(tensor, "fake_mode", None) is not None
 
 
 def recorded_by_torch() -> bool:
-    """Whether torch makes a graph of the operations that run (FakeTensorMode, make_fx, functionalization).
+    """Returns whether torch records operations in a graph (FakeTensorMode, make_fx, functionalization).
 
-    Launches of kernels would be missing there.
+    Such a graph would miss launches of kernels.
     """
     return internals.is_recording()
 
 
 @contextmanager
 def naming_fake(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around an operation of torch on named tensors. Raises FakeTensorError where torch does not take fake
-    tensors beside these.
-    """
+    """Surrounds a torch operation; raises FakeTensorError if it cannot mix these tensors with fake ones."""
     try:
         yield
     except AssertionError as error:
@@ -123,11 +120,11 @@ def _mixed(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
-    """What a kernel can read, or torch dispatches.
+    """Checks that a kernel can read each tensor, or that torch dispatches it.
 
     Raises:
-        TensorKindError: it is neither.
-        FreedStorageError: the storage does not hold the elements.
+        TensorKindError: a tensor is of another kind.
+        FreedStorageError: a storage is too small for its tensor's elements.
     """
     for name, tensor in tensors.items():
         if not is_dispatched(tensor):
@@ -142,7 +139,10 @@ def check(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_readable(tensors: Mapping[str, Tensor]) -> None:
-    """What a kernel can read, below the wrappers of torch.func. Raises TensorKindError, FreedStorageError."""
+    """Checks that a kernel can read each tensor below its torch.func wrappers.
+
+    Raises TensorKindError, FreedStorageError.
+    """
     for name, tensor in tensors.items():
         inner = transforms.innermost(tensor)
         if _keys(inner) & ~_READABLE:
@@ -152,9 +152,9 @@ def check_readable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_class(name: str, tensor: Tensor) -> None:
-    """A captured tensor is read element by element, so its class must not have an own idea of reading.
+    """Raises TensorKindError if a captured tensor's class has its own __torch_function__.
 
-    Raises TensorKindError where it has a __torch_function__ of its own.
+    A kernel reads the elements, so the class could not change how to read them.
     """
     kind = type(tensor)
     if kind in CLASSES or _keys(tensor) & _PYTHON:
@@ -169,14 +169,14 @@ def check_class(name: str, tensor: Tensor) -> None:
 
 
 def check_storage(name: str, tensor: Tensor) -> None:
-    """Raises FreedStorageError."""
+    """Raises FreedStorageError if the storage is too small for the tensor's elements."""
     if _is_freed(tensor):
         present = tensor.untyped_storage().nbytes()
         raise FreedStorageError(name=name, needed=_bytes_needed(tensor), present=present)
 
 
 def ends_the_process(tensor: Tensor) -> bool:
-    """Whether an operation of torch that reads the tensor's elements would: they lie in freed storage."""
+    """Returns whether reading the tensor in torch would end the process, since its storage is freed."""
     return not is_dispatched(tensor) and not _keys(tensor) & ~_READABLE and _is_freed(tensor)
 
 
@@ -193,7 +193,7 @@ def _bytes_needed(tensor: Tensor) -> int:
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, str]:
-    """What a tensor is that no kernel can read, and what to pass instead."""
+    """Describes a tensor that no kernel can read, and what to pass instead."""
     keys, kind = _keys(tensor), type(tensor).__name__
     first = name.split(",")[0]
     it = first if first.replace(".", "_").isidentifier() else "it"

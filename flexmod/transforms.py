@@ -1,8 +1,8 @@
-"""What torch's function transforms (torch.func, forward-mode AD) make of the tensors of a call.
+"""Checks a call's tensors inside torch's function transforms (torch.func, forward-mode AD).
 
-Inside a transform a tensor is a wrapper of another, level by level. torch's operations see through it, a
-kernel does not. Wrappers of `grad` and `vjp` are taken off by autograd.Function; the rest is refused here, in
-the words of `errors`, before anything runs.
+Inside a transform a tensor wraps another one, level by level. torch's operations unwrap it; a kernel cannot.
+autograd.Function removes the wrappers of `grad` and `vjp`. This module raises an error for all others, before
+anything runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ is_wrapped: Callable[[Tensor], bool] = internals.is_wrapped
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a vmap at any level maps over the tensor."""
+    """Returns whether a vmap at any level maps over the tensor."""
     while is_wrapped(tensor):
         if internals.is_vmap_wrapper(tensor):
             return True
@@ -33,10 +33,10 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, out of all wrappers. For what has no derivative.
+    """Removes all wrappers from a tensor that needs no derivative.
 
     Raises:
-        VmapError: it holds one value for each entry of a mapped dimension.
+        VmapError: the tensor has a value for each entry of a mapped dimension.
     """
     if is_batched(tensor):
         raise VmapError(name=name)
@@ -44,14 +44,14 @@ def plain(tensor: Tensor, name: str) -> Tensor:
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The tensor below all wrappers of grad, vjp and vmap. A functionalized one stays what it is."""
+    """Returns the tensor below all wrappers of grad, vjp and vmap; keeps a functionalized tensor."""
     while is_wrapped(tensor) and not internals.is_functional_wrapper(tensor):
         tensor = internals.unwrapped(tensor)
     return tensor
 
 
 def check(tensors: Mapping[str, object]) -> None:
-    """What is no tensor passes: others say what is wrong with it.
+    """Checks the tensors of a call; ignores objects that are no tensors, which other checks refuse.
 
     Raises:
         VmapError: a tensor is mapped over.

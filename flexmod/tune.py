@@ -1,6 +1,6 @@
-"""tune(): times tiles of a variant's kernels on this device, and keeps the fastest in the cache folder.
+"""tune(): times tiles of a variant's kernels on this device, and stores the fastest in the cache folder.
 
-Calls use what was found where they ask for it, with kernel_options={"tuned": True}.
+Calls with kernel_options={"tuned": True} use the stored tiles.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from flexmod.runtime.target import target_of
 from flexmod.runtime.tuned import Choice
 from flexmod.variant import variant
 
-# A choice whose result differs by more, as a ratio of norms, from that of flexmod's own is left out.
+# tune drops a choice whose result differs by more from that of flexmod's default, as a ratio of norms.
 TOLERANCE = 1e-2
 SIDES = (32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3, 4)
-# Scores of a tile: less is lost in its overhead, more has no room in registers.
+# Scores in a tile: below, overhead dominates; above, registers do not suffice.
 FEWEST, MOST = 32 * 64, 128 * 128
 
 
 class Search(NamedTuple):
-    """Choices for one kernel, `part`; `wanted` are the operands whose gradients it makes."""
+    """The choices for one kernel, `part`; `wanted` are the operands whose gradients it computes."""
 
     part: str
     direction: Direction
@@ -56,7 +56,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class Tuning:
-    """What `tune` found: the trials of each part, and the files in which the fastest are kept."""
+    """The result of `tune`: the trials of each part, and the files with the fastest choices."""
 
     name: str
     setting: Setting
@@ -64,7 +64,7 @@ class Tuning:
     paths: list[Path] = field(default_factory=list)
 
     def best(self, part: str) -> Trial:
-        """The fastest; the first one, which is flexmod's own choice, where none is faster."""
+        """Returns the fastest trial; the first one, flexmod's default, if none is faster."""
         return min(self.trials[part], key=lambda trial: float("inf") if trial.ms is None else trial.ms)
 
     def __str__(self) -> str:
@@ -95,16 +95,15 @@ def tune(
     options: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda part, done, count: None,
 ) -> Tuning:
-    """Search the tiles of the forward and of the backward, and keep the fastest of each.
+    """Times tiles of the forward and the backward, and stores the fastest of each in the cache folder.
 
-    Args:
-        mods, setting: the variant, and the sizes at which it is timed.
-        seconds: of the search for each kernel; choices that are nearest to flexmod's own come first.
-        options: kernel_options of all calls.
-        progress: called with the kernel, the number of choices that are done, and that of all.
+        mods      the variant
+        setting   the sizes for timing
+        seconds   the time limit of each kernel's search; choices close to flexmod's default come first
+        options   kernel_options of all calls
+        progress  called with the kernel, the number of finished choices, and the number of all choices
 
-    Raises:
-        TuneDeviceError: there is no GPU, and the kernels are not to be interpreted either.
+    Raises TuneDeviceError if there is no GPU and the options do not ask for the interpreter.
     """
     options = options or {}
     if options.get("BACKEND") != "INTERPRET":
@@ -130,7 +129,7 @@ def tune(
 
 
 def check_device(device: torch.device) -> None:
-    """Raises TuneDeviceError where it is no GPU."""
+    """Raises TuneDeviceError if the device is no GPU."""
     if device.type != "cuda":
         raise TuneDeviceError(device=device)
 
@@ -150,7 +149,7 @@ class _Bench:
         self._expected: dict[str, list[Tensor]] = {}
 
     def trial(self, search: Search, choice: Choice, shown: Choice, keys: set[tuned.Key]) -> Trial:
-        """Time a choice; its first result is held to that of flexmod's own, which comes first."""
+        """Times a choice; compares its first result with that of flexmod's default, the first choice."""
         with tuned.trying(search.direction, choice) as seen:
             try:
                 call = self._call(search)
@@ -163,7 +162,7 @@ class _Bench:
                     if not error < TOLERANCE:
                         return Trial(shown, None, f"wrong by {float(error):.1e}")
                 return Trial(shown, median_ms(call, self.setting.device))
-            # whatever the compiler or the device has against a choice: another one may do
+            # the compiler or the device may fail in any way on one choice; others may work
             except Exception as error:
                 if search.choices and shown is search.choices[0]:
                     raise
@@ -175,7 +174,7 @@ class _Bench:
         prefix = "fwd_" if search.direction == "forward" else "bwd_"
         options = {**self.options, f"{prefix}tuned": True}
 
-        # a backward makes the gradients of all that require them
+        # only the wanted operands require gradients, so that the backward computes no others
         q, k, v = (x.detach().requires_grad_(n in search.wanted) for n, x in enumerate(self.inputs))
 
         def forward() -> Tensor:
@@ -190,14 +189,14 @@ class _Bench:
 
 
 def _runs(choice: Choice, key: tuned.Key, kernels: Made) -> bool:
-    """Did a launch keep the tiles? One that does not fit gives way to flexmod's own, as in any call."""
+    """Returns whether a launch used the choice; a launch replaces tiles that do not fit the device."""
     taken = {name: tile for (name, _), tile in kernels.tiles.items()}
     own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
     return all(taken.get(name, tile) == tile for name, tile in own.items())
 
 
 def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
-    """What there is to choose on the device, flexmod's own choice first."""
+    """Yields the choices for each kernel on the device, flexmod's default first."""
     made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
     target = target_of(setting.device).name if setting.device.type == "cuda" else INTERPRETER
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -227,7 +226,7 @@ def _tiles(block: tuple[int, int] | None) -> Iterator[Tile]:
 
 
 def _far(tile: Tile, first: Tile) -> float:
-    """How far a tile is from the first of the ladder: halvings and doublings, and stages."""
+    """Returns a tile's distance from the ladder's first one, in halvings, doublings and stages."""
     pairs = zip(
         (tile.block_m, tile.block_n, tile.warps), (first.block_m, first.block_n, first.warps), strict=True
     )

@@ -1,6 +1,6 @@
-"""A variant of attention apart from its tensors of the day: mods traced and lowered, and a KernelSpec.
+"""Describes a variant of attention without the tensors of a call: lowered mods and a KernelSpec.
 
-What `explain`, ahead-of-time builds and standalone files start from. Constants stay as the mods have them.
+`explain`, ahead-of-time builds and standalone files start from it. Constants of the mods stay constants.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
 
 @dataclass(frozen=True)
 class Variant:
-    """`spec` is that of the backward, whose module has the forward too.
+    """A variant of attention: lowered mods, a KernelSpec and checked kernel_options.
 
-    `score_tensors` and `mask_tensors` are what the mods capture, in the order of their graphs' captures;
-    `learned` the numbers of those of the score_mod that require grad. `options` are checked kernel_options.
+    The `spec` is for the backward, whose module includes the forward. `score_tensors` and `mask_tensors` are
+    the mods' captured tensors, in the order of their graphs' captures. `learned` has the numbers of the
+    score_mod's captures that require grad.
     """
 
     spec: KernelSpec
@@ -41,9 +42,9 @@ class Variant:
         return replace(self.spec, backward=direction == "backward")
 
     def kernels(self, direction: Direction, reduce_in_backward: bool = False, family: Family = "") -> Kernels:
-        """The portable kernels of one direction, for a family of chips.
+        """Returns the portable kernels of one direction, for a family of chips.
 
-        `reduce_in_backward`: those beside a backward that makes the sums for captures itself.
+        `reduce_in_backward`: another family's backward makes the sums for captures itself.
         """
         grad_captures = self.learned if direction == "backward" else ()
         spec = self.spec_of(direction)
@@ -69,10 +70,10 @@ def variant(
     extents: Extents = EXTENTS,
     **facts: Any,
 ) -> Variant:
-    """Trace and lower the mods; the -inf branches of a score_mod without a mask beside it become one.
+    """Traces and lowers the mods. Without a mask_mod, the score_mod's -inf branches become a mask.
 
-    `extents` are the largest B, Hq, M and N that index arithmetic must be wide enough for; `facts` further
-    fields of the KernelSpec. Raises what tracing raises.
+    `extents`: the largest B, Hq, M and N for index arithmetic. `facts`: further fields of the KernelSpec.
+    Raises what tracing raises.
     """
     spec = spec_for(dtype, head_dim, value_dim, block_size, **facts)
     traced = trace(score_mod, "score") if score_mod else None
@@ -86,7 +87,7 @@ def spec_for(
     block_size: int | tuple[int, int] = 128,
     **facts: Any,
 ) -> KernelSpec:
-    """That of a backward with a mask, of one dtype; `facts` are further fields."""
+    """Returns the spec of a backward with a mask, for one dtype; `facts` are further fields."""
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     return KernelSpec(
         q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
@@ -101,9 +102,9 @@ def of_traces(
     extents: Extents = EXTENTS,
     options: tuple[tuple[str, Any], ...] = (),
 ) -> Variant:
-    """The variant of a traced score_mod and a traced mask_mod; `spec` has the block of a mask in any case.
+    """Returns the variant of a traced score_mod and mask_mod; `spec` has a mask's block size in any case.
 
-    It quotes the lines of these mods, whatever equal ones there were.
+    Its kernels quote the lines of these mods, even if equal mods came before.
     """
     score = lower(replace(traced.graph, lines=True), extents, split=of_mask is None) if traced else None
     if traced is not None and score is not None and score.split is not None:

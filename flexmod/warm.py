@@ -1,14 +1,14 @@
-"""Fills a folder with compiled kernels, which can be shipped: a process that uses it compiles none of them.
+"""Fills a folder with compiled kernels to ship: a process that uses the folder need not compile them.
 
     for target, built in warm("kernels", mods.softcap(30.0), masks.causal(), head_dim=128, targets=["sm_90"]):
         print(target, built.kernel)
 
     FLEXMOD_CACHE_DIR=kernels python train.py
 
-The chips need not be present. Kernels are those of the forward and the backward of dense tensors [B, H, M, D]
-whose head dimension is a multiple of 16. Not among them: kernels that build block masks, and sums of captured
-gradients apart from the backward. To have these too, fill the folder by a run on such a chip, with
-TRITON_CACHE_DIR at its part `compiled`. Triton's launchers in C are made by each host.
+The chips need not be present. The folder gets forward and backward kernels for dense tensors [B, H, M, D]
+whose head dimension is a multiple of 16. It lacks kernels that build block masks, and separate kernels for
+gradients of captured tensors. To add these, run the model on such a chip with TRITON_CACHE_DIR set to the
+folder's part `compiled`. Each host builds Triton's launchers in C itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def warm(
     dtype: torch.dtype = torch.bfloat16,
     targets: Sequence[str] = (MEASURED,),
 ) -> Iterator[tuple[str, Built]]:
-    """Compiles the kernels as the iterator is advanced, those of a chip side by side; yields them.
+    """Compiles kernels into the folder while you iterate, all kernels of a chip in parallel; yields them.
 
-    What the folder has already is found, not compiled. A kernel's text quotes the lines of its mod, and is
-    another kernel with others: give the very functions that training calls. Raises WarmFolderError,
-    UnknownTarget, and what tracing raises.
+    It does not compile kernels again that the folder has. A kernel's text quotes the lines of its mod, so the
+    same formula in other lines is another kernel: pass the functions that training calls. Raises
+    WarmFolderError, UnknownTarget, and what tracing raises.
     """
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
@@ -57,7 +57,7 @@ def warm(
 
 
 def checked_folder(folder: str | Path) -> Path:
-    """Its absolute path; the folder is made. Raises WarmFolderError where kernels cannot be kept there."""
+    """Creates the folder and returns its absolute path. Raises WarmFolderError if it cannot store kernels."""
     path = Path(folder).expanduser().absolute()
     if keeps_elsewhere():
         raise WarmFolderError(

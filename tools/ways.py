@@ -1,11 +1,11 @@
-"""How many files of flexmod a query, a score_mod, a mask_mod and a block_mask pass through in a call.
+"""Counts the files of flexmod that a query, a score_mod, a mask_mod and a block_mask pass through in a call.
 
     python tools/ways.py [--files]
 
-One new call, forward and backward, runs in Triton's interpreter and is watched: a file is entered where one
-of its functions is given the thing, or what was made of it: a tensor on the same memory, a graph of the mod
-and its text, the data of the mask. `steps` counts the changes from one file to another, `returns` those to a
-file that was left before. Fewer are better: whoever changes what a call takes has to know these files.
+The tool watches one new call, forward and backward, in Triton's interpreter. A call enters a file when one of
+its functions gets the thing or a product of it: a tensor on the same memory, the mod's graph and text, the
+mask's data. It counts the changes from one file to another as `steps`, and changes to an earlier file as
+`returns`. Fewer are better, since an engineer who changes a call's arguments must know these files.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def watch(run: Callable[[], object], found: list[Way]) -> None:
         file = name_of(frame.f_code.co_filename) if event == "call" else None
         if file is None:
             return
-        sys.setprofile(None)  # what is asked of the arguments is no part of the call
+        sys.setprofile(None)  # the tool's own reads of arguments are no part of the call
         try:
             count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
             arguments = [frame.f_locals.get(name) for name in frame.f_code.co_varnames[: count + 2]]

@@ -1,4 +1,4 @@
-"""What kernels take of a call's tensors and its mask, by the names of their parameters; room for results."""
+"""Builds the arguments of kernels from a call's tensors and mask, and allocates results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Numbers = Sequence[bool | int | float]
 def results(
     q: Place, dim: Extent, order: Sequence[int], *, want_max: bool, kept: Sequence[str] = ()
 ) -> tuple[Place | None, ...]:
-    """The places of a forward's results: out, lse, the row maximum, and what is `kept` for a backward.
+    """Returns places for a forward's results: out, lse, the row maximum, and tensors `kept` for a backward.
 
-    out [B, HQ, M, dim] lies in memory in q's order. The others are [B, HQ, M], float64 where q is.
+    out [B, HQ, M, dim] has q's order of strides. The others are [B, HQ, M], float64 if q is.
     """
     rows = q.shape[:3], contiguous(q.shape[:3]), torch.promote_types(q.dtype, torch.float32)
     out = Place("out", (*q.shape[:3], dim), tuple(strides_in_order(q.shape, dim, order)), q.dtype)
@@ -36,12 +36,12 @@ def results(
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Batch, heads and rows, dimensions 0 to 2, from the one that is closest in memory on."""
+    """Returns the dimensions 0 to 2 (batch, heads, rows) by stride, the smallest first."""
     return tuple(sorted((2, 1, 0), key=tensor.stride))
 
 
 def strides_in_order(shape: Sequence[Extent], dim: Extent, order: Sequence[int]) -> list[Extent]:
-    """The strides of [*shape[:3], dim] without gaps."""
+    """Returns the strides of [*shape[:3], dim] without gaps, with the dimensions in this order."""
     strides: list[Extent] = [0, 0, 0, 1]
     step: Extent = dim
     for i in order:
@@ -52,10 +52,10 @@ def strides_in_order(shape: Sequence[Extent], dim: Extent, order: Sequence[int])
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What a plan is run on, as places, and the numbers beside: `inputs` are all of them, in order.
+    """A plan's inputs as places, in order, and its run-time numbers.
 
-    q [B, HQ, M, D], k [KV_B, HKV, N, D], v [KV_B, HKV, N, DV]; `orders` says how each lies in memory. The
-    mask and what the mods capture have places where a call has tensors.
+    q [B, HQ, M, D], k [KV_B, HKV, N, D], v [KV_B, HKV, N, DV]; `orders` has the order of each one's strides.
+    Places stand for the tensors of the mask and for the mods' captured tensors.
     """
 
     q: Place
@@ -70,23 +70,23 @@ class Operands:
 
     @property
     def of_mask(self) -> tuple[Place | None, ...]:
-        """Those of `inputs` that are the mask's."""
+        """The inputs that belong to the mask."""
         return self.inputs[3 + len(self.score_captured.tensors) :]
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """B, HQ, M and N."""
+        """The extents B, HQ, M and N."""
         return (*self.q.shape[:3], self.k.shape[2])
 
     def like(self, writer: PlanWriter, name: str, place: Place, dim: int) -> Place:
-        """A new tensor as q, k or v, but for a last dimension of `dim`; in memory in its order."""
+        """Allocates a tensor like q, k or v with a last dimension of `dim`, in the same order of strides."""
         strides = strides_in_order(place.shape, dim, self.orders[place.name])
         return writer.empty(name, (*place.shape[:3], dim), place.dtype, strides)
 
     def results(
         self, writer: PlanWriter, kept: Sequence[str], want_max: bool, keep: bool
     ) -> tuple[Place | None, ...]:
-        """Room for the results of a forward, see `results`; with `keep` for what is `kept` too."""
+        """Allocates a forward's results, see `results`; with `keep` also the `kept` tensors."""
         names = [name.lower() for name in kept] if keep else ()
         order = self.orders["query"]
         made = results(self.q, self.v.shape[3], order, want_max=want_max, kept=names)
@@ -95,7 +95,7 @@ class Operands:
 
 
 def incoming(call: Operands, given: BackwardInputs) -> BackwardInputs:
-    """The places of what a backward of the call is run on."""
+    """Returns the places of a backward's inputs."""
     sizes = call.q.shape[:3]
     rows = (sizes, contiguous(sizes), given.lse.dtype)
     return BackwardInputs(
@@ -113,9 +113,9 @@ def operands(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, score_numbers: Numbers, mask_numbers: Numbers,
     lists: Callable[[str, Tensor], Place] = fixed,
 ) -> Operands:  # fmt: skip
-    """Of a call; `inputs` are its query, key and value, what the mods capture, and the tiles of its mask.
+    """Returns a call's operands: query, key and value, the mods' captured tensors, the mask's tiles.
 
-    `lists` makes the places of a mask's lists: a user's have the layout that they have.
+    `lists` makes the places of a mask's lists, since a user's lists may have any strides.
     """
     batch, heads, length, shared_batch, shared, keys = map(Size, ("B", "HQ", "M", "KV_B", "HKV", "N"))
     query = named("query", q, (batch, heads, length, q.shape[3]))
@@ -142,7 +142,7 @@ def captured_places(mod: str, traced: Traced | None) -> tuple[Place, ...]:
 
 
 def places_of_mask(mask: MaskSnapshot, lists: Callable[[str, Tensor], Place] = fixed) -> tuple[Place, ...]:
-    """Places for all tensors of a mask, in their order."""
+    """Returns places for all tensors of a mask, in their order."""
     names = mask.storage.parts()
     make = lists if mask.storage.form == "lists" else named
     tiles = tuple(make(name, tensor) for name, tensor in zip(names, mask.storage.tensors(), strict=True))
@@ -150,10 +150,10 @@ def places_of_mask(mask: MaskSnapshot, lists: Callable[[str, Tensor], Place] = f
 
 
 def block_of(mask: MaskSnapshot) -> tuple[int, int]:
-    """(queries, keys) of a block, as kernels walk it: to its end, wherever the positions end.
+    """Returns the (queries, keys) of a block for kernels, which walk each block to its end.
 
-    A single block may be of any size: in torch 2^30 stands for "no mask". Here it ends soon after the
-    positions, at a power of two, since each size has kernels of its own.
+    A single block may have any size; torch uses 2^30 for "no mask". This function shortens it to a power of
+    two just beyond the positions, since each block size needs its own kernels.
     """
     sizes = zip(mask.BLOCK_SIZE, mask.seq_lengths, strict=True)
     rows, columns = (min(int(size), max(128, 1 << (length - 1).bit_length())) for size, length in sizes)
@@ -161,7 +161,7 @@ def block_of(mask: MaskSnapshot) -> tuple[int, int]:
 
 
 def strided(name: str, letters: str, row: str, tensor: Place | None) -> Arguments:
-    """The tensor and its strides as a kernel names them. A batch of 1 is the same for every batch entry."""
+    """Returns a tensor and its strides by a kernel's names. A batch of 1 serves every batch entry."""
     b, h, m, d = tensor.strides if tensor is not None else (0, 0, 0, 0)
     return {
         name: tensor,
@@ -183,7 +183,7 @@ def grad_lse_arguments(grad_lse: Place | None) -> Arguments:
 
 
 def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) -> Arguments:
-    """The mask's blocks of keys in each row ("kv"), or its blocks of queries in each column ("q")."""
+    """Returns the mask's blocks of keys by row ("kv"), or its blocks of queries by column ("q")."""
     if mask is None:
         return {}
     if axis == "q" and not mask.storage.by_column:
@@ -202,9 +202,9 @@ def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) ->
 
 
 def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list[Any]) -> Arguments:
-    """Lists of blocks, contiguous, with the strides they share.
+    """Returns contiguous lists of blocks, with their common strides.
 
-    A mask that is the same for each batch entry or head comes as an expanded view: one copy of it is read.
+    If a mask is the same for each batch entry or head, its lists are expanded views of one copy.
     """
     present: list[Place] = [place for place in lists if place is not None]
     for dim in (0, 1):
@@ -224,13 +224,13 @@ def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list
 
 
 def _first(place: Place, dim: int) -> Place:
-    """The first entry of a dimension, which begins where the whole does."""
+    """Returns a view of a dimension's first entry."""
     shape = (*place.shape[:dim], 1, *place.shape[dim + 1 :])
     return replace(place, shape=shape)
 
 
 def _dense(writer: PlanWriter, place: Place) -> Place:
-    """The place itself if it is contiguous, or a copy."""
+    """Returns the place itself if it is contiguous, else a copy."""
     dense = contiguous(place.shape)
     layout = zip(place.shape, place.strides, dense, strict=True)
     if all(size == 1 or stride == wanted for size, stride, wanted in layout):
@@ -243,13 +243,13 @@ def _dense(writer: PlanWriter, place: Place) -> Place:
 
 
 def copied(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> tuple[Tensor]:
-    """A contiguous copy of a view that begins where the tensor does."""
+    """Returns a contiguous copy of a view that begins at the tensor's first element."""
     view = tensor.as_strided(shape, strides, tensor.storage_offset())
     return (view.clone(memory_format=torch.contiguous_format),)
 
 
 def mask_strides(shape: Sequence[Extent]) -> Arguments:
-    """From one batch, and one head, of [batches, heads, lines] to the next, in lines; 0 for a single one."""
+    """Returns the batch and head strides of [batches, heads, lines], in lines; 0 for a single entry."""
     batch, heads, lines = shape
     return {
         "stride_mask_b": if_several(batch, heads * lines),
@@ -258,5 +258,5 @@ def mask_strides(shape: Sequence[Extent]) -> Arguments:
 
 
 def processors(device: torch.device) -> int:
-    """The processors of a GPU, each of which runs programs of its own; 1 for any other device."""
+    """Returns a GPU's number of processors; 1 for any other device."""
     return target_of(device).processors or 1 if device.type == "cuda" else 1

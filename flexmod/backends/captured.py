@@ -1,10 +1,10 @@
-"""Gradients of captured tensors, from the gradients of what each load gave the scores.
+"""Computes gradients of captured tensors from the terms of each load.
 
-A term, the gradient of one loaded element for each score, is first summed over what the load's index does
-not read: the slopes of heads see one number a head, a bias of the keys one a column. Only what is left is
-added to the elements, one after the other in a fixed order, so that two runs agree bit for bit.
+A term is the gradient of one loaded element for each score. First each term is summed over the positions that
+the load's index does not read: one number for each head for slopes of heads, one for each column for a bias
+of keys. Then these sums are added to the elements in a fixed order, so that two runs agree bit for bit.
 
-`CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums that kernels have made of them.
+`CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums from kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sums = Mapping[Along, Sequence[Tensor]]
 
 
 class CaptureSums:
-    """The sums of one backward; `problem.capture_grad` says which terms there are."""
+    """Sums the terms of one backward; `problem.capture_grad` lists the terms."""
 
     def __init__(self, problem: Problem, real: torch.dtype) -> None:
         assert problem.score is not None and problem.capture_grad is not None
@@ -42,10 +42,10 @@ class CaptureSums:
         self._totals = {number: _Total(self._tensors[number], real) for number in self._loads}
 
     def add(self, values: Sequence[Tensor], shape: tuple[int, ...], forbid: Callable[[Tensor], None]) -> None:
-        """Adds the terms of a tile of scores of this shape.
+        """Adds the terms of a tile of scores with this shape.
 
-        `values` are the graph's results but for the first. Terms are written in place: `forbid` makes one 0
-        where the mask says no.
+        `values` are the graph's results except the first. It writes terms in place: `forbid` sets a term to 0
+        where the mask is False.
         """
         rest = iter(values)
         for number in self._loads:
@@ -57,7 +57,7 @@ class CaptureSums:
             self._totals[number].add(term, indices)
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """One gradient for each captured tensor, in its shape and dtype; None for one without a term."""
+        """Returns each captured tensor's gradient, in its shape and dtype, or None without a term."""
         return _results(self._totals, len(self._tensors))
 
 
@@ -69,10 +69,9 @@ def gradients(
     numbers: Sequence[bool | int | float],
     extents: Extents,
 ) -> tuple[Tensor | None, ...]:
-    """One gradient for each captured tensor, in its shape and dtype; None for one without a term.
+    """Returns each captured tensor's gradient, in its shape and dtype, or None without a term.
 
-    `graph` is the one that the terms are of, with the values `numbers` for its parameters; `extents` are B,
-    Hq, M and N.
+    `graph` is the graph of the terms, `numbers` has the values of its parameters, `extents` are B, Hq, M, N.
     """
     left = {along: iter(found) for along, found in sums.items()}
     scattered = dict.fromkeys(term.capture for term in terms if term.along == "element")
@@ -91,7 +90,10 @@ def gradients(
 
 
 def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Tensor, ...]:
-    """b [B, 1, 1], h [Hq, 1], q_idx and kv_idx [length]: those that stand for what a sum has gone over."""
+    """Returns b [B, 1, 1], h [Hq, 1], q_idx and kv_idx [length] for sums along this axis.
+
+    A position that the sum covers has a representative value.
+    """
     batch, heads, length, keys = extents
     first, last = {"row": (0, length), "column": (0, keys), "diagonal": (1 - keys, length)}[along]
     place = torch.arange(first, last, device=device)
@@ -101,24 +103,24 @@ def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Te
 
 
 class _Total:
-    """The sum of a captured tensor's gradient, in float32 or wider, rounded once at the end."""
+    """Accumulates a captured tensor's gradient in float32 or wider; rounds once at the end."""
 
     def __init__(self, tensor: Tensor, real: torch.dtype, sums: Tensor | None = None) -> None:
         self._tensor = tensor
         dtype = torch.promote_types(real, tensor.dtype)
-        # one element more takes what lies outside of the tensor
+        # one more element takes terms whose index lies outside of the tensor
         size = tensor.numel() + 1
         self._sums = torch.zeros(size, dtype=dtype, device=tensor.device) if sums is None else sums.to(dtype)
 
     def add(self, term: Tensor, indices: Sequence[Tensor], wide: torch.dtype | None = None) -> None:
-        """Adds each element of `term` to the element that the indices, broadcast to its shape, name.
+        """Adds each element of `term` to the element at the indices, which broadcast to the term's shape.
 
-        What the indices do not read is summed in `wide`, or else in the dtype of the sum.
+        Sums over dimensions that the indices do not read use the dtype `wide`, or else the sum's dtype.
         """
         place = self._place(indices)
         part = _sum_to(term, place.shape, wide or self._sums.dtype).to(self._sums.dtype)
         place, part = place.expand(part.shape).flatten(), part.flatten()
-        if part.is_cuda:  # index_add_ has atomics there; this sorts
+        if part.is_cuda:  # index_add_ would use atomics; this sorts
             self._sums.index_put_((place,), part, accumulate=True)
         else:
             self._sums.index_add_(0, place, part)
@@ -127,7 +129,7 @@ class _Total:
         return self._sums[:-1].view(self._tensor.shape).to(self._tensor.dtype)
 
     def _place(self, indices: Sequence[Tensor]) -> Tensor:
-        """Where the loaded elements are in a contiguous tensor of the same sizes, int64."""
+        """Returns the loaded elements' offsets in a contiguous tensor of the same sizes, int64."""
         sizes, device = self._tensor.shape, self._sums.device
         place = torch.zeros((), dtype=torch.int64, device=device)
         inside = torch.ones((), dtype=torch.bool, device=device)
@@ -143,7 +145,7 @@ def _results(totals: Mapping[int, _Total], count: int) -> tuple[Tensor | None, .
 
 
 def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The sum over all dimensions along which a tensor of `shape`, broadcast to the term's, is the same."""
+    """Sums over the dimensions along which `shape` would broadcast to the term's shape."""
     missing = term.dim() - len(shape)
     same = [d for d in range(term.dim()) if d < missing or shape[d - missing] == 1]
     return term.sum(same, keepdim=True, dtype=dtype) if same else term

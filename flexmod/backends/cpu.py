@@ -1,9 +1,9 @@
-"""Block-sparse attention in plain torch, the default for CPU tensors. Its memory is linear in the lengths.
+"""Computes block-sparse attention in plain torch, the default for CPU tensors, in linear memory.
 
-The heads of a call come as `heads.Heads` lays them out, [Z, G, length, dim], and the mask as steps (`tiles`).
-A step is done for as many heads at once as the budget allows, and reads the keys and values of a group once
-for all its query heads. A row meets all its columns in one step: no partial softmax is ever merged, and the
-backward makes each row's weights again from its scores alone, with the rounding that they had in the forward.
+`heads.Heads` lays out the heads of a call as [Z, G, length, dim]; `tiles` splits the mask into steps. A step
+processes as many heads as the budget allows, and reads a group's keys and values once for all its query
+heads. A step has all columns of its rows, so no partial softmax needs merging. The backward recomputes each
+row's weights from its scores, with the same rounding as the forward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flexmod.backends.tiles import TileStep, shared_part, steps_of_table, steps_
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 
-# Scores held at a time in one buffer, in elements: 16 MiB of float32, what stays in a usual last-level cache.
+# Scores in one buffer, in elements: 16 MiB of float32, which fit in a usual last-level cache.
 BUDGET = 1 << 22
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
-    """See `interface`. Half-precision inputs are computed in float32 and rounded at the end."""
+    """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     out = query.new_zeros((*query.shape[:3], v.shape[-1]))
@@ -42,7 +42,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
         part.modify(scores, scores)
         highest = scores.amax(-1)
         torch.softmax(scores, -1, out=scores)
-        # The largest weight is exp(0) / sum: it knows the sum.
+        # The largest weight is exp(0) / sum, which gives the sum.
         total = highest - scores.amax(-1).log()
         result = torch.bmm(scores.flatten(1, 2), part.columns_of(value)).view(*part.shape[:3], -1)
         dead = highest == -torch.inf
@@ -66,13 +66,16 @@ def backward(
     grad_lse: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
-    """See `interface`. Two runs agree bit for bit. `out` is not read: gradients would get its rounding."""
+    """Runs a backward, see `interface`. Two runs agree bit for bit.
+
+    It does not read `out`, whose rounding would reach the gradients.
+    """
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     grad = heads.split_query(grad_out)
     dead = heads.split_query(lse) == -torch.inf
     some_dead = bool(dead.any())
-    # Whatever came in for the lse of a dead row goes no further.
+    # The lse of a row without keys is constant: drop its incoming gradient.
     grad_sum = None if grad_lse is None else heads.split_query(grad_lse).masked_fill(dead, 0.0)
 
     wanted = zip((query, key, value), needs, strict=True)
@@ -125,16 +128,16 @@ class ScorePart:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the scores: [z, g, rows, columns]."""
+        """The shape of the scores: [z, g, rows, columns]."""
         return len(self.z), len(self.g), self.step.row_count, self.step.column_count
 
     @property
     def rows(self) -> tuple[slice, slice, slice]:
-        """Where the rows of this part are in a tensor laid out by query."""
+        """The indices of this part's rows in a tensor laid out by query."""
         return as_slice(self.z), as_slice(self.g), self.step.rows
 
     def columns_of(self, x: Tensor) -> Tensor:
-        """[z, columns, dim] of a tensor [Z, N, dim]."""
+        """Returns this part's columns, [z, columns, dim], from a tensor [Z, N, dim]."""
         columns = self.step.columns
         x = x[as_slice(self.z)]
         return x[:, columns] if isinstance(columns, slice) else x.index_select(1, columns)
@@ -161,10 +164,10 @@ class ScorePart:
         self._forbid(into, -torch.inf)
 
     def unmodify(self, scores: Tensor, change: Tensor, sums: CaptureSums | None = None) -> None:
-        """Turns the gradient of what `modify` wrote into that of `scores`, in place.
+        """Turns the gradient of the modified scores into the gradient of `scores`, in place.
 
-        What captured tensors get of it goes to `sums`. Any derivative may be infinite or NaN where the mask
-        said no.
+        Adds the terms of captured tensors to `sums`. A derivative may be infinite or NaN where the mask is
+        False.
         """
         if sums is None and self.problem.score_grad is None:
             return
@@ -172,19 +175,22 @@ class ScorePart:
         assert graph is not None
         by_score, *terms = self._run(graph, score=scores, grad=change)
         if sums is not None:
-            # before `change` is written: a term may be that very tensor
+            # before the write to `change`: a term may be the same tensor
             sums.add(terms, self.shape, lambda term: self._forbid(term, 0.0))
         change.copy_(by_score)
         self._forbid(change, 0.0)
 
     def _forbid(self, x: Tensor, value: float) -> None:
-        """Writes `value` where the mask says no."""
+        """Writes `value` where the mask is False."""
         for span, forbidden in self.forbidden:
             x[..., span].masked_fill_(forbidden, value)
 
     @cached_property
     def forbidden(self) -> list[tuple[slice, Tensor]]:
-        """Columns of the step and what the mask forbids there: bool, broadcastable to [z, g, rows, width]."""
+        """Returns ranges of the step's columns, and a bool tensor that is True where the mask is False.
+
+        The tensor broadcasts to [z, g, rows, width].
+        """
         if not self.step.asked:
             return []
         assert self.problem.mask is not None
@@ -203,7 +209,7 @@ class ScorePart:
         return self.step.positions(self.b.device)
 
     def _run(self, graph: Graph, *, score: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
-        """A graph of the score mod's on all elements."""
+        """Evaluates a graph of the score mod on all elements."""
         assert self.problem.score is not None
         q_idx, kv_idx = self.positions
         return evaluate(
@@ -213,7 +219,10 @@ class ScorePart:
 
 
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
-    """The whole call, as parts of at most BUDGET scores (a row is never cut). Dead rows may be in none."""
+    """Splits a call into parts of at most BUDGET scores, without cutting rows.
+
+    Rows that attend to nothing may be in no part.
+    """
     b, h = (x[..., None, None] for x in heads.positions())
     for z, g, steps in _shares(problem, heads, rows, columns):
         for step in steps:
@@ -226,7 +235,7 @@ def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[S
 def _shares(
     problem: Problem, heads: Heads, rows: int, columns: int
 ) -> Iterator[tuple[range, range, Iterator[TileStep]]]:
-    """Heads that share their tiles, and the steps of those tiles."""
+    """Yields ranges of heads with the same tiles, and the steps for these tiles."""
     if problem.mask is None:
         yield *heads.where(None, None), steps_without_mask(rows, columns, BUDGET)
         return
@@ -237,14 +246,14 @@ def _shares(
 
 
 class Scratch:
-    """Buffers that parts of different shapes use one after the other."""
+    """Buffers that parts of different shapes reuse."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A contiguous tensor with any content; it is valid until `name` is taken again."""
+        """Returns an uninitialized contiguous tensor, valid until the next call with `name`."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:

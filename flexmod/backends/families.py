@@ -1,7 +1,8 @@
-"""Families of kernels: the ways in which a call can be computed on a GPU, asked one after the other.
+"""Selects the kernel family that computes a call on a GPU.
 
-The first family that has no obstacle makes the kernels of a forward, and of a backward. The last one,
-"portable", has none. A family is an object with the parts of `Family`; `insert` adds one.
+flexmod asks the families in order; the first one without an obstacle makes the kernels of a forward or a
+backward. The last family, "portable", has no obstacles. A family is an object with the methods of `Family`;
+`insert` adds one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Places = tuple[Place | None, ...]
 
 
 class Family(Protocol):
-    """`name` is what kernel option TEMPLATE calls it, `title` what a sentence does.
+    """A kernel family. `name` is its name in kernel option TEMPLATE, `title` its name in sentences.
 
-    `target`: a chip for which `explain` shows it. `reduce_in_backward`: its backward kernel reduces gradients
-    of captures that b and h alone index.
+    `target`: the chip for which `explain` shows it. `reduce_in_backward`: its backward kernel reduces
+    gradients of captures that only b and h index.
     """
 
     name: str
@@ -49,16 +50,16 @@ class Family(Protocol):
         *,
         deterministic: bool,
     ) -> str | None:
-        """Why it does not make these kernels for a chip; None where it does."""
+        """Returns why the family cannot make these kernels for a chip, or None if it can."""
 
     def call_obstacle(self, q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None) -> str | None:
-        """Why its kernels do not take these tensors, and the columns of this mask."""
+        """Returns why its kernels cannot take these tensors and this mask's columns, or None if they can."""
 
     def kernels(self, portable: Kernels) -> Made:
-        """Its kernels for what the portable ones were made for; the same object for the same ones.
+        """Returns the family's kernels for the same spec and mods as `portable`, always the same object.
 
-        All but portable kernels have `text`, the source of their module, and `choices(direction)`, the rungs
-        that tuning tries.
+        Except for the portable family, the result has `text`, the module's source, and `choices(direction)`,
+        the rungs that tuning tries.
         """
 
     def forward(
@@ -67,7 +68,7 @@ class Family(Protocol):
         """See `triton.forward`."""
 
     def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
-        """What a backward of these tensors goes by."""
+        """Returns the facts that a backward of these tensors depends on."""
 
     def backward(
         self, writer: PlanWriter, made: Any, call: Operands, incoming: BackwardInputs,
@@ -76,7 +77,7 @@ class Family(Protocol):
         """See `triton.backward`."""
 
     def reads_order(self, target: str) -> bool:
-        """Do its kernels on a chip go by the order of a mask's rows and columns (`Runs.order`)?"""
+        """Returns whether its kernels on a chip follow the order of a mask's rows and columns."""
 
 
 class _Portable:
@@ -100,17 +101,17 @@ class _Portable:
 
 
 PORTABLE: Family = _Portable()
-INTERPRETER = "Triton's interpreter"  # in place of a chip
+INTERPRETER = "Triton's interpreter"  # replaces a chip's name
 _known: tuple[Family, ...] = (HopperFamily(), PORTABLE)
 
 
 def families() -> tuple[Family, ...]:
-    """All, in the order in which they are asked."""
+    """Returns all families, in the order in which flexmod asks them."""
     return _known
 
 
 def insert(family: Family) -> Callable[[], None]:
-    """Ask this family first; returns what takes it out again. Plans of calls are made again."""
+    """Adds a family in the first place; returns a function that removes it. Calls get new plans."""
     _set((family, *_known))
     return lambda: _set(tuple(other for other in _known if other is not family))
 
@@ -119,11 +120,11 @@ def _set(known: Sequence[Family]) -> None:
     global _known
     _known = tuple(known)
     family_names.set_names([family.name for family in _known])
-    CONSTANTS.version = object()  # what is known of calls depends on it
+    CONSTANTS.version = object()  # invalidates cached calls
 
 
 def reads_order(target: str) -> bool:
-    """Does any family go by the order of a mask's rows and columns on a chip?"""
+    """Returns whether any family on a chip follows the order of a mask's rows and columns."""
     return any(family.reads_order(target) for family in _known)
 
 
@@ -134,9 +135,9 @@ def obstacle(
     target: str,
     options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """Why a family does not make these kernels for a chip, as torch's switch for determinism stands.
+    """Returns why a family cannot make these kernels for a chip; reads torch's switch for determinism.
 
-    Raises TemplateError where the options insist on it.
+    Raises TemplateError if there is an obstacle and the options ask for this family.
     """
     given = options or {}
     asked = template(given, direction)
@@ -151,7 +152,7 @@ def obstacle(
 
 
 def check_not_asked_for(family: Family, direction: Direction, options: Mapping[str, Any], why: str) -> None:
-    """Raises TemplateError where the options insist on a family that cannot serve."""
+    """Raises TemplateError if the options ask for a family that cannot run."""
     if template(options, direction) == family.name:
         raise TemplateError(template=family.name, direction=direction, why=why)
 
@@ -159,9 +160,9 @@ def check_not_asked_for(family: Family, direction: Direction, options: Mapping[s
 def serving(
     spec: KernelSpec, direction: Direction, target: str, options: Mapping[str, Any] | None = None
 ) -> tuple[Family, dict[str, str]]:
-    """The first family without an obstacle on a chip, and why the ones before it do not serve, by name.
+    """Returns the first family without an obstacle on a chip, and the obstacles of earlier ones by name.
 
-    Raises as `obstacle`.
+    Raises the error of `obstacle`.
     """
     passed: dict[str, str] = {}
     for family in _known:

@@ -1,7 +1,7 @@
-"""The generated kernels as a backend: a problem's mods are compiled, and its calls get plans.
+"""Runs the generated kernels as a backend: compiles a problem's mods and makes plans for its calls.
 
-By the first of the `families` that takes it. Two
-backends: ON_GPU, and INTERPRETED, the very same kernels in Triton's interpreter on CPU tensors.
+The first of the `families` without an obstacle makes the kernels. There are two backends: ON_GPU, and
+INTERPRETED, which runs the same kernels in Triton's interpreter on CPU tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Meanwhile = Callable[[Tensors], Job | None]
 
 @dataclass(frozen=True)
 class Generated:
-    """Makes the plans of calls, bound to the kinds of their tensors."""
+    """Makes plans of calls, bound to the kinds of their tensors."""
 
     interpreted: bool
 
@@ -58,11 +58,11 @@ class Generated:
         keep: bool,
         meanwhile: Meanwhile | None = None,
     ) -> Bound:
-        """Bound to query, key, value, what the score_mod captures, and the tensors of the mask.
+        """Returns a plan bound to query, key, value, the score_mod's captured tensors and the mask's tensors.
 
-        Its results are those of `Forward`, and with `keep` what a backward takes as `kept`. Where its kernels
-        have to be compiled, `meanwhile` is given stand-ins of its results, and the job that it returns runs
-        in a thread, while the compiler is at work.
+        Its results are a `Forward`, and with `keep` the `kept` tensors for a backward. If its kernels need
+        compiling, this method passes stand-ins of the results to `meanwhile`, and runs the returned job in a
+        thread during the compilation.
 
         Raises:
             NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.choose_tile`.
@@ -79,10 +79,10 @@ class Generated:
     def backward(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
     ) -> Bound:
-        """Bound to a `BackwardInputs` in order, and the tensors of the mask.
+        """Returns a plan bound to a `BackwardInputs` in order, and the mask's tensors.
 
-        `kept` says how many tensors the forward kept. Its results are those of `Gradients`, one after the
-        other. Raises as `forward`.
+        `kept` is the number of tensors that the forward kept. The results are the tensors of a `Gradients`,
+        in order. Raises the errors of `forward`.
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
         return self._served("backward", compiled, _backward_writer(compiled, needs))
@@ -90,9 +90,10 @@ class Generated:
     def backward_compiler(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
     ) -> Job | None:
-        """A job that compiles what `backward` will try first; None where there is nothing to compile.
+        """Returns a job that compiles the first kernels of `backward`, or None if nothing needs compiling.
 
-        It takes what `backward` takes, stand-ins too, and raises what that raises. The job holds no tensors.
+        It takes the arguments of `backward`, also stand-ins, and raises the same errors. The job keeps no
+        tensors alive.
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
         family = next(one for one, why in self._families("backward", compiled) if why is None)
@@ -106,7 +107,7 @@ class Generated:
         return partial(side_by_side.in_threads, jobs) if jobs else None
 
     def _families(self, direction: Direction, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
-        """The families in order, and why each does not take the call."""
+        """Yields the families in order, each with its obstacle or None."""
         (q, k, v), options = compiled.qkv, dict(compiled.problem.options)
         mask = compiled.problem.mask if direction == "backward" else None
         target = INTERPRETER if self.interpreted else target_of(q.device).name
@@ -117,7 +118,7 @@ class Generated:
     def _served(
         self, direction: Direction, compiled: _Compiled, write: Write, meanwhile: Meanwhile | None = None
     ) -> Bound:
-        """The plan of the first family that takes the call and has a rung that does, bound."""
+        """Returns the bound plan of the first family that takes the call and has a rung for it."""
         options = dict(compiled.problem.options)
         for family, why in self._families(direction, compiled):
             if why is None:
@@ -164,7 +165,7 @@ class Generated:
     def _tune(
         self, problem: Problem, spec: KernelSpec, kernels: Sequence[Made], device: torch.device
     ) -> None:
-        """Have kernels run with the tiles that were found for them; raises where none were."""
+        """Applies tuned tiles to the kernels. Raises NotTunedError if there are none."""
         key = tuned.Key(
             "backward" if spec.backward else "forward",
             tuned.device_name(device, self.interpreted),
@@ -178,10 +179,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A call, and the kernels that its mods make: what its plans are written with.
+    """A call and its kernels, from which plans are written.
 
     `make(reduce_in_backward)` makes the portable kernels; with True, without the reductions that another
-    backward does itself. `grad_captures` get gradients. `tensors` are what a plan is bound to.
+    family's backward does. `grad_captures` get gradients. Plans are bound to the kinds of `tensors`.
     """
 
     make: Callable[[bool], Kernels]
@@ -197,7 +198,7 @@ class _Compiled:
 
     @cached_property
     def incoming(self) -> BackwardInputs:
-        """The places of what a backward is run on."""
+        """The places of a backward's inputs."""
         return incoming(self.call, BackwardInputs.of(self.tensors, self.kept, 0))
 
     @cached_property
@@ -207,12 +208,12 @@ class _Compiled:
 
     @cached_property
     def extents(self) -> Mapping[str, int]:
-        """What the names in plans are for the tensors."""
+        """The values of the names in plans for the tensors."""
         processors = {"PROCESSORS": call_arguments.processors(self.qkv[0].device)}
         return {**extents_of(self.inputs, self.tensors), **processors}
 
     def plan(self, write: Callable[[PlanWriter, Operands], Results]) -> Plan:
-        """The plan that `write` writes; where kernels check indices, the host looks at the end."""
+        """Returns the plan that `write` writes. If kernels check indices, its last step reads the result."""
         writer = PlanWriter()
         call, watch = watched(writer, self.call, config.check_bounds())
         results = write(writer, call)
@@ -226,9 +227,9 @@ class _Compiled:
         write: Callable[[PlanWriter, Operands, Rungs], Results],
         meanwhile: Meanwhile | None = None,
     ) -> Bound:
-        """The plan with the rung that each of its kernels takes, bound. Raises NoRung.
+        """Chooses a rung for each kernel and returns the bound plan. Raises NoRung.
 
-        What has to be compiled is compiled side by side, for the first rungs; see `Generated.forward`.
+        It compiles the first rungs in parallel; see `Generated.forward`.
         """
 
         def plan(rungs: Rungs) -> Plan:
@@ -250,7 +251,7 @@ class _Compiled:
         return Bound(plan(rungs), self.tensors, self.qkv[0].device, self.extents)
 
     def _results(self, plan: Plan) -> tuple[Tensor | None, ...]:
-        """Stand-ins of a plan's results."""
+        """Returns stand-ins of a plan's results."""
         return tuple(
             None if place is None else side_by_side.stand_in_of(place, self.extents) for place in plan.results
         )
@@ -263,7 +264,7 @@ class _Compiled:
     def with_captured(
         self, writer: PlanWriter, call: Operands, found: Found, reduce_in_backward: bool
     ) -> Results:
-        """The gradients that a backward found, and those of captured tensors."""
+        """Returns a backward's gradients, and the gradients of captured tensors."""
         graph = self.score.lowered.score if self.score else None
         return with_captured(writer, call, found, graph, self.grad_captures, reduce_in_backward)
 
@@ -281,7 +282,7 @@ def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Wri
 
 
 def watched(writer: PlanWriter, call: Operands, checks: bool) -> tuple[Operands, IndexWatch | None]:
-    """The call as kernels that check indices take it, and what watches it; None where none check."""
+    """Returns the operands for kernels that check indices, and the IndexWatch, None without checks."""
     if not checks:
         return call, None
     watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
@@ -297,7 +298,7 @@ def with_captured(
     grad_captures: tuple[int, ...],
     reduce_in_backward: bool,
 ) -> Results:
-    """Writes the gradients of the captured tensors `grad_captures`, which its sums give, beside a backward's.
+    """Writes the gradients of captured tensors from a backward's sums; returns them after its gradients.
 
     `reduce_in_backward`: the backward made the sums itself.
     """
@@ -316,11 +317,11 @@ def with_captured(
 
 
 class _Terms(tuple[GradientTerm, ...]):
-    """Terms as one argument of a step."""
+    """Several terms as one argument of a step."""
 
 
 class FirstRungs(dict[str, Any]):
-    """The rungs of kernels; the first of its ladder for one that has not settled."""
+    """The chosen rungs by kernel; the ladder's first one for a kernel without a choice."""
 
     def __init__(self, made: Made, known: Rungs = NO_RUNGS) -> None:
         super().__init__(known)

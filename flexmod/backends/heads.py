@@ -1,10 +1,10 @@
-"""Heads laid out by the keys that they share.
+"""Lays out heads by the keys that they share.
 
     [Z, G, length, dim]     Z: heads of the keys, one for each batch unless the batches share them
-                            G: the query heads, over all batches, that meet the same keys
+                            G: the query heads, over all batches, that share these keys
 
-Keys and values are [Z, length, dim]. With that, products run over Z alone, whatever the ratio of heads, and
-the sums of key gradients over a group, or over a batch that shares its keys, happen inside a product.
+Keys and values are [Z, length, dim]. So batched products run over Z for any ratio of heads. A product also
+sums key gradients over a group of heads, or over a batch that shares its keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """The layout of one call. `real` is the dtype that it is computed in."""
+    """The layout of one call. `real` is the dtype of its computation."""
 
     batch: int
     query_heads: int
@@ -29,42 +29,42 @@ class Heads:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> Heads:
-        """The layout for q [B, Hq, M, D] and k [B or 1, Hkv, N, D]."""
+        """Returns the layout for q [B, Hq, M, D] and k [B or 1, Hkv, N, D]."""
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         return cls(q.shape[0], q.shape[1], k.shape[0], k.shape[1], real, q.device)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Z and G."""
+        """The sizes Z and G."""
         z = self.key_batch * self.key_heads
         return z, self.batch * self.query_heads // z
 
     def split_query(self, x: Tensor) -> Tensor:
-        """[B, Hq, ...] as contiguous [Z, G, ...] in `real`."""
+        """Returns [B, Hq, ...] as contiguous [Z, G, ...] in `real`."""
         return self._split(x).to(self.real).contiguous()
 
     def split_key(self, x: Tensor) -> Tensor:
-        """[B or 1, Hkv, ...] as contiguous [Z, ...] in `real`."""
+        """Returns [B or 1, Hkv, ...] as contiguous [Z, ...] in `real`."""
         return x.flatten(0, 1).to(self.real).contiguous()
 
     def join_query(self, x: Tensor) -> Tensor:
-        """[Z, G, ...] as [B, Hq, ...]."""
+        """Returns [Z, G, ...] as [B, Hq, ...]."""
         lead, rest = self.batch // self.key_batch, x.shape[2:]
         x = x.reshape(self.key_batch, self.key_heads, lead, -1, *rest).movedim(2, 1)
         return x.reshape(self.batch, self.query_heads, *rest)
 
     def join_key(self, x: Tensor) -> Tensor:
-        """[Z, ...] as [B or 1, Hkv, ...]."""
+        """Returns [Z, ...] as [B or 1, Hkv, ...]."""
         return x.unflatten(0, (self.key_batch, self.key_heads))
 
     def positions(self) -> tuple[Tensor, Tensor]:
-        """b and h of each query head, both int64 [Z, G]."""
+        """Returns b and h of each query head, both int64 [Z, G]."""
         b = torch.arange(self.batch, device=self.device)[:, None].expand(-1, self.query_heads)
         h = torch.arange(self.query_heads, device=self.device).expand(self.batch, -1)
         return self._split(b), self._split(h)
 
     def where(self, b: int | None, h: int | None) -> tuple[range, range]:
-        """Ranges of Z and of G that hold batch b (None: all) and query head h (None: all), and no other."""
+        """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
         batches, query_heads = self.positions()
         hits = torch.ones(self.shape, dtype=torch.bool, device=self.device)
         if b is not None:
@@ -81,13 +81,13 @@ class Heads:
 
 
 def in_order_of(x: Tensor, like: Tensor) -> Tensor:
-    """x [B, heads, length, dim], contiguous but for its first three dimensions, which lie in like's order."""
+    """Returns x [B, heads, length, dim] without gaps, with like's order of the first three dimensions."""
     order = sorted((2, 1, 0), key=like.stride)[::-1]
     return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
-    """Pairs of parts of z and g, each of at most `count` heads (or of one): whole groups where they fit."""
+    """Splits z and g into pairs of ranges with at most `count` heads (at least one); keeps groups whole."""
     if count >= len(g):
         step = count // len(g)
         yield from ((z[i : i + step], g) for i in range(0, len(z), step))
@@ -97,7 +97,7 @@ def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
 
 
 def as_slice(numbers: range) -> slice:
-    """The same numbers as an index that gives a view."""
+    """Returns the range as a slice, so that indexing gives a view."""
     return slice(numbers.start, numbers.stop, numbers.step)
 
 

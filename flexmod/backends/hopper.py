@@ -1,6 +1,6 @@
-"""The plans of the kernels of `codegen/hopper.py`, for calls that they take. Shapes as in `interface.py`.
+"""Writes plans for the kernels of `codegen/hopper.py`. Shapes as in `interface.py`.
 
-The backward sums dQ in memory, all programs in any order: two runs may differ in the last bits of it.
+The programs of the backward add to dQ in memory in any order, so two runs may differ in its last bits.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from flexmod.plan import (
 )
 from flexmod.runtime.counters import COUNTER
 
-# Queries in a backward's tile, at most.
+# The most queries in a backward's tile.
 TALLEST = 128
-# Queries whose dQ is summed side by side, in the order of registers.
+# Queries in one block of dQ's sums, which keeps the order of registers.
 SUMMED = 64
-# Programs of a backward on each processor, up to which the long ones go first. The last ones of more are few,
-# and that neighbours find the same queries in the L2 counts for more: measured, see docs/measurements.md.
+# Up to this many programs on each processor a backward starts long ones first. With more programs, neighbours
+# that share queries in the L2 matter more: see docs/measurements.md.
 ORDERED = 16
 
 
 def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
-    """Of a backward of these tensors."""
+    """Returns the facts that a backward of these tensors depends on."""
     kv_batch, kv_heads, keys, _ = key.shape
     programs: Any = grid(kv_batch, kv_heads, keys, 128)
     most = ORDERED * call_arguments.processors(key.device)
@@ -69,9 +69,9 @@ def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:
-    """Why the kernels do not take these tensors, None where they do.
+    """Returns why the kernels cannot take these tensors, or None if they can.
 
-    `by_column` is a mask whose lists by column are needed.
+    `by_column`: the mask, if the call needs its lists by column.
     """
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if not addressable(tensor):
@@ -85,7 +85,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
 
 
 def addressable(tensor: Tensor) -> bool:
-    """Can the TMA unit address it: contiguous rows that begin at multiples of 16 bytes?"""
+    """Returns whether the TMA unit can address it: contiguous rows that begin at multiples of 16 bytes."""
     if tensor.stride(3) != 1 or tensor.data_ptr() % 16:
         return False
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
@@ -101,10 +101,7 @@ def forward(
     want_max: bool = False,
     keep: bool = False,
 ) -> tuple[Place | None, ...]:
-    """Writes attention of the variant that `kernels` were made for, as `triton.forward` does.
-
-    `call_obstacle` must have found none.
-    """
+    """Writes the plan of a forward, see `triton.forward`. `call_obstacle` must return None for the call."""
     batch, heads, length, _ = call.extents
     shape: Shape = rungs["forward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
@@ -140,9 +137,9 @@ def backward(
     rungs: Rungs,
     facts: BackwardFacts,
 ) -> Found:
-    """Writes gradients of q, k and v where `needs` asks for them, and the sums for captures.
+    """Writes the gradients of q, k and v that `needs` asks for, and the sums for captures.
 
-    Sums by column and along diagonals come with dK and dV; portable kernels make the others.
+    The kernel of dK and dV makes sums by column and along diagonals; portable kernels make the others.
     """
     if not facts.addressable:
         incoming = incoming._replace(grad_out=_copied(writer, incoming.grad_out))
@@ -157,7 +154,7 @@ def backward(
     lse2, delta = writer.empty("lse2", (rows,)), writer.empty("delta", (rows,))
     row = sum_row(spec.head_tile)
     blocks = (rows // SUMMED, SUMMED * spec.head_dim // row, row)
-    # heads are marked beside the sums of dQ: one thing to set to zero
+    # the flags of heads follow dQ's sums, so that one fill sets both to zero
     zeros = writer.empty("zeros", (product(blocks) + batch * heads,), zeros=True)
     sum_grad_q = writer.view("sum_grad_query", zeros, blocks)
     saved: dict[str, Place] = {}
@@ -191,7 +188,7 @@ def backward(
         "KV_B": kv_batch,
         "PITCH": pitch,
     }
-    # whole blocks where the mask has an order: see `count_tiles`
+    # whole blocks if the mask has an order: see `count_tiles`
     whole = spec.mask_block[1] if spec.mask_block and order.get("Q_ORDER") is not None else 1
     programs = grid(kv_batch, kv_heads, cdiv(keys, whole) * whole, shape.block_n)
     writer.launch(kernels, "backward", programs, arguments, shape)
@@ -217,7 +214,7 @@ def backward(
 
 
 def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -> Place:
-    """[B, Hq, M] of numbers that lie in rows of `pitch`."""
+    """Returns a view [B, Hq, M] of numbers in rows of `pitch`."""
     batch, heads, length, _ = call.extents
     made = Place(f"{padded.name}_rows", (batch, heads, length), (), padded.dtype)
     writer.call(copied, (padded, made.shape, (heads * pitch, pitch, 1)), (made,))
@@ -231,7 +228,7 @@ def _copied(writer: PlanWriter, place: Place) -> Place:
 
 
 def _sums(writer: PlanWriter, kernels: HopperKernels, call: Operands) -> tuple[Arguments, triton.Sums]:
-    """What the fused kernel's sums for captures go into: arguments, and by how they are summed."""
+    """Allocates the fused kernel's sums for captures; returns arguments, and places by axis of the sum."""
     text = kernels.portable.captures.column
     batch, heads, length, keys = call.extents
     arguments: Arguments = {}
@@ -251,34 +248,35 @@ def _order(mask: MaskSnapshot | None, axis: Axis, wanted: bool = True) -> Argume
 
 
 def tiles(tensor: Place, rows: int, dims: int) -> Descriptor:
-    """A [B, H, length, dim] tensor in tiles of `rows` x `dims` of one head; zeros past an end."""
-    # the stride of a dimension of 1 may be anything, but for the unit
+    """Describes a [B, H, length, dim] tensor in tiles of `rows` x `dims` of one head; zeros past an end."""
+    # a dimension of size 1 may have any stride, which the TMA unit may refuse
     row = tensor.shape[3]
     strides = (if_several(tensor.shape[dim], tensor.stride(dim), row) for dim in range(3))
     return Descriptor(tensor, tensor.shape, (*strides, 1), (1, 1, rows, dims))
 
 
 def summed(sums: Place, head_tile: int, block_m: int) -> Descriptor:
-    """Sums of dQ, [blocks of 64 queries, 64 * D / row, row]: what a consumer adds to one at a time."""
+    """Describes dQ's sums, [blocks of 64 queries, 64 * D / row, row]; consumers add one block at a time."""
     return Descriptor(sums, sums.shape, sums.strides, tuple(sum_block(head_tile, block_m)))
 
 
 def numbers(tensor: Place, count: int) -> Descriptor:
-    """A one-dimensional tensor, `count` numbers at a time."""
+    """Describes a one-dimensional tensor in blocks of `count` numbers."""
     return Descriptor(tensor, tensor.shape, (1,), (count,))
 
 
 def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
-    """Rows between two heads in LSE2 and DELTA.
+    """Returns the rows from one head to the next in LSE2 and DELTA.
 
-    Whole tiles, and whole blocks of a mask, which are walked to their end: a tile never meets the next head.
+    It is a multiple of tiles and of the mask's blocks, which kernels walk to their end, so that a tile never
+    reads the next head.
     """
     whole = TALLEST if mask is None else max(TALLEST, block_of(mask)[0])
     return cdiv(length, whole) * whole
 
 
 class HopperFamily:
-    """See `families.Family`."""
+    """The Hopper family, see `families.Family`."""
 
     name, title, target, reduce_in_backward = NAME, "kernels made for Hopper", TARGET, True
     obstacle = staticmethod(obstacle)

@@ -1,4 +1,4 @@
-"""The backends in plain torch: plans of one step, a function of a call's tensors and its mask."""
+"""Runs the backends in plain torch, with plans of one step: a function of a call's tensors and mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class InTorch:
-    """Makes the plans of calls, bound to their tensors as those of `Generated` are.
+    """Makes plans of calls, bound to the kinds of their tensors, like `Generated`.
 
     `module` has the functions of `interface`.
     """
@@ -32,7 +32,7 @@ class InTorch:
     def forward(
         self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool, meanwhile: object = None
     ) -> Bound:
-        """See `Generated.forward`. Nothing is kept for a backward, and nothing is compiled."""
+        """See `Generated.forward`. It keeps nothing for a backward and compiles nothing."""
         first = tensors[0]
         assert first is not None
         inputs, captured = _inputs(CALL, problem, tensors)
@@ -71,7 +71,7 @@ def attention(
     mask: MaskSnapshot | None,
     want_max: bool,
 ) -> Forward:
-    """`problem` is without tensors."""
+    """Runs a forward; `problem` comes without tensors."""
     return attend(_with_tensors(problem, captured, mask), *tensors, want_max=want_max)
 
 
@@ -83,7 +83,7 @@ def gradients(
     mask: MaskSnapshot | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """`problem` is without tensors."""
+    """Runs a backward; `problem` comes without tensors."""
     found = differentiate(_with_tensors(problem, captured, mask), *tensors, needs)
     return (*found[:3], *(found.captures or [None] * len(captured)))
 
@@ -91,7 +91,7 @@ def gradients(
 def _inputs(
     names: Sequence[str], problem: Problem, tensors: Tensors
 ) -> tuple[tuple[Place | None, ...], tuple[Place, ...]]:
-    """The places of a plan's tensors: first those of `names`; and those that the score_mod captures."""
+    """Returns the places of a plan's tensors, `names` first, and the places of the score_mod's captures."""
     given = zip(names, tensors, strict=False)
     first = [None if tensor is None else named(name, tensor) for name, tensor in given]
     captured = captured_places("score", problem.score)

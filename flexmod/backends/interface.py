@@ -1,12 +1,13 @@
-"""What every backend is given and what it hands back.
+"""Defines the arguments and results of every backend.
 
 A backend makes the plan of a call, bound to the kinds of its tensors:
 
     forward(problem, tensors, *, want_max, keep) -> Bound
     backward(problem, tensors, needs, kept) -> Bound
 
-`tensors` are q, k, v and what the score mod captures, or a `BackwardInputs` in order; then those of the mask.
-Those in plain torch (`in_torch`) have plans of one step, which calls one of these; `reference` has the first:
+The `tensors` are q, k, v and the score mod's captures, or a `BackwardInputs` in order; then the mask's
+tensors. Backends in plain torch (`in_torch`) have plans of one step, which calls one of these functions;
+`reference` has only the first:
 
     forward(problem, q, k, v, *, want_max) -> Forward
     backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs) -> Gradients
@@ -17,12 +18,12 @@ Those in plain torch (`in_torch`) have plans of one step, which calls one of the
     out        [B, Hq, M, Dv]             in q's dtype; `grad_out` has its shape
     lse        [B, Hq, M]                 natural log; float32, or float64 when q is float64
     grad_lse   like lse, or None when lse was not used
-    needs      whether q, k and v want a gradient; captured tensors do where `problem.capture_grad` is there
-    keep       whether a backward will come: what the forward keeps for it comes back, `kept` tensors
+    needs      whether q, k and v get a gradient; captured tensors do if `problem.capture_grad` is set
+    keep       whether a backward will follow: the forward then also returns `kept` tensors for it
 
 The caller has checked all shapes, dtypes and devices, so a backend does not check again. Scores are
-`scale * q.k`, changed by the score mod, -inf where the mask says no. A row with nothing to attend to gives
-out 0, lse -inf and gradients 0.
+`scale * q.k` after the score mod, and -inf where the mask is False. A row that attends to nothing has out 0,
+lse -inf and gradients 0.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ from flexmod.ir.trace import Traced
 
 @dataclass(frozen=True)
 class Problem:
-    """The attention variant: what is done to the scores, apart from the tensors of the call.
+    """The attention variant: how a call changes its scores, without its tensors.
 
-    `score` is the score mod after the graph passes, None where it changes nothing. `score_grad` is its
-    derivative (inputs score, grad, b, h, q_idx, kv_idx; the captures of `score`), filled only where gradients
-    are asked for; `capture_grad` has the derivatives by captured elements as well, filled where a backward is
-    to give gradients of captured tensors. For the generated kernels: `options`, the checked kernel options,
-    and `precision`, that of float32 products.
+        score         the score mod after the graph passes, None if it changes nothing
+        score_grad    its derivative, with inputs score, grad, b, h, q_idx, kv_idx and the captures of
+                      `score`; None if a call needs no gradients
+        capture_grad  the same with derivatives by captured elements; None without gradients of captures
+        options       the checked kernel options
+        precision     of float32 products
+
+    Only generated kernels use the last two.
     """
 
     score: Traced | None
@@ -60,9 +64,9 @@ class Problem:
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward is run on, but for the mask: tensors, or their places in a plan. Shapes as above.
+    """The inputs of a backward except the mask: tensors, or their places in a plan. Shapes as above.
 
-    `grad_lse` may be None. `kept` comes from the forward, `captured` are those of the score mod.
+    `grad_lse` may be None. `kept` comes from the forward; `captured` has the score mod's captured tensors.
     """
 
     grad_out: Any
@@ -76,12 +80,12 @@ class BackwardInputs(NamedTuple):
     captured: tuple[Any, ...] = ()
 
     def in_order(self) -> tuple[Any, ...]:
-        """One after the other."""
+        """Returns all inputs as one tuple, in order."""
         return (*self[:7], *self.kept, *self.captured)
 
     @classmethod
     def of(cls, given: Sequence[Any], kept: int, captured: int | None = None) -> BackwardInputs:
-        """From what stands in order; all after the kept ones is captured, or so many."""
+        """Builds it from inputs in order; after `kept` tensors come `captured` ones (None: all the rest)."""
         first = 7 + kept
         last = None if captured is None else first + captured
         grad_out, grad_lse, query, key, value, out, lse = given[:7]
@@ -90,10 +94,10 @@ class BackwardInputs(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a forward.
+    """The results of a forward.
 
-    `max_scores` [B, Hq, M], in lse's dtype, is the largest score of each row after the score mod and the mask
-    (-inf for a row with nothing to attend to); None unless asked for.
+    The tensor `max_scores` [B, Hq, M], in lse's dtype, has each row's largest score after the score mod and
+    the mask, -inf for a row that attends to nothing. It is None if the call did not ask for it.
     """
 
     out: Tensor
@@ -102,10 +106,10 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes and dtypes of their tensors; None where `needs` did not ask.
+    """The gradients, in the shapes and dtypes of their tensors; None where `needs` is False.
 
-    `captures` belongs to the tensors of `problem.score`: None where no gradient was asked for and where the
-    score does not depend on the tensor differentiably. Empty without a `problem.capture_grad`.
+    `captures` belongs to the captures of `problem.score`. An entry is None if the call needs no gradient, or
+    if the score does not depend on the tensor differentiably. Empty without a `problem.capture_grad`.
     """
 
     query: Tensor | None

@@ -1,4 +1,4 @@
-"""Plans of a variant without a call: what `explain` shows, and what is compiled ahead of time."""
+"""Makes plans of a variant without a call, for `explain` and for compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flexmod.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, exte
 from flexmod.runtime.launches import sample
 from flexmod.variant import Variant
 
-LENGTH = 512  # of the call that plans are written for: in them it is a name
-OF_A_CALL = {"PROCESSORS": 128}  # names of what a call knows besides the sizes of its tensors
+LENGTH = 512  # of the stand-in call; plans have a name for it
+OF_A_CALL = {"PROCESSORS": 128}  # values of names that do not follow from tensors' sizes
 
 
 class VariantCall:
-    """A call of a variant on dense tensors that hold nothing. Its plans have names for sizes."""
+    """A call of a variant on dense tensors without memory. Its plans have names for sizes."""
 
     def __init__(self, made: Variant) -> None:
         spec = made.spec
@@ -52,10 +52,10 @@ class VariantCall:
         keep: bool = True,
         captured: bool = True,
     ) -> Plan:
-        """The plan of a forward or a backward on these kernels; the first rungs where none are given.
+        """Returns the plan of a forward or a backward on these kernels, with the first rungs by default.
 
-        `keep`: the forward keeps what a backward needs besides the lse. `captured`: with the gradients of
-        captured tensors, or else with the sums that they are made of.
+        `keep`: the forward keeps tensors for a backward. `captured`: the plan ends with the gradients of
+        captured tensors, otherwise with their sums.
         """
         family = next(one for one in families() if one.name == made.family)
         writer, taken = PlanWriter(), FirstRungs(made, rungs)
@@ -69,7 +69,7 @@ class VariantCall:
             inputs = (*given.in_order(), *call.of_mask)
             found = family.backward(writer, made, call, given, (True, True, True), taken, BackwardFacts())
             graph = self._made.score.score if self._made.score else None
-            graph = graph and replace(graph, lines=False)  # as calls have it, for all mods that are alike
+            graph = graph and replace(graph, lines=False)  # as in calls, where equal mods share a graph
             if captured:
                 results = with_captured(
                     writer, call, found, graph, self._made.learned, family.reduce_in_backward
@@ -81,13 +81,13 @@ class VariantCall:
         return writer.plan(inputs, results)
 
     def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
-        """Those of a launch of the plan, as a compiler sees them."""
+        """Returns the arguments of a launch of the plan, as a compiler sees them."""
         given = [None if place is None else self._tensors[place.name] for place in plan.inputs]
         return sample(step, self._tensors, {**extents_of(plan.inputs, given), **OF_A_CALL})
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        """What stands for the inputs, by name."""
+        """The stand-ins for the inputs, by name."""
         query, key, value = self._qkv
         out, lse = _empty(query.dtype, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
         named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
@@ -106,7 +106,7 @@ class VariantCall:
 
 
 def plans_of(made: Variant) -> dict[str, Plan]:
-    """What a call of a variant does, on the kernels of each family that takes it; sizes are names."""
+    """Returns a variant's plans for each family that takes it, by family and direction; sizes are names."""
     call, found = VariantCall(made), dict[str, Plan]()
     for direction in get_args(Direction):
         for family in reversed(families()):
@@ -119,7 +119,7 @@ def plans_of(made: Variant) -> dict[str, Plan]:
 
 
 def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The modules of families before the last, as `Explanation.sources`, and which runs where."""
+    """Returns the modules of all families but the last (`Explanation.sources`), and which runs where."""
     sources, lines = {}, []
     for direction in get_args(Direction):
         whys, runs = [], []
@@ -143,19 +143,19 @@ def _empty(dtype: torch.dtype, dim: int) -> Tensor:
 
 
 def _unfilled(tensor: Tensor) -> Tensor:
-    """A tensor that lies as this one does, and holds nothing."""
+    """Returns a tensor with this one's strides and without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _list(name: str, tensor: Tensor) -> Place:
-    """A list of a mask's blocks, dense: all of a mask go by the same names."""
+    """Returns the place of a dense list of a mask's blocks; all lists of a mask share names of sizes."""
     sides = ("Q_BLOCKS", "KV_BLOCKS") if "kv_" in name else ("KV_BLOCKS", "Q_BLOCKS")
     shape = tuple(map(Size, ("MASK_B", "MASK_H", *sides)))[: tensor.dim()]
     return Place(name, shape, contiguous(shape), tensor.dtype)
 
 
 def _mask_of(made: Variant) -> MaskSnapshot | None:
-    """A mask of a call, of which plans read the parts alone. One that captures tensors has an order."""
+    """Returns a stand-in mask, of which plans read only the parts. With captured tensors it has an order."""
     if made.mask is None or made.spec.mask_block is None or made.mask.score is None:
         return None
 

@@ -1,7 +1,7 @@
-"""Dense attention in plain differentiable torch: slow, any float dtype, any device. The truth of the tests.
+"""Computes dense attention in plain differentiable torch, as the reference for tests.
 
-Gradients of every order come from torch's autograd, those of captured tensors too. The whole score matrix is
-held in memory, several times over.
+It is slow and takes any float dtype and any device. torch's autograd computes gradients of every order, also
+of captured tensors. It needs memory for several copies of the whole score matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexmod.ir.evaluate import evaluate
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
-    """See `interface`. Computed in float32, or in float64 when q is float64."""
+    """Runs a forward, see `interface`, in float32, or in float64 if q is float64."""
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
     key, value = (x.to(real).repeat_interleave(group, 1) for x in (k, v))
@@ -33,10 +33,10 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
 
 
 def modified(problem: Problem, scores: Tensor) -> Tensor:
-    """Scores [B, Hq, M, N] after the score mod and the mask, in their dtype, float32 or float64."""
+    """Applies the score mod and the mask to scores [B, Hq, M, N], in their dtype, float32 or float64."""
     keep = None if problem.mask is None else _allowed(problem.mask, scores.shape, scores.device)
     if problem.score is not None:
-        # The derivative of the mod may be infinite where the mask says no; 0 * inf must not reach q and k.
+        # The mod's derivative may be infinite where the mask is False; 0 * inf must not reach q and k.
         seen = scores if keep is None else torch.where(keep, scores, scores.detach())
         b, h, q_idx, kv_idx = _positions(scores.shape, scores.device)
         (result,) = evaluate(
@@ -48,7 +48,7 @@ def modified(problem: Problem, scores: Tensor) -> Tensor:
 
 
 def _allowed(mask: MaskSnapshot, shape: torch.Size, device: torch.device) -> Tensor:
-    """bool, broadcastable to `shape` [B, Hq, M, N]."""
+    """Returns the mask as a bool tensor that broadcasts to `shape` [B, Hq, M, N]."""
     tiles = element_table(mask, shape[2], shape[3])
     b, h, q_idx, kv_idx = _positions(shape, device)
     (said,) = evaluate(mask.traced.graph, mask.traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
@@ -56,6 +56,6 @@ def _allowed(mask: MaskSnapshot, shape: torch.Size, device: torch.device) -> Ten
 
 
 def _positions(shape: torch.Size, device: torch.device) -> list[Tensor]:
-    """b, h, q_idx and kv_idx, each along its own dimension of `shape`."""
+    """Returns b, h, q_idx and kv_idx, each along its own dimension of `shape`."""
     views = [[-1 if dim == own else 1 for dim in range(4)] for own in range(4)]
     return [torch.arange(size, device=device).view(view) for size, view in zip(shape, views, strict=True)]

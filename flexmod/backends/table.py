@@ -1,4 +1,4 @@
-"""The backends by name. A call imports the modules of the one that it runs."""
+"""Finds backends by name. A call imports only the modules of its backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexmod.lazy_imports import lazy_imports
 
 @cache
 def backend(name: str) -> Any:
-    """A backend in the sense of `interface.py`. Raises MissingPackage."""
+    """Returns a backend, see `interface.py`. Raises MissingPackage."""
     with lazy_imports():
         if name in ("cpu", "reference"):
             from flexmod.backends import in_torch

@@ -1,7 +1,7 @@
-"""A block mask as steps: which rows meet which columns, and where an element has to ask the mask.
+"""Splits a block mask into steps for the CPU backend: rows, columns, and elements that need the mask_mod.
 
-A tile that is not listed is not attended, whatever the mask mod says of it; a full tile is attended without
-asking; a partial tile asks element by element.
+A query attends to no key of an unlisted tile, whatever the mask_mod returns there. It attends to all keys of
+a full tile. For a partial tile the mask_mod decides each element.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
-# Small q blocks are taken together, and large ones cut, to about this many rows: enough for a fast product.
+# Steps join small q blocks and cut large ones to about this many rows, enough for a fast product.
 ROWS = 128
 
 
 @dataclass(frozen=True)
 class AskedColumns:
-    """Columns of a step (`span`, counted within the step) whose elements ask the mask.
+    """Columns of a step (`span`, counted within the step) whose elements need the mask_mod.
 
-    `tiles` int8 [rows, width of span] holds each element's tile kind; None where all of them are partial.
+    `tiles` int8 [rows, width of span] has each element's tile kind; None if all of them are partial.
     """
 
     span: slice
     tiles: Tensor | None
 
     def allowed(self, said: Tensor) -> Tensor:
-        """What is attended, from what the mask mod said (bool, broadcastable to [..., rows, width])."""
+        """Returns the allowed elements from the mask_mod's result, which broadcasts to [..., rows, width]."""
         if self.tiles is None:
             return said
         return (self.tiles == FULL) | ((self.tiles == PARTIAL) & said)
@@ -38,9 +38,9 @@ class AskedColumns:
 
 @dataclass(frozen=True)
 class TileStep:
-    """Rows and all columns that any of them attends to.
+    """Rows, and all columns that any of them attends to.
 
-    `columns` is a slice, or the positions (int64, ascending) where they have gaps.
+    `columns` is a slice, or int64 positions in ascending order if they have gaps.
     """
 
     rows: slice
@@ -57,7 +57,7 @@ class TileStep:
         return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """q_idx [rows, 1] and kv_idx [columns]."""
+        """Returns q_idx [rows, 1] and kv_idx [columns]."""
         columns = self.columns
         if isinstance(columns, slice):
             columns = torch.arange(columns.start, columns.stop, device=device)
@@ -65,7 +65,7 @@ class TileStep:
 
 
 def shared_part(table: Tensor) -> Tensor:
-    """The table with B or H of 1 where the tiles of all batches or all heads are the same."""
+    """Reduces a table's B or H to 1 if the tiles of all batch entries or all heads are the same."""
     for dim in (0, 1):
         first = table.narrow(dim, 0, 1)
         if bool((table == first).all()):
@@ -74,9 +74,9 @@ def shared_part(table: Tensor) -> Tensor:
 
 
 def element_table(mask: MaskSnapshot, rows: int, columns: int) -> Tensor:
-    """The mask's tiles spread over the elements: int8 [B, H, rows, columns].
+    """Returns each element's tile kind, int8 [B, H, rows, columns].
 
-    B or H is 1 where the mask's tiles are the same for each.
+    B or H is 1 if the mask's tiles are the same for each.
     """
     table = mask.table()
     for dim, block, size in ((2, mask.BLOCK_SIZE[0], rows), (3, mask.BLOCK_SIZE[1], columns)):
@@ -85,19 +85,19 @@ def element_table(mask: MaskSnapshot, rows: int, columns: int) -> Tensor:
 
 
 def _spread(table: Tensor, dim: int, block: int, size: int) -> Tensor:
-    """Tiles over `size` elements along a dimension; the last one may reach far beyond."""
+    """Repeats tiles over `size` elements along a dimension; cuts the last tile."""
     return table.index_select(dim, torch.arange(size, device=table.device) // block)
 
 
 def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[TileStep]:
-    """Steps over everything; `budget` bounds rows x columns of a step, unless one row alone exceeds it."""
+    """Yields steps over all scores, of at most `budget` scores or one row."""
     yield from _cut(slice(0, rows), slice(0, columns), (), budget)
 
 
 def steps_of_table(
     table: Tensor, block_size: tuple[int, int], rows: int, columns: int, budget: int
 ) -> Iterator[TileStep]:
-    """Steps of one [Qb, KVb] tile table, rows ascending. Rows that attend to nothing are in no step."""
+    """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing."""
     q_block, kv_block = block_size
     together = max(1, ROWS // q_block)
     for first in range(0, table.shape[0], together):
@@ -140,7 +140,7 @@ def _cut(
 
 
 def _columns(tiles: Tensor, block: int, columns: int) -> slice | Tensor:
-    """Positions of ascending tiles: a slice where they are one run."""
+    """Returns positions of ascending tiles; a slice if they have no gaps."""
     first, last = int(tiles[0]), int(tiles[-1])
     if last - first + 1 == len(tiles):
         return slice(first * block, min((last + 1) * block, columns))
@@ -149,12 +149,12 @@ def _columns(tiles: Tensor, block: int, columns: int) -> slice | Tensor:
 
 
 def _column_count(tiles: Tensor, block: int, columns: int) -> int:
-    """Only the last tile can reach over the end."""
+    """Counts the columns of ascending tiles, of which only the last may reach over the end."""
     return len(tiles) * block - max(0, (int(tiles[-1]) + 1) * block - columns)
 
 
 def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:
-    """First and one past the last of each run of True."""
+    """Yields the start and end of each run of True."""
     edges = torch.nn.functional.pad(flags.to(torch.int8), (1, 1)).diff()
     starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
     yield from zip(starts.tolist(), stops.tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""The plans of the portable kernels, which run on a GPU or in the interpreter.
+"""Writes plans for the portable kernels, which run on a GPU or in the interpreter.
 
-The compiler makes `Kernels` for a `kernel_spec`; `forward` and `backward` write what is allocated and which
-kernels are launched, with a tile for each kernel that has a ladder. Shapes are those of `interface.py`.
+The compiler makes `Kernels` for a `kernel_spec`. `forward` and `backward` write the allocations and launches,
+with a tile for each kernel that has a ladder. Shapes as in `interface.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
 from flexmod.ir.reductions import Along
 from flexmod.plan import Extent, Place, PlanWriter
 
-# Results of `statistics_kernel` where scores may be large; None for kernels that read ROW_MAX and REST.
+# Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.
 NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))
 
 
@@ -42,10 +42,13 @@ Sums = dict[Along, list[Place]]
 
 
 class BackwardFacts(NamedTuple):
-    """What a backward goes by besides kinds of tensors. `deterministic`: two runs shall agree bit for bit.
+    """Facts that a backward depends on, besides kinds of tensors.
 
-    `addressable`: the TMA unit can address the gradient of the output, or else a copy is made of it.
-    `ordered`: long programs go first. There must not be so many that the L2 counts for more.
+        deterministic  two runs must agree bit for bit
+        addressable    the TMA unit can address the gradient of the output; otherwise the plan copies it
+        ordered        long programs start first
+
+    A family may order programs only if they are few enough for the L2 to matter less.
     """
 
     deterministic: bool = False
@@ -54,7 +57,7 @@ class BackwardFacts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a backward finds: gradients where they were asked for, and the sums of captured tensors' terms."""
+    """A backward's results: the requested gradients, and the sums of captured tensors' terms."""
 
     query: Place | None
     key: Place | None
@@ -72,7 +75,7 @@ def kernel_spec(
     precision: Literal["ieee", "tf32"],
     backward: bool,
 ) -> KernelSpec:
-    """The spec that a call asks for. `precision` is for float32; half types take no heed of it."""
+    """Returns the KernelSpec of a call. `precision` applies to float32 only."""
     return KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
@@ -98,12 +101,12 @@ def forward(
     want_max: bool = False,
     keep: bool = False,
 ) -> tuple[Place | None, ...]:
-    """Writes attention of the variant that `kernels` were made for; returns out, lse and the row maximum.
+    """Writes the plan of a forward; returns the places of out, lse and the row maximum.
 
-    The lse, one number that is rounded, is too coarse for a backward where it is large: with `keep` two
-    numbers a row come after these.
+    A large lse is too coarse for a backward, since it is one rounded number. With `keep` the forward returns
+    two more numbers for each row.
 
-    Raises BlockMaskPartsError, as `mask_arguments`.
+    Raises BlockMaskPartsError, like `mask_arguments`.
     """
     batch, heads, length, _ = call.extents
     out, lse, max_scores, *kept = made = call.results(writer, kernels.kept, want_max, keep)
@@ -133,9 +136,9 @@ def backward(
     tiles: Rungs,
     facts: BackwardFacts,
 ) -> Found:
-    """Writes gradients of q, k and v where `needs` asks for them; the strides of grad_out may be 0.
+    """Writes the gradients of q, k and v that `needs` asks for, and the sums in `kernels.captures`.
 
-    The sums are those that `kernels.captures` name.
+    The strides of grad_out may be 0.
 
     Raises BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
     """
@@ -162,7 +165,7 @@ def backward(
         grad_q = call.like(writer, "grad_query", call.q, kernels.spec.head_dim) if needs[0] else None
         sums["row"] = _by_query(writer, kernels, call, grad_q, arguments, tiles)
     if needs[1] or needs[2] or captures.column:
-        # without terms of its own the kernel makes both
+        # without captured terms the kernel always computes both gradients
         both, spec = not captures.column, kernels.spec
         grad_k = call.like(writer, "grad_key", call.k, spec.head_dim) if needs[1] or both else None
         grad_v = call.like(writer, "grad_value", call.v, spec.value_dim) if needs[2] or both else None
@@ -191,10 +194,10 @@ def sums_beside(
     *,
     deterministic: bool = False,
 ) -> Sums:
-    """Writes the sums that `kernels.captures` name but for those by column, which other kernels make.
+    """Writes the sums in `kernels.captures`, except sums by column, which other kernels make.
 
-    `statistics` are arguments, [B, Hq, M] float32: DELTA as `statistics_kernel` makes it, and LSE2 or what
-    the forward kept. Raises as `backward` does.
+    `statistics` are arguments, [B, Hq, M] float32: DELTA from `statistics_kernel`, and LSE2 or the tensors
+    that the forward kept. Raises the errors of `backward`.
     """
     arguments = _of_backward(writer, kernels, call, grad_out, statistics)
     sums: Sums = {}
@@ -206,7 +209,7 @@ def sums_beside(
 def _of_backward(
     writer: PlanWriter, kernels: Kernels, call: Operands, grad_out: Place, statistics: Mapping[str, Place]
 ) -> Callable[[KernelName], Arguments]:
-    """What a kernel of the backward is given, but for its results."""
+    """Returns a function from a backward kernel's name to its arguments without results."""
     shared = {
         **strided("Q", "q", "m", call.q),
         **strided("K", "k", "n", call.k),
@@ -233,7 +236,7 @@ def _by_query(
     arguments: Callable[[KernelName], Arguments],
     tiles: Rungs,
 ) -> list[Place]:
-    """dq_kernel: fills `grad_q`, where it is given, and makes the sums by row."""
+    """Writes the launch of dq_kernel, which fills `grad_q`, if any, and makes the sums by row."""
     batch, heads, length, _ = call.extents
     rows, sums = sum_buffers(writer, kernels.captures.row, "_BY_ROW", (batch, heads, length))
     own = {**arguments("dq"), **strided("GRAD_Q", "dq", "m", grad_q), **rows}
@@ -250,7 +253,7 @@ def _apart(
     tiles: Rungs,
     deterministic: bool,
 ) -> Sums:
-    """The sums that have kernels of their own."""
+    """Writes the sums that have their own kernels."""
     sums: Sums = {}
     if kernels.captures.diagonal:
         given, tile = arguments("diagonal"), tiles["diagonal"]
@@ -264,7 +267,7 @@ def _apart(
 def sum_buffers(
     writer: PlanWriter, text: ModText | None, suffix: str, shape: tuple[Extent, ...]
 ) -> tuple[Arguments, list[Place]]:
-    """A [B, Hq, length] buffer for each of a text's terms, as arguments and in order."""
+    """Allocates a [B, Hq, length] buffer for each term of a text; returns arguments, and places in order."""
     names = [f"{term.into}{suffix}" for term in (text.terms if text else ())]
     buffers = [writer.empty(name.lower(), shape) for name in names]
     return {name.upper(): buffer for name, buffer in zip(names, buffers, strict=True)}, buffers
@@ -273,9 +276,9 @@ def sum_buffers(
 def statistics_arguments(
     spec: KernelSpec, incoming: BackwardInputs, delta: Place, pitch: Extent, weights: Mapping[str, object]
 ) -> tuple[Extent, Arguments]:
-    """The grid and the arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
+    """Returns grid and arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
 
-    These are LSE2 alone where scores are small, else those of NO_ROW_MAXIMA.
+    For small scores `weights` has LSE2 only, otherwise the names in NO_ROW_MAXIMA.
     """
     batch, heads, length = incoming.lse.shape
     rows = statistics_rows(spec)

@@ -1,4 +1,4 @@
-"""The kernels that exist for gradients of captured tensors alone: launches, and the lists that they walk."""
+"""Writes the launches of kernels that serve only gradients of captured tensors, and builds their lists."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
 from flexmod.plan import Extent, Place, PlanWriter, bits
 
-# What is left of 64 bits for a sum: its sign, and one bit to spare for what rounding adds to a term.
+# Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
 
 
 def sums_along_diagonals(
     writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
 ) -> list[Place]:
-    """Each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32; `shared` are arguments of any tile."""
+    """Writes each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32.
+
+    `shared` has the arguments that do not depend on the tile.
+    """
     text = kernels.captures.diagonal
     assert text is not None
     batch, heads, length, keys = call.extents
@@ -46,7 +49,7 @@ def sums_along_diagonals(
 
 
 def joined_windows(windows: Tensor, block_m: int, block_n: int, length: int, keys: int) -> tuple[Tensor]:
-    """The sums of neighboring diagonals of tiles, which overlap, added up: [B, Hq, M + N - 1]."""
+    """Adds the overlapping sums of neighboring diagonals of tiles: [B, Hq, M + N - 1]."""
     batch, heads, count, width = windows.shape
     parts = windows.view(batch, heads, count, width // block_n, block_n)
     joined = windows.new_zeros((batch, heads, count + width // block_n - 1, block_n))
@@ -59,7 +62,7 @@ def joined_windows(windows: Tensor, block_m: int, block_n: int, length: int, key
 def _diagonal_lists(
     writer: PlanWriter, mask: MaskSnapshot | None, tile: Tile, diagonals: Extent
 ) -> Arguments:
-    """The tiles that the mask lists on each diagonal: see `diagonal_lists`. They stay with the mask."""
+    """Returns the mask's tiles on each diagonal, see `diagonal_lists`. The mask caches them."""
     if mask is None:
         return {}
     storage, parts = mask.storage, mask.storage.by_row()
@@ -86,7 +89,7 @@ def _diagonal_lists(
 
 
 def _batch_of(parts: Sequence[Any]) -> tuple[Extent, ...]:
-    """Batch entries and heads of the table of tiles: one where all are the same, see `TileStorage.table`."""
+    """Returns the tile table's batch entries and heads: 1 if all are the same, see `TileStorage.table`."""
     return tuple(
         1 if all(part.strides[dim] == 0 for part in parts) else parts[0].shape[dim] for dim in (0, 1)
     )
@@ -102,11 +105,11 @@ def diagonal_lists(
     block_m: int,
     block_n: int,
 ) -> tuple[Tensor, ...]:
-    """Tiles of queries by diagonal, ascending: counts [.., diagonals], indices [.., diagonals, tiles] int32.
+    """Lists tiles of queries by diagonal: counts [.., diagonals], indices [.., diagonals, tiles], int32.
 
-    `parts` come from `TileStorage.by_row`. A diagonal holds the tiles (m, m * block_m / block_n + constant);
-    constants fall as in `diagonal_of_tiles`. The full tiles come last, where they are separate.
-    Nothing here waits for the device.
+    `parts` come from `TileStorage.by_row`. A diagonal has the tiles (m, m * block_m / block_n + constant);
+    constants descend, as in `diagonal_of_tiles`. Indices ascend. Separate full tiles come last. The function
+    does not wait for the device.
     """
     (length, keys), (q_block, kv_block) = lengths, block
     rows, across = tile_count(length, block_m), tile_count(keys, block_n)
@@ -133,10 +136,10 @@ def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
 def sums_of_elements(
     writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
 ) -> list[Place]:
-    """The sums of all elements of captured tensors and a 0, flat float32, for each that has such a term.
+    """Writes the sums of all elements of each captured tensor with such terms, flat float32, and a 0.
 
-    By atomics in float32. Where a result shall be deterministic, in two passes: the largest term is found,
-    and what it leaves room for is added up in fixed point, which has no rounding.
+    Atomics add in float32. A deterministic result takes two passes: the first finds the largest term, the
+    second adds in a fixed-point format with room for that term, which needs no rounding.
     """
     text = kernels.captures.element
     assert text is not None
@@ -158,7 +161,7 @@ def sums_of_elements(
     absent = {name.upper() + suffix: None for name in counts for suffix in kinds}
 
     def add(made: Mapping[str, Place]) -> None:
-        """One pass, which adds to what was made for it."""
+        """Writes one pass, which adds to the places in `made`."""
         given = {**shared, **absent, **made, "room": room}
         writer.launch(kernels, "scatter", grid(batch, heads, length, tile.block_m), given, tile)
 
@@ -180,7 +183,7 @@ def sums_of_elements(
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
-    """Fixed-point sums as float32, and `rest`. The unit: `add_elements` of device_functions/attention.py."""
+    """Adds fixed-point sums and `rest` in float32. See `add_elements` in device_functions/attention.py."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
     return (rest + (fixed.double() * unit).float(),)

@@ -1,4 +1,4 @@
-"""The command line: `flexmod`, or `python -m flexmod`. A file here is a command."""
+"""Runs the command line, `flexmod` or `python -m flexmod`. Each file here is a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flexmod bench: times over lengths."""
+"""flexmod bench: times a variant at several lengths."""
 
 from __future__ import annotations
 

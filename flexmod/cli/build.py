@@ -1,4 +1,4 @@
-"""flexmod build: kernels compiled ahead of time, for chips that need not be here."""
+"""flexmod build: compiles kernels ahead of time, for chips that need not be present."""
 
 from __future__ import annotations
 

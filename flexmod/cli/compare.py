@@ -1,4 +1,4 @@
-"""flexmod compare: flexmod beside SDPA, first whether it is right."""
+"""flexmod compare: compares results and times with SDPA."""
 
 from __future__ import annotations
 

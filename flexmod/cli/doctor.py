@@ -1,4 +1,4 @@
-"""flexmod doctor: what is installed, what would run, and why."""
+"""flexmod doctor: reports the installation, the backend that would run, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flexmod explain: the graphs."""
+"""flexmod explain: shows the graphs of mods."""
 
 from __future__ import annotations
 

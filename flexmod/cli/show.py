@@ -1,4 +1,4 @@
-"""flexmod show: the picture of a mask."""
+"""flexmod show: prints a mask's picture."""
 
 from __future__ import annotations
 

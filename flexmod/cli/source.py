@@ -1,4 +1,4 @@
-"""flexmod source: the kernels as text."""
+"""flexmod source: prints the kernels' text."""
 
 from __future__ import annotations
 

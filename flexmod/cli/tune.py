@@ -1,4 +1,4 @@
-"""flexmod tune: the fastest tiles on this device."""
+"""flexmod tune: finds the fastest tiles on this device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flexmod warm: a folder of compiled kernels, which can be shipped."""
+"""flexmod warm: fills a folder with compiled kernels to ship."""
 
 from __future__ import annotations
 

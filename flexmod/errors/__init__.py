@@ -1,12 +1,12 @@
-"""Every mistake that flexmod refuses, one class each.
+"""Defines flexmod's errors, one class for each mistake.
 
-A class carries two sentences: `what` was wrong and what to write `instead`. Both are format strings; the
-facts are given by keyword where the error is raised. A mistake inside a user's mod also carries `where`, the
-file and line of the user's own code. All of it is the message: tests hold the messages word by word.
+A class has two sentences: `what` was wrong and what to write `instead`. Both are format strings; the code
+that raises an error passes the facts by keyword. An error inside a user's mod also has `where`, the file and
+line of the user's code. All three form the message, which tests compare word by word.
 
     raise HeadDimMismatch(query=64, key=128)
 
-A class stands in the file of what the mistake is in, and is public by its line in `__all__`.
+A class stands in the file for the thing that is wrong; `__all__` makes it public.
 """
 
 from flexmod.errors.base import *
@@ -43,5 +43,5 @@ __all__ = [
     "InterpreterOperationError", "UnknownTarget", "NotAGpuError", "MissingPackage",
 ]  # fmt: skip
 
-for _name in __all__:  # in a traceback an error is called what it is imported as
+for _name in __all__:  # a traceback shows the name that users import
     globals()[_name].__module__ = __name__

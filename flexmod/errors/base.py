@@ -1,4 +1,4 @@
-"""What all mistakes share: the message, and the line of the user's code in it."""
+"""The base class of all errors: it builds the message, with the line of the user's code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Where:
 
     @property
     def text(self) -> str:
-        """The line as the user wrote it, cut where it is very long."""
+        """Returns the user's line of code; shortens a very long one."""
         text = linecache.getline(self.file, self.line).strip()
         return text if len(text) <= 120 else text[:117] + "..."
 
@@ -31,7 +31,7 @@ class FlexmodError(Exception):
     instead = "{instead}"
 
     def __init__(self, message: str | None = None, /, *, where: Where | None = None, **facts: object) -> None:
-        """`message` is a finished one: pickle, copy and torch's DataLoader make an exception of it alone."""
+        """`message` is complete: pickle, copy and torch's DataLoader build an exception from it alone."""
         self.where = where
         self.facts = facts
         if message is not None:
@@ -43,4 +43,4 @@ class FlexmodError(Exception):
             lines.append(f"  at {where}")
         lines.append(f"  Instead: {self.instead.format(**facts)}")
         self.message = "\n".join(lines)
-        self.args = (self.message,)  # TorchDynamo follows this, and no super().__init__
+        self.args = (self.message,)  # TorchDynamo supports this, but not super().__init__

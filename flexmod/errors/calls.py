@@ -1,4 +1,4 @@
-"""Mistakes in a call: shapes, devices and dtypes of its tensors, what it returns, what torch may make of it."""
+"""Errors in a call: shapes, devices and dtypes of its tensors, its return values, torch's transforms."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class OffsetValueError(FlexmodError, ValueError):
 
     @classmethod
     def of(cls, name: str, value: int, bound: int, largest: int) -> OffsetValueError:
-        """`largest` is the largest bound that there may be."""
+        """Builds the error; `largest` is the largest valid bound."""
         advice = f"count positions from the first key that was ever there, so that {name} is at most {largest}"
         if value < 0:
             advice = "count positions from 0, e.g. add the same number to q_offset and kv_offset"

@@ -1,4 +1,4 @@
-"""Mistakes about kernels: options, the environment, devices, and what a compiled handle can show."""
+"""Errors about kernels: options, the environment, devices, and inspection of a compiled handle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NoKernelsError(FlexmodError, KeyError):
     instead = "print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the portable kernels."
 
     def __str__(self) -> str:
-        return self.message  # KeyError's would put it in quotes
+        return self.message  # KeyError's own method would add quotes
 
 
 class NoTileFits(FlexmodError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Mistakes in a block mask: how it is built, indexed, combined and drawn, and whether it fits a call."""
+"""Errors in a block mask: its construction, indexing, combination and pictures, and its fit to a call."""
 
 from __future__ import annotations
 

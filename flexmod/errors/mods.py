@@ -1,6 +1,6 @@
-"""Mistakes in a mask_mod or score_mod: its signature, its result, what it does, what it captures.
+"""Errors in a mask_mod or score_mod: its signature, its result, its operations, its captures.
 
-The library of mods refuses its own arguments with one of these too.
+The library of mods also raises one of them for its arguments.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RandomNumberError(FlexmodError, NotImplementedError):
 
 class MutationError(
     FlexmodError, RuntimeError
-):  # a TypeError in `captured += 1` would mean: try `captured + 1`
+):  # not a TypeError: in `captured += 1` that would make Python try `captured + 1`
     what = "{operation} writes in place inside a mod; a mod is a pure function."
     instead = "use the form that returns a new value, or do the write before the call."
 
@@ -111,7 +111,7 @@ class CaptureBoundsError(FlexmodError, IndexError):
     def of(
         cls, name: str, mod: str, shape: Sequence[int], dim: int, index: int, where: Where | None
     ) -> CaptureBoundsError:
-        """For an index into dimension `dim` of a tensor of this shape."""
+        """Builds the error for an index into dimension `dim` of a tensor with this shape."""
         size = shape[dim]
         facts = {"name": name, "mod": mod, "shape": tuple(shape), "dim": dim, "index": index, "size": size}
         return cls(where=where, last=size - 1, **facts)
@@ -150,8 +150,8 @@ class CallSizeError(FlexmodError, ValueError):
     def of(
         cls, kind: str, axis: str, size: int, given: int, owner: str, argument: str, place: str, start: int = 0
     ) -> CallSizeError:
-        """For a mod of this kind that has `size` entries along an axis, and a call or a mask that has `given`,
-        from `start` on.
+        """Builds the error for a mod with `size` entries along an axis, in a call or a mask with `given`
+        entries from `start` on.
         """
         units = {"b": "batch entries", "h": "heads", "q_idx": "queries", "kv_idx": "keys"}
         extents = {"b": "B", "h": "H", "q_idx": "Q_LEN", "kv_idx": "KV_LEN"}

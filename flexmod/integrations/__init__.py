@@ -1,1 +1,1 @@
-"""The places where users already have their models. Each module imports its library when it is imported."""
+"""Connects flexmod to other libraries of models. Importing a module here imports its library."""

@@ -1,9 +1,10 @@
 """Hugging Face Transformers: after `register()`, models run with `attn_implementation="flexmod"`.
 
-Two functions go into the library's public interfaces. `attention_mask` makes the block mask of a forward from
-what the model combined (causal, window, chunks, padding, packed sequences), once for all layers of a kind.
-`attention` runs each layer. Read against transformers 4.57 to 5.23, https://github.com/huggingface/transformers
-(src/transformers/masking_utils.py, src/transformers/modeling_utils.py).
+It registers two functions in the library's public interfaces. The first, `attention_mask`, makes a forward's
+block mask from the model's masks (causal, window, chunks, padding, packed sequences), once for all layers of
+a kind. The second, `attention`, runs each layer. Written for transformers 4.57 to 5.23,
+https://github.com/huggingface/transformers (src/transformers/masking_utils.py,
+src/transformers/modeling_utils.py).
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ def attention_mask(
     device: torch.device | str | None = None,
     **others: Any,
 ) -> CarriedMask:
-    """The block mask of one forward, [batch_size, 1, q_length, kv_length]; a function of the mask interface.
+    """Makes the block mask of one forward, [batch_size, 1, q_length, kv_length]; for the mask interface.
 
-    mask_function: (batch, head, query, key) -> bool on positions of the sequence; those of the call begin at
-        q_offset and kv_offset.
-    attention_mask: bool or integer [batch_size, seen tokens], what is no padding.
-    cache_position: integer [q_length], the positions of the queries: transformers 4 gives it in place of
-        q_length, q_offset and device.
-    use_vmap: False says that mask_function may be called on tensors that broadcast.
+        mask_function   (batch, head, query, key) -> bool on positions of the sequence; the call's positions
+                        begin at q_offset and kv_offset
+        attention_mask  bool or integer [batch_size, seen tokens], nonzero for tokens, zero for padding
+        cache_position  integer [q_length], the positions of the queries; transformers 4 passes it in place of
+                        q_length, q_offset and device
+        use_vmap        False: mask_function accepts tensors that broadcast
     """
     if cache_position is not None:
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
@@ -165,17 +166,19 @@ def attention(
     kernel_options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, [B, M, Hq, Dv] and no weights; a function of the attention interface.
+    """Computes a layer's attention, [B, M, Hq, Dv], without weights; for the attention interface.
 
-    query [B, Hq, M, D], key and value [B, Hkv, N, D or Dv] as for flex_attention. attention_mask: what
-    `attention_mask` above made, or 4-dimensional [B or 1, Hq or 1, M, N or more], bool (what is kept) or
-    floating-point (what is added; nothing is kept where it is the lowest number of its dtype). None is
-    causal, within sliding_window, where is_causal or else the module says so and there are several queries.
+        query           [B, Hq, M, D]
+        key, value      [B, Hkv, N, D or Dv]
+        attention_mask  the result of `attention_mask` above, or a tensor [B or 1, Hq or 1, M, N or more]. A
+                        bool tensor is True for allowed pairs. A floating-point tensor is added to the scores;
+                        its dtype's lowest number forbids a pair. None is causal, within sliding_window, if
+                        is_causal or else the module says so and there are several queries.
+        softcap         scores become softcap * tanh(score / softcap), before any addition
+        s_aux           [Hq], a learned sink: one more score in each row's softmax
+        position_bias   [B or 1, Hq or 1, M, N], added to the scores
 
-    softcap: scores are softcap * tanh(score / softcap), before anything is added. s_aux [Hq]: a learned sink,
-    one more score in each row's softmax. position_bias [B or 1, Hq or 1, M, N]: added to the scores.
-
-    Raises TransformersArgumentError for what flexmod does not do, and what flex_attention raises.
+    Raises TransformersArgumentError for an unsupported argument, and the errors of flex_attention.
     """
     _refuse({"dropout": dropout, **others})
     biases = [] if position_bias is None else [position_bias]

@@ -1,7 +1,7 @@
-"""Private names of torch, each behind a name of flexmod's: the one file to look at when torch changes.
+"""Wraps private names of torch, so that only this file depends on them.
 
-Where a call is made at each attention call, the name is bound to torch's function itself: no Python function
-stands between. tests/test_internals.py finds private names elsewhere.
+A name that every attention call uses is torch's own function, without a Python function in between.
+tests/test_internals.py finds private names elsewhere.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def dispatch_key_bits(*names: str) -> int:
 
 
 def dispatch_keys(tensor: Tensor) -> int:
-    """By what torch finds the kernel of an operation on the tensor, one bit a key."""
+    """Returns the tensor's dispatch keys, one bit for each key."""
     return torch._C._dispatch_keys(tensor).raw_repr()
 
 
@@ -125,7 +125,7 @@ UNCOUNTED = -1
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often torch saw a write to the tensor; UNCOUNTED for one of inference mode."""
+    """Returns the tensor's version, which counts writes; UNCOUNTED for a tensor of inference mode."""
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
@@ -135,7 +135,7 @@ def default_saved_hooks() -> bool:
 
 
 def saved_without_checks(ctx: Any) -> Iterator[Tensor]:
-    """What `ctx.save_for_backward` was given, also where torch refuses ctx.saved_tensors after a write."""
+    """Yields the tensors of `ctx.save_for_backward`, even if ctx.saved_tensors raises after a write."""
     return (saved.data for saved in ctx._raw_saved_tensors)
 
 
@@ -167,14 +167,14 @@ def assume_constant(function: Function) -> Function:
 
 
 def _translator() -> Any:
-    """What translates the bytecode of the function that TorchDynamo runs; None outside of TorchDynamo."""
+    """Returns TorchDynamo's translator of the running function's bytecode; None outside of TorchDynamo."""
     from torch._dynamo import symbolic_convert
 
     return getattr(symbolic_convert.tls, "current_tx", None)
 
 
 def innermost_mode_name() -> str:
-    """The class of the innermost TorchFunctionMode of what TorchDynamo runs, or ""."""
+    """Returns the class name of the innermost TorchFunctionMode inside TorchDynamo, or ""."""
     translator = _translator()
     modes: Any = translator.symbolic_torch_function_state.mode_stack if translator else ()
     return modes[-1].python_type().__name__ if modes else ""
@@ -182,8 +182,9 @@ def innermost_mode_name() -> str:
 
 @assume_constant
 def let_modes_change(let: bool) -> None:
-    """Whether TorchDynamo may enter a mode within a checkpoint, where all is done twice. It enters none by
-    itself; this one is left again.
+    """Sets whether TorchDynamo may enter a mode within a checkpoint, where code runs twice.
+
+    By default it enters none. flexmod's mode ends inside the checkpoint, so it is safe.
     """
     translator = _translator()
     if translator is not None:

@@ -1,7 +1,7 @@
-"""Private names of Triton, each behind a name of flexmod's: the one file to look at when Triton changes.
+"""Wraps private names of Triton, so that only this file depends on them.
 
-Triton's documentation has `triton`, `triton.language`, `triton.testing` and `triton.experimental.gluon`; all
-else of it is private. This file holds for Triton 3.6 to 3.9.
+Triton documents `triton`, `triton.language`, `triton.testing` and `triton.experimental.gluon`; everything
+else is private. This file works with Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def compile_for(
     divisible: Mapping[str, bool],
     options: Mapping[str, object],
 ) -> Any:
-    """What Triton compiles of a kernel: `asm` has every stage by name, `metadata.shared` bytes.
+    """Compiles a kernel; of the result, `asm` has every stage by name, `metadata.shared` is in bytes.
 
-    `signature` has Triton's types of the run-time parameters. `divisible` has those that a launch looks at,
-    and whether they are multiples of 16. A launch that sees the same finds this kernel in Triton's cache.
+    The argument `signature` has Triton's types of the run-time parameters. For each parameter that a launch
+    inspects, `divisible` says whether it is a multiple of 16. A launch with the same facts finds this kernel
+    in Triton's cache.
     """
     settle_key(kernel)
     names = [name for name in kernel.arg_names if name in divisible]
@@ -63,7 +64,7 @@ def compile_for(
 
 
 def assembler(target: GPUTarget) -> list[str]:
-    """The ptxas that Triton runs for a chip, with those of its flags that change how registers are used."""
+    """Returns Triton's ptxas command for a chip, with its flags that change the use of registers."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     return [get_ptxas(target.arch).path, *_assembler_flags()]
@@ -126,8 +127,8 @@ _in_python = Lock(threading.RLock)
 def settle_key(function: Any) -> None:
     """Gives a jit function the same `cache_key` in every process, whichever kernels were compiled before.
 
-    The key covers constants of the functions that it calls, but only those of functions that have a key
-    already. So each gets its own before those that call it.
+    A key includes the constants of called functions, but only if these have a key already. So called
+    functions get their keys first.
     """
     with _in_python:
         if not isinstance(function, JITCallable) or function.hash is not None:

@@ -1,12 +1,12 @@
 """A library of masks. Each function returns an ordinary mask_mod(b, h, q_idx, kv_idx) -> bool.
 
-They combine by `&`, `|` and `~`, with one another and with functions of your own:
+The operators `&`, `|` and `~` combine them with one another and with your own functions:
 
     mask_mod = masks.causal() & masks.sliding_window(1024) | masks.prefix_lm(256)
     block_mask = flexmod.create_block_mask(mask_mod, None, None, 8192, 8192)
     out = flexmod.flex_attention(query, key, value, block_mask=block_mask)
 
-An argument that does not fit raises LibraryArgumentError when the mask is made.
+An invalid argument raises LibraryArgumentError when you make the mask.
 """
 
 from flexmod.ir.composed import Mask

@@ -1,4 +1,4 @@
-"""What the arguments of a mask must be. Each check raises LibraryArgumentError."""
+"""Checks the arguments of the functions that make masks. Each check raises LibraryArgumentError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_image(function: str, height: int, width: int) -> None:
 
 
 def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
-    """An integer tensor of one of these ranks."""
+    """Returns `value` if it is an integer tensor of one of these ranks."""
     return check_kind(
         function, name, value, ranks, isinstance(value, Tensor) and value.dtype in INTEGERS,
         rule=f"an integer tensor of shape {shapes}",
@@ -43,7 +43,7 @@ def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], s
 def check_kind(
     function: str, name: str, value: Any, ranks: tuple[int, ...], fits: bool, *, rule: str, advice: str
 ) -> Tensor:
-    """A tensor of one of these ranks, whose dtype `fits`."""
+    """Returns `value` if it is a tensor of one of these ranks and `fits` is true."""
     if isinstance(value, Tensor) and value.dim() in ranks and fits:
         return value
     given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -51,7 +51,7 @@ def check_kind(
 
 
 def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> None:
-    """One number of positions, or a tensor of them, whose values nobody reads."""
+    """Accepts one number of positions, or a tensor of such numbers; reads no values of a tensor."""
     if isinstance(value, Tensor):
         check_tensor(function, name, value, ranks=(1,), shapes=shape)
     else:
@@ -59,7 +59,7 @@ def check_counts(function: str, name: str, value: Any, shape: str, least: int = 
 
 
 def check_extents(function: str, name: str, value: Any, axes: int) -> None:
-    """One positive integer for each axis."""
+    """Accepts a tuple with one positive integer for each axis."""
     if not isinstance(value, tuple) or len(value) != axes or not all(is_int(n) and n > 0 for n in value):
         raise LibraryArgumentError(
             function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
@@ -68,7 +68,7 @@ def check_extents(function: str, name: str, value: Any, axes: int) -> None:
 
 
 def check_axes(function: str, extent: Any) -> int:
-    """The number of axes of an image: 1, 2 or 3, each of one position or more."""
+    """Returns the number of an image's axes: 1, 2 or 3, each of one position or more."""
     if isinstance(extent, tuple) and len(extent) in (1, 2, 3) and all(is_int(n) and n > 0 for n in extent):
         return len(extent)
     raise LibraryArgumentError(

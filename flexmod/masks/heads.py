@@ -13,15 +13,15 @@ from flexmod.masks.checks import MaskMod, check_tensor
 
 
 def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
-    """Each head has a mask of its own choice:
+    """Gives each head one of several masks:
 
         mask_mods[choice[h]](b, h, q_idx, kv_idx)
 
-    `choice` is an integer tensor [H], from 0 to the number of masks - 1; a head with any other number
-    attends to nothing. Build the block mask with H heads.
+    `choice` is an integer tensor [H] with values from 0 to the number of masks - 1. A head with any other
+    value attends to nothing. Build the block mask with H heads.
 
-    Source: Gemma Team, Gemma 2, 2024, has windows in every second layer; Xiao et al., DuoAttention, 2024, in
-    some heads.
+    Source: Gemma Team, Gemma 2, 2024 (windows in every second layer); Xiao et al., DuoAttention, 2024
+    (windows in some heads).
 
     Example:
 

@@ -15,14 +15,14 @@ from flexmod.masks.checks import check_axes, check_extents, check_image, check_n
 
 
 def standalone_window(height: int, width: int, window: int) -> Mask:
-    """Pixels attend to a square around them, window - 1 to each side: 2 * window - 1 rows and columns,
+    """A pixel attends to a square of 2 * window - 1 rows and columns around it:
 
         |row - row'| < window  and  |column - column'| < window
 
-    of which fewer are left at a border. `natten` keeps their number there.
+    The image's border cuts the square; `natten` moves it inwards instead.
 
     Queries and keys are the height * width pixels, row by row: row = q_idx // width, column = q_idx % width.
-    For a part of the queries, from the pixel `first` on: lambda b, h, q, k: window_mod(b, h, q + first, k).
+    If the queries begin at the pixel `first`, shift them: lambda b, h, q, k: window_mod(b, h, q + first, k).
 
     Source: Ramachandran et al., Stand-Alone Self-Attention in Vision Models, 2019.
 
@@ -70,18 +70,19 @@ def natten(
     dilation: int | tuple[int, ...] = 1,
     causal: bool | tuple[bool, ...] = False,
 ) -> Mask:
-    """Pixels attend to `kernel` pixels around them on each axis, also at the border, where these move
-    inwards:
+    """A pixel attends to the `kernel` pixels around it on each axis, and to as many at a border:
 
         |clamp(x, kernel // 2, length - 1 - kernel // 2) - x'| <= kernel // 2
 
-    with x and x' the coordinates of q_idx and kv_idx, so that every pixel has as many neighbors. With a
-    dilation an axis falls apart into x % dilation, and the formula holds for x // dilation within each part.
-    On a causal axis the kernel ends at the pixel itself, 0 <= x - x' < kernel, and nothing is moved.
+    Here x and x' are the coordinates of q_idx and kv_idx on the axis. At a border the kernel moves inwards.
+    A dilation divides the axis into parts by x % dilation, and the formula holds for x // dilation within
+    each part. On a causal axis the kernel ends at the pixel itself, 0 <= x - x' < kernel, and never moves.
 
-    `extent` is (length,), (height, width) or (frames, height, width) in positions, which go row by row;
-    `reordered` is for others. `kernel`, `dilation` and `causal` are one for all axes, or one for each; a
-    kernel is odd, but for a causal axis, and kernel * dilation at most the length.
+        extent    (length,), (height, width) or (frames, height, width) in positions, row by row. For
+                  positions in another order see `reordered`.
+        kernel    pixels, one number for all axes or one for each; odd, unless the axis is causal
+        dilation  likewise; kernel * dilation is at most the axis's length
+        causal    likewise
 
     Source: Hassani et al., Neighborhood Attention Transformer, 2022; Hassani and Shi, Dilated Neighborhood
     Attention Transformer, 2022; Hassani et al., Faster Neighborhood Attention, 2024 (causal).
@@ -163,7 +164,7 @@ def natten(
 
 
 def _neighbors(query: Any, key: Any, length: Any, size: int, step: int, causal: bool) -> Any:
-    """Is a coordinate in the kernel around another, on an axis of natten?"""
+    """Returns whether the key's coordinate is in the kernel around the query's, on one axis of natten."""
     if step > 1:
         # each of the parts is an axis of its own; they differ in length by one
         part = query % step
@@ -180,15 +181,18 @@ def _neighbors(query: Any, key: Any, length: Any, size: int, step: int, causal: 
 
 
 def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[int, ...]) -> Mask:
-    """Tiles of an image or a video attend to a box of tiles around them, which is moved inwards where it
-    would cross the border: on each axis
+    """A tile of an image or a video attends to a box of `kernel` tiles around it. On each axis:
 
         |clamp(t, kernel // 2, tiles - 1 - kernel // 2) - t'| <= kernel // 2
 
-    with t and t' the tiles of q_idx and kv_idx. `extent` is (length,), (height, width) or (frames, height,
-    width) in positions; `tile`, which divides it, is in positions too; `kernel` counts tiles, is odd and no
-    more than there are. Positions are tile by tile, as `tile_order` puts them: those of one tile follow one
-    another. Where a tile has as many positions as a block of the mask has, no block is partial.
+    Here t and t' are the tiles of q_idx and kv_idx. At a border the box moves inwards.
+
+        extent  (length,), (height, width) or (frames, height, width) in positions
+        tile    in positions, one number for each axis; it divides the extent
+        kernel  in tiles, one number for each axis; odd, at most the axis's number of tiles
+
+    Positions go tile by tile, in the order of `tile_order`. If a tile has as many positions as a block of the
+    mask, no block is partial.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
 
@@ -255,12 +259,12 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
 
 
 def vision_cross(intervals: Tensor, image_idx: Tensor) -> Mask:
-    """A text token attends to the tokens of the images that are shown to it:
+    """A text token attends to the tokens of its images; each image has an interval of text positions:
 
         start <= q_idx < stop  with  start, stop = intervals[image_idx[kv_idx]]
 
-    `intervals` is an integer tensor [images, 2], the text positions that see an image; `image_idx` an integer
-    tensor [KV], the image that each image token belongs to.
+    `intervals` is an integer tensor [images, 2] with the text positions that see each image. `image_idx` is
+    an integer tensor [KV] with the image of each image token.
 
     Source: Alayrac et al., Flamingo, 2022.
 

@@ -1,7 +1,7 @@
-"""Other orders of the pixels of an image, in which what is near is near in the sequence too.
+"""Orders of an image's pixels in which neighbors in the image are neighbors in the sequence too.
 
-Row by row, a tile of 128 positions is a stripe of an image, and a neighborhood meets many stripes. In squares
-it meets few, and more of each.
+Row by row, 128 positions form a stripe of the image, and a neighborhood meets many stripes. Tile by tile they
+form a rectangle, and a neighborhood meets few rectangles, so fewer blocks of the mask are partial.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_tenso
 
 
 def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
-    """A mask of positions that were put into another order: mask_mod(b, h, order[q_idx], order[kv_idx]).
+    """Applies a mask to positions in another order: mask_mod(b, h, order[q_idx], order[kv_idx]).
 
-    `order` is an integer tensor [S], the old position of each new one, from `tile_order`, `morton_order` or
-    of your own. Query, key and value go into it as x[:, :, order], the output out of it as
-    out[:, :, order.argsort()].
+    `order` is an integer tensor [S] with the old position of each new one, from `tile_order`, `morton_order`
+    or your own code. Reorder query, key and value with x[:, :, order]; out[:, :, order.argsort()] restores
+    the order of the output.
 
     Source: Hassani et al., Generalized Neighborhood Attention, 2025 (token permutation).
 
@@ -86,10 +86,12 @@ def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
 def tile_order(
     extent: tuple[int, ...], tile: tuple[int, ...], device: torch.device | str | None = None
 ) -> Tensor:
-    """Pixels tile by tile, each tile row by row: the row-by-row number of the pixel at each position.
+    """Orders pixels tile by tile, each tile row by row.
 
-    `extent` is (length,), (height, width) or (frames, height, width), `tile` the same in pixels, which
-    divides it. The result is int32 [S], S the product of `extent`.
+    Returns the row-by-row number of the pixel at each position, int32 [S]; S is the product of `extent`.
+
+    `extent` is (length,), (height, width) or (frames, height, width) in pixels. `tile` is the size of a tile
+    on each axis in pixels and divides the extent.
 
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025.
 
@@ -112,11 +114,12 @@ def tile_order(
 
 
 def morton_order(extent: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
-    """Pixels along a Z-order curve: the row-by-row number of the pixel at each position.
+    """Orders pixels along a Z-order curve.
 
-    The curve orders pixels by the bits of their coordinates, interleaved, the slowest axis first. `extent` is
-    (length,), (height, width) or (frames, height, width), of any sizes. The result is int32 [S], S the
-    product of `extent`.
+    Returns the row-by-row number of the pixel at each position, int32 [S]; S is the product of `extent`.
+
+    The curve sorts pixels by the interleaved bits of their coordinates, the slowest axis first. `extent` is
+    (length,), (height, width) or (frames, height, width) in pixels, of any sizes.
 
     Source: Morton, A Computer Oriented Geodetic Data Base, 1966.
 

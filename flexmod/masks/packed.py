@@ -21,19 +21,20 @@ def document(
     cu_seqlens: Tensor | None = None,
     total: int | None = None,
 ) -> Mask:
-    """Packed documents keep to themselves: ids[q_idx] == ids[kv_idx], with causal=True also q_idx >= kv_idx.
+    """A query attends to its own document: ids[q_idx] == ids[kv_idx], with causal=True also q_idx >= kv_idx.
 
-    Give one of
+    Give one of these integer tensors:
 
         ids         [S] or [B, S], the document of each position
-        lengths     [n] or [B, n], how long each document is
-        cu_seqlens  [n + 1] or [B, n + 1], where each begins; from 0 to the end of the last one
+        lengths     [n] or [B, n], the length of each document
+        cu_seqlens  [n + 1] or [B, n + 1], where each document begins, and where the last one ends
 
-    as integer tensors. Queries and keys are the same positions, counted from 0; for the last M of N of them,
-    beside a cache, shift the queries, as `causal` shows: lambda b, h, q, k: document_mod(b, h, q + N - M, k).
+    With `lengths` or `cu_seqlens`, `total` is the number of positions; positions after the last document form
+    one more document. Without `total` the host waits for the device to read the last end.
 
-    `total` is the number of positions, for `lengths` and `cu_seqlens`; those after the
-    last document are one of their own. Without it the largest end is read from the device, which waits.
+    Queries and keys are the same positions, counted from 0. With a key/value cache, where the queries are the
+    last M of N positions, shift the queries, as `causal` shows:
+    lambda b, h, q, k: document_mod(b, h, q + N - M, k).
 
     Source: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
 
@@ -108,12 +109,12 @@ def _document_ids(
 
 
 def segments(q_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
-    """Segments keep to themselves; queries and keys have ids of their own: q_ids[q_idx] == kv_ids[kv_idx].
+    """A query attends to the keys of its segment: q_ids[q_idx] == kv_ids[kv_idx].
 
-    `q_ids` [M] or [B, M] and `kv_ids` [N] or [B, N] are integer tensors, the segment of each query and of
-    each key, in any order; kv_ids is q_ids if None. Padding gets an id that the other side does not have:
-    such a query has nothing to attend to, and gives 0. `masks.document` is the same for one sequence that
-    attends to itself, and takes lengths in place of ids too.
+    The integer tensors `q_ids` [M] or [B, M] and `kv_ids` [N] or [B, N] have the segment of each query and
+    each key, in any order. Without `kv_ids` keys have the segments of the queries. Give padding an id that
+    the other side does not have: such a query attends to nothing, and its output is 0. For self-attention
+    `masks.document` also takes lengths.
 
     Source: the SegmentIds of JAX's flash attention for TPUs, 2023 (jax.experimental.pallas).
 
@@ -152,14 +153,16 @@ def segments(q_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
 
 
 def shared_prefix(prefix: int, ids: Tensor) -> Mask:
-    """Several continuations of one prefix, packed one after another, are causal and do not see each other:
+    """A query attends, causally, to a shared prefix and to its own continuation, not to other continuations:
 
         q_idx >= kv_idx  and  (kv_idx < prefix  or  ids[q_idx] == ids[kv_idx])
 
-    `prefix` is a number of positions; `ids` an integer tensor [S], the continuation of each position. What it
-    says of the prefix itself does not matter. Queries and keys are the same positions, counted from 0; for
-    the last M of N of them, beside a cache, shift the queries, as `causal` shows: lambda b, h, q, k:
-    shared_mod(b, h, q + N - M, k).
+    `prefix` is a number of positions. `ids` is an integer tensor [S] with the continuation of each position;
+    its values in the prefix have no effect. The continuations follow one another.
+
+    Queries and keys are the same positions, counted from 0. With a key/value cache, where the queries are the
+    last M of N positions, shift the queries, as `causal` shows:
+    lambda b, h, q, k: shared_mod(b, h, q + N - M, k).
 
     Source: Juravsky et al., Hydragen, 2024.
 
@@ -200,17 +203,22 @@ def jagged(
     total: int | None = None,
     kv_total: int | None = None,
 ) -> Mask:
-    """Sequences packed one after another; `mask_mod` sees each as a batch entry of its own:
+    """Applies `mask_mod` within each packed sequence, as if the sequence were a batch entry:
 
         s(q_idx) == s(kv_idx)  and  mask_mod(s(q_idx), h, q_idx - start, kv_idx - start)
 
-    with s the number of the sequence, and start where it begins. `mask_mod` None keeps every pair within a
-    sequence. `offsets` is an integer tensor [n + 1] that ascends from 0 to the total length: sequence i holds
-    the positions from offsets[i] to offsets[i + 1], as in a nested tensor of jagged layout. Where keys have
-    lengths of their own, `kv_offsets` [n + 1] is theirs. `total` and `kv_total` are the numbers of positions;
-    those after the last sequence are one of their own. Without them the last offset is read from the device,
-    which waits. Positions within a sequence count from 0 for its queries and for its keys: where a sequence
-    has fewer queries than keys, beside a cache, the `mask_mod` shifts its queries by their difference.
+    Here s is the number of the sequence and start its first position.
+
+        offsets     integer tensor [n + 1], ascending from 0 to the total length. Sequence i has the positions
+                    from offsets[i] to offsets[i + 1], as in a nested tensor with jagged layout.
+        mask_mod    if None, a query attends to its whole sequence
+        kv_offsets  [n + 1], the offsets of keys, if their lengths differ from the queries'
+        total       the number of query positions; positions after the last sequence form one more sequence.
+                    Without `total` the host waits for the device to read the last offset.
+        kv_total    the same for keys
+
+    Within a sequence, positions of queries and of keys count from 0. With a key/value cache a sequence has
+    fewer queries than keys; `mask_mod` must then shift the queries by the difference.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mask.
 
@@ -256,7 +264,7 @@ def jagged(
 
 
 def places(offsets: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """The sequence of each position, and where it begins: int32 [total] each, from offsets [n + 1]."""
+    """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1]."""
     positions = torch.arange(int(offsets[-1]) if total is None else total, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]

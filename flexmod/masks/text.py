@@ -12,11 +12,11 @@ from flexmod.masks.checks import check_counts, check_number, check_tensor
 
 
 def causal() -> Mask:
-    """A query attends to the key of its own position and to those before it: q_idx >= kv_idx.
+    """A query attends to the key at its own position and to all keys before it: q_idx >= kv_idx.
 
-    Both positions count from 0, also where M != N: one query beside 64 keys keeps the first key alone. Where
-    the queries are the last M of N positions, as beside a cache, shift them by N - M, which the example does;
-    a number that changes from call to call compiles nothing.
+    Both positions count from 0, also where M != N: one query with 64 keys attends to the first key only. With
+    a key/value cache, where the queries are the last M of N positions, shift the queries by N - M, as in the
+    example. A shift that changes from call to call does not recompile kernels.
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (the decoder).
 
@@ -48,13 +48,13 @@ def causal() -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """A query attends to the first `prefix` keys, to its own and to those before it:
+    """A query attends to the first `prefix` keys, to its own key and to all keys before it:
 
         kv_idx < prefix  or  q_idx >= kv_idx
 
-    `prefix` is a number of positions, or an integer tensor [B] with one for each batch. Both positions count
-    from 0. For the last M of N positions, beside a cache, shift the queries, as `causal` shows:
-    lambda b, h, q, k: prefix_mod(b, h, q + N - M, k).
+    `prefix` is a number of positions, or an integer tensor [B] with one for each batch entry. Both positions
+    count from 0. With a key/value cache, where the queries are the last M of N positions, shift the queries,
+    as `causal` shows: lambda b, h, q, k: prefix_mod(b, h, q + N - M, k).
 
     Source: Raffel et al., T5, 2019.
 
@@ -90,9 +90,8 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 def padding(lengths: Tensor) -> Mask:
     """A query attends to the first lengths[b] keys of its batch entry: kv_idx < lengths[b].
 
-    Padded queries do too. It reads no query's position: M and N may differ.
-
-    `lengths` is an integer tensor [B].
+    `lengths` is an integer tensor [B]. Padded queries attend to the same keys as the others. M and N may
+    differ, since the mask does not read q_idx.
 
     Source: Devlin et al., BERT, 2018 (the attention mask of a padded batch).
 
@@ -123,17 +122,18 @@ def padding(lengths: Tensor) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """A sequence beside its noisy copy, generated block by block.
+    """The mask of block diffusion: a noisy copy of a sequence, then the clean sequence, in blocks.
 
-    Positions 0 ... length - 1 are the noisy copy, length ... 2 * length - 1 the clean one. With n the block
-    of a position, (position % length) // block:
+    Positions 0 ... length - 1 are the noisy copy, length ... 2 * length - 1 the clean one. A position's block
+    is n = (position % length) // block. A query attends to a key if:
 
         noisy query, noisy key    n(q_idx) == n(kv_idx)
         noisy query, clean key    n(q_idx) >  n(kv_idx)
         clean query, clean key    n(q_idx) >= n(kv_idx)
         clean query, noisy key    never
 
-    Queries and keys are the same 2 * length positions; a part of the queries says which, as `causal` shows.
+    Queries and keys are the same 2 * length positions. If a call has only some of the queries, shift q_idx,
+    as `causal` shows.
 
     Source: Arriola et al., Block Diffusion, 2025.
 

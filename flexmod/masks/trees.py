@@ -16,11 +16,11 @@ from flexmod.masks.checks import check_number, check_tensor
 def tree(parents: Tensor, context: int = 0) -> Mask:
     """A node of a tree attends to itself, to its ancestors, and to `context` keys before the tree.
 
-        kv_idx < context  or  node kv_idx - context is on the way from node q_idx to its root
+        kv_idx < context  or  node kv_idx - context is on the path from node q_idx to its root
 
-    `parents` is an integer tensor [n], the parent of each node and -1 for a root: queries are the n nodes,
-    keys the context and then the n nodes. It is read once, here. Nodes in any order; where each subtree is
-    contiguous (depth first) few tiles are partial.
+    `parents` is an integer tensor [n] with the parent of each node, -1 for a root. Queries are the n nodes;
+    keys are the context and then the n nodes. This function reads the values of `parents` once. Nodes may
+    come in any order; depth-first order, where each subtree is contiguous, makes few tiles partial.
 
     Source: Miao et al., SpecInfer, 2023; Cai et al., Medusa, 2024.
 
@@ -56,9 +56,9 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
 
 
 def _visits(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """When a walk through the tree, depth first, enters each node, and when it has left it: int32 [n].
+    """Returns the times at which a depth-first walk enters and leaves each node, int32 [n] each.
 
-    A node is below another when it is entered between that one's two times.
+    A node is a descendant of another if the walk enters it between the other's two times.
     """
     numbers: list[int] = parents.tolist()
     children: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Masks of what is near in a sequence."""
+"""Masks of keys that are near the query in a sequence."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexmod.masks.checks import check_counts, check_number
 def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
     """A query attends to `window` keys, its own and the window - 1 before it: 0 <= q_idx - kv_idx < window.
 
-    With causal=False also to the window - 1 after it, |q_idx - kv_idx| < window: 2 * window - 1 keys.
-    `window` is a number from 1 on, or an integer tensor [H] with one for each head.
+    With causal=False it also attends to the window - 1 keys after it, |q_idx - kv_idx| < window. The argument
+    `window` is a number, at least 1, or an integer tensor [H] with one for each head.
 
-    It is the window of Mistral and of Hugging Face's `sliding_window`. FlashAttention's window_size=(left, 0)
-    counts the keys beside the query's own: sliding_window(left + 1).
+    Mistral and Hugging Face's `sliding_window` count the same way. FlashAttention's window_size=(left, 0)
+    does not count the query's own key: write sliding_window(left + 1).
 
-    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
-    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries, as `causal` shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Beltagy et al., Longformer, 2020; Jiang et al., Mistral 7B, 2023.
 
@@ -73,10 +73,10 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
 
         0 <= q_idx - kv_idx < window * dilation  and  (q_idx - kv_idx) % dilation == 0
 
-    With causal=False also to window - 1 after it, |q_idx - kv_idx| < window * dilation: 2 * window - 1 keys.
+    With causal=False it also attends to window - 1 keys after it, |q_idx - kv_idx| < window * dilation.
 
-    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
-    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries, as `causal` shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Beltagy et al., Longformer, 2020.
 
@@ -113,13 +113,13 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
 
         (q_idx - kv_idx < window  or  kv_idx < tokens)  and  q_idx >= kv_idx
 
-    The first tokens are the sinks of a long stream. With causal=False the window also has the window - 1 keys
-    after the query, and the first `tokens` queries attend to all keys:
+    The first tokens serve as attention sinks. With causal=False the window also has the window - 1 keys after
+    the query, and the first `tokens` queries attend to all keys:
 
         |q_idx - kv_idx| < window  or  kv_idx < tokens  or  q_idx < tokens
 
-    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries, as `causal`
-    shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries, as `causal` shows: lambda b, h, q, k: window_mod(b, h, q + N - M, k).
 
     Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023; with causal=False
     the global attention of Beltagy et al., Longformer, 2020.

@@ -3,9 +3,9 @@
     score_mod = mods.chain(mods.alibi(16), mods.softcap(50.0))
     out = flexmod.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
-Each is a ScoreMod: called as a function, and pickled as what it does. `mods.ScoreMod` makes one of yours.
-A floating-point tensor that a mod is given is learned where it requires grad. An argument that does not fit
-raises LibraryArgumentError when the mod is made.
+Each result is a ScoreMod, which you call like a function and can pickle; `mods.ScoreMod` wraps your own
+function. A floating-point tensor that you pass gets a gradient if it requires one. An invalid argument raises
+LibraryArgumentError when you make the mod.
 """
 
 from flexmod.ir.composed import ScoreMod

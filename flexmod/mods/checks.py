@@ -1,4 +1,4 @@
-"""What the arguments of a score mod must be. Each check raises LibraryArgumentError."""
+"""Checks the arguments of the functions that make score mods. Each check raises LibraryArgumentError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_positive(function: str, name: str, value: Any) -> None:
 
 
 def check_float(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
-    """A floating-point tensor of one of these ranks."""
+    """Returns `value` if it is a floating-point tensor of one of these ranks."""
     return check_kind(
         function, name, value, ranks, isinstance(value, Tensor) and value.is_floating_point(),
         rule=f"a floating-point tensor of shape {shapes}",

@@ -1,4 +1,4 @@
-"""Score mods of graphs: positions are nodes."""
+"""Score mods for graphs, whose nodes are the positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from flexmod.mods.checks import check_float
 
 
 def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
-    """A bias for the length of the shortest path: score + table[distances[b, q_idx, kv_idx], h].
+    """Adds a bias for the shortest path's length: score + table[distances[b, q_idx, kv_idx], h].
 
-    `table` is a floating-point tensor [lengths, H], which may be learned. `distances` is an integer tensor
-    [N, N] or [B, N, N], from 0 to lengths - 1: give the pairs without a path a number of their own.
+    The parameter `table` is a floating-point tensor [lengths, H]; gradients reach it. The integer tensor
+    `distances`, [N, N] or [B, N, N], has values from 0 to lengths - 1. Give pairs without a path a value of
+    their own.
 
     Source: Ying et al., Do Transformers Really Perform Bad for Graph Representation?, 2021.
 
@@ -52,14 +53,14 @@ def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
 
 
 def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
-    """A bias of the edges on the shortest path, averaged over them:
+    """Adds the mean bias of the edges on the shortest path:
 
         score + sum over n of table[n, edges[b, q_idx, kv_idx, n], h] / number of edges
 
-    `table` is a floating-point tensor [longest, types, H], which may be learned: for the n-th edge of a path,
-    if it is of that type. `edges` is an integer tensor [N, N, longest] or [B, N, N, longest], the type of
-    each edge of a path, and -1 where the path has ended; a path without edges adds nothing. The longest path
-    is written out edge by edge: keep it short, Graphormer has 5.
+    The parameter `table` is a floating-point tensor [longest, types, H] with a bias for each place on a path
+    and each type of edge; gradients reach it. The integer tensor `edges`, [N, N, longest] or
+    [B, N, N, longest], has the type of each edge on a path, and -1 after the path's end. A path without edges
+    adds 0. The kernel's code grows with `longest`: keep it small; Graphormer uses 5.
 
     Source: Ying et al., Do Transformers Really Perform Bad for Graph Representation?, 2021.
 

@@ -1,4 +1,4 @@
-"""Score mods of latent attention."""
+"""Score mods for latent attention."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flexmod.mods.checks import check_float
 
 
 def mla_rope(query_rope: Tensor, key_rope: Tensor, scale: float) -> ScoreMod:
-    """The rotary part of a latent attention, whose key all heads share, added to the score of the rest:
+    """Adds the rotary part of latent attention, whose key all heads share:
 
         score + scale * sum over i of query_rope[b, h, q_idx, i] * key_rope[b, kv_idx, i]
 
-    `query_rope` is a floating-point tensor [B, H, M, R], `key_rope` [B, N, R], both rotated; gradients reach
-    both. `scale` is that of the whole score, 1/sqrt(D + R), to be given to flex_attention as well.
+    The floating-point tensors `query_rope` [B, H, M, R] and `key_rope` [B, N, R] are rotated already;
+    gradients reach both. The `scale` is 1/sqrt(D + R); pass the same scale to flex_attention.
 
-    The sum is written out, R products a pair: this is for a small R. For DeepSeek's 64 it is far faster to
-    put both parts side by side, which is the same score: query and key of D + R, and a value of Dv.
+    The mod multiplies R pairs of elements for each score, which suits a small R. For DeepSeek's R = 64 it is
+    far faster to concatenate both parts, which gives the same score from a head dimension of D + R:
 
         query = torch.cat((query, query_rope), -1)
         key = torch.cat((key, key_rope[:, None].expand(-1, key.shape[1], -1, -1)), -1)

@@ -1,4 +1,4 @@
-"""Score mods of sequences that are packed one after another."""
+"""Score mods for sequences that are packed one after another."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def jagged(
     total: int | None = None,
     kv_total: int | None = None,
 ) -> ScoreMod:
-    """`score_mod` sees each of the packed sequences as a batch entry of its own:
+    """Applies `score_mod` within each packed sequence, as if the sequence were a batch entry:
 
         score_mod(score, s(q_idx), h, q_idx - start, kv_idx - start)
 
-    with s the number of the sequence, and start where it begins. For use with `masks.jagged`, whose arguments
-    these are: offsets an integer tensor [n + 1], `kv_offsets` [n + 1] if keys have lengths of their own.
-    Positions within a sequence count from 0 for its queries and for its keys.
+    Here s is the number of the sequence and start its first position. Within a sequence, positions of queries
+    and of keys count from 0. Use it with `masks.jagged`, which has the same arguments: `offsets` is an
+    integer tensor [n + 1]; `kv_offsets` [n + 1] has the offsets of keys, if their lengths differ from the
+    queries'.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mod.
 

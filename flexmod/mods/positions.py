@@ -1,4 +1,4 @@
-"""Score mods of the distance between a query and a key."""
+"""Score mods that depend on the distance between a query and a key."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from flexmod.mods.checks import check_float
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
-    """A penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
+    """Adds a penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
 
-    `slopes` is the number of heads H, for slope[h] = 2 ** (-8 * (h + 1) / H), or a floating-point tensor [H]
-    of your own, which may be learned; `alibi_slopes` makes the one of the paper for any H. A call of another
-    number of heads raises CallSizeError. Meant for use with a causal mask, where the distance has one sign.
+    The argument `slopes` is the number of heads H, for slope[h] = 2 ** (-8 * (h + 1) / H), or your own
+    floating-point tensor [H]; gradients reach it. The function `alibi_slopes` makes the paper's slopes for
+    any H. A call with another number of heads raises CallSizeError. Use it with a causal mask, where all
+    distances have one sign.
 
-    Both positions count from 0. For the last M of N positions, beside a cache, shift the queries:
-    lambda s, b, h, q, k: alibi_mod(s, b, h, q + N - M, k). A shift adds one number to a whole row, which no
-    softmax sees; the lse does.
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries: lambda s, b, h, q, k: alibi_mod(s, b, h, q + N - M, k). The shift adds one number to a
+    whole row: the output stays the same, the lse changes.
 
     Source: Press et al., Train Short, Test Long, 2021.
 
@@ -67,10 +68,10 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The slopes that trained models have for any number of heads, float32 [heads].
+    """Returns the slopes of the ALiBi paper for any number of heads, float32 [heads].
 
-    For a power of two they are 2 ** (-8 * (h + 1) / heads). For others they are those of the power of two
-    below, and then every second one of the power of two above.
+    For a power of two they are 2 ** (-8 * (h + 1) / heads). Any other number takes the slopes of the next
+    lower power of two, and then every second slope of the next higher one.
 
     Source: Press et al., Train Short, Test Long, 2021; Scao et al., BLOOM, 2022.
 
@@ -87,10 +88,10 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 
 
 def relative_position() -> ScoreMod:
-    """Adds the distance: score + (q_idx - kv_idx).
+    """Adds the distance: score + (q_idx - kv_idx). A small example of a score mod that reads positions.
 
-    The small example of what a score mod can do with positions. Both count from 0; for the last M of N
-    positions shift the queries: lambda s, b, h, q, k: distance_mod(s, b, h, q + N - M, k).
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries: lambda s, b, h, q, k: distance_mod(s, b, h, q + N - M, k).
 
     Source: He et al., FlexAttention, 2024 (its introductory example).
 
@@ -115,11 +116,11 @@ def relative_position() -> ScoreMod:
 
 
 def causal_score() -> ScoreMod:
-    """The causal mask written as a score mod: score where q_idx >= kv_idx, else -inf.
+    """The causal mask as a score mod: score where q_idx >= kv_idx, else -inf.
 
-    The same attention as with `masks.causal()`: its tiles are found, and skipped. Both positions count from
-    0; for the last M of N positions, beside a cache, shift the queries: lambda s, b, h, q, k: causal_mod(s,
-    b, h, q + N - M, k).
+    It skips the same tiles as `masks.causal()`. Both positions count from 0. With a key/value cache, where
+    the queries are the last M of N positions, shift the queries:
+    lambda s, b, h, q, k: causal_mod(s, b, h, q + N - M, k).
 
     Source: Vaswani et al., Attention Is All You Need, 2017 (the decoder).
 
@@ -144,11 +145,13 @@ def causal_score() -> ScoreMod:
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """A bias for each distance, looked up: score + table[h, clamp(kv_idx - q_idx, -reach, reach) + reach].
+    """Adds a bias for each distance: score + table[h, clamp(kv_idx - q_idx, -reach, reach) + reach].
 
-    `table` is a floating-point tensor [H, 2 * reach + 1], or [2 * reach + 1] for all heads; it may be
-    learned. Distances beyond the reach share its ends. Both positions count from 0; for the last M of N
-    positions, beside a cache, shift the queries: lambda s, b, h, q, k: bias_mod(s, b, h, q + N - M, k).
+    The parameter `table` is a floating-point tensor [H, 2 * reach + 1], or [2 * reach + 1] for all heads;
+    gradients reach it. Distances beyond the reach take the first or the last entry.
+
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries: lambda s, b, h, q, k: bias_mod(s, b, h, q + N - M, k).
 
     Source: Shaw et al., Self-Attention with Relative Position Representations, 2018 (clipped distances); Liu
     et al., Swin Transformer, 2021 (a bias for each head).
@@ -185,18 +188,20 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128) -> ScoreMod:
-    """A bias for each bucket of distances: score + table[bucket(q_idx - kv_idx), h].
+    """Adds a bias for each bucket of distances: score + table[bucket(q_idx - kv_idx), h].
 
-    `table` is a floating-point tensor [buckets, H], the weight of T5's embedding; it may be learned. Half of
-    the buckets are one distance each, the others grow by the logarithm up to `max_distance`, and the last one
-    has all beyond. With n buckets and d = max(q_idx - kv_idx, 0):
+    The parameter `table` is a floating-point tensor [buckets, H], the weight of T5's embedding; gradients
+    reach it. Half of the buckets have one distance each. The others grow logarithmically up to
+    `max_distance`, and the last one has all larger distances. With n buckets and d = max(q_idx - kv_idx, 0):
 
         d                                                                           where d < n / 2
         min(n - 1, n / 2 + floor(log(d / (n / 2)) / log(max_distance / (n / 2)) * n / 2))  elsewhere
 
-    Bidirectional, as in an encoder, half of the buckets are for keys before the query, and the others for
-    those after it. T5 does not scale its scores: pass scale=1.0. Both positions count from 0; for the last M
-    of N positions, beside a cache, shift the queries: lambda s, b, h, q, k: t5_mod(s, b, h, q + N - M, k).
+    With `bidirectional`, as in an encoder, half of the buckets are for keys before the query and half for
+    keys after it. T5 does not scale its scores: pass scale=1.0.
+
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries: lambda s, b, h, q, k: t5_mod(s, b, h, q + N - M, k).
 
     Source: Raffel et al., T5, 2019.
 
@@ -242,8 +247,9 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
 
 
 def _t5_buckets(count: int, max_distance: int) -> Tensor:
-    """The buckets of the distances 0 ... max_distance, int32: a table, since a kernel's logarithm may round
-    to another side than T5's own.
+    """Returns the buckets of the distances 0 ... max_distance, int32.
+
+    The mod reads this table, since a kernel's logarithm may round differently from T5's.
     """
     exact = count // 2
     distances = torch.arange(max_distance + 1, device="cpu")
@@ -253,14 +259,15 @@ def _t5_buckets(count: int, max_distance: int) -> Tensor:
 
 
 def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str | None = None) -> ScoreMod:
-    """The inner product of two sinusoidal embeddings, which falls with their distance, softer head by head:
+    """Adds the inner product of two sinusoidal embeddings, which falls with their distance:
 
         score + sum over i < dim / 2 of cos((q_idx - kv_idx) / 10000 ** (2 * i / dim)) * heads / (8 * (h + 1))
 
-    `heads` is H, `length` the number of positions, beyond which there is no distance, and `dim` the width of
-    the embeddings. The sums are a table [length] on `device`. Meant for use with a causal mask. Both
-    positions count from 0; for the last M of N positions, beside a cache, shift the queries: lambda s, b, h,
-    q, k: sandwich_mod(s, b, h, q + N - M, k).
+    `heads` is H, `length` the number of positions and `dim` the width of the embeddings. The mod looks the
+    sums up in a table [length] on `device`. Use it with a causal mask.
+
+    Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
+    shift the queries: lambda s, b, h, q, k: sandwich_mod(s, b, h, q + N - M, k).
 
     Source: Chi et al., Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis,
     2022.

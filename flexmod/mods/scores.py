@@ -1,4 +1,4 @@
-"""Score mods of the score itself, and mods of mods."""
+"""Score mods that read the score alone, and `chain`, which combines score mods."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flexmod.mods.checks import check_float, check_positive
 
 
 def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
-    """One mod after another: each changes the score that the one before it left.
+    """Applies score mods one after another:
 
         chain(first, second)(score, ...) == second(first(score, ...), ...)
 
-    Any score mods, yours too. Without any the score stays as it is.
+    It takes any score mods, also your own functions. chain() returns the score unchanged.
 
-    Source: Gemma Team, Gemma 2, 2024, caps what a bias was added to.
+    Source: Gemma Team, Gemma 2, 2024 (a cap after other changes of the score).
 
     Example:
 
@@ -58,10 +58,10 @@ def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
 def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     """Keeps scores within (-cap, cap): cap * tanh(score / cap).
 
-    `cap` is a positive number, in units of the scaled score. With `approximate=True` tanh may be the chip's
-    own instruction: its relative error of up to 2^-11 puts a score off by up to cap / 2048, and a weight by
-    as large a share, 2.4% at a cap of 50. NVIDIA's chips have one; elsewhere, on the CPU too, tanh is as
-    accurate as without. See `flexmod.tanh_approximate`.
+    The argument `cap` is a positive number in units of the scaled score. With `approximate=True` the kernel
+    may use the chip's own tanh instruction, whose relative error is up to 2^-11. The error changes a score by
+    up to cap / 2048 and a weight by the same ratio, 2.4% at a cap of 50. NVIDIA's chips have this
+    instruction; other chips and the CPU compute the exact tanh. See `flexmod.tanh_approximate`.
 
     Source: Gemma Team, Gemma 2, 2024.
 
@@ -88,10 +88,10 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
 
 
 def temperature(value: float | Tensor) -> ScoreMod:
-    """Divides scores: score / temperature. Beyond 1 the softmax becomes flatter, below 1 sharper.
+    """Divides scores: score / temperature. Above 1 the softmax becomes flatter, below 1 sharper.
 
     `value` is a positive number, or a floating-point tensor: [] for one temperature, [H] for one for each
-    head; it may be learned.
+    head; gradients reach it.
 
     Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015 (the temperature of a softmax);
     learned for each head in Liu et al., Swin Transformer V2, 2021.
@@ -121,14 +121,14 @@ def temperature(value: float | Tensor) -> ScoreMod:
 
 
 def sink(logits: Tensor, position: int = 0) -> ScoreMod:
-    """One key is a sink: its score is a number of the head, whatever the query is.
+    """Makes one key an attention sink, whose score depends on the head only:
 
         logits[h]  where kv_idx == position, else score
 
-    The sink takes a share of each row's softmax, and gives nothing back where its value is zero: put a
-    position of zeros in front of key and value, and let the mask keep it. `flexmod.apply_sink` does the same
-    to a call that has no such position, through its log-sum-exp. `logits` is a floating-point tensor [H],
-    which may be learned.
+    The parameter `logits` is a floating-point tensor [H]; gradients reach it. Put a position of zeros in
+    front of key and value, and keep it in the mask: it takes a share of each row's softmax and adds nothing
+    to the output. The function `flexmod.apply_sink` gives the same result without such a position, from a
+    call's log-sum-exp.
 
     Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023; OpenAI, gpt-oss,
     2025 (learned logits).

@@ -1,7 +1,7 @@
-"""A plan bound to the kinds of its tensors: every size a number, every launch ready to go.
+"""Binds a plan to the kinds of its tensors: computes all sizes and prepares all launches.
 
-A run that a profiler or a TorchDispatchMode watches goes by the launchers and the functions that they see. A
-plan without launches needs no Triton.
+If a profiler or a TorchDispatchMode watches a run, it uses launchers and functions that they see. A plan
+without launches does not need Triton.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Room = list[Any]
 """What a run has: the tensors and the numbers that it was given, then the tensors that it makes."""
 
 NO_EXTENTS: Mapping[str, int] = {}
-KEPT = 16  # results of one step that a mask keeps
+KEPT = 16  # results of one step in a mask's cache
 
 
 class Bound:
-    """A plan for tensors of these kinds and numbers of these (`direct.kind_of_number`), on their device."""
+    """A plan for tensors and numbers of fixed kinds (see `direct.kind_of_number`), on one device."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Bound:
         mask: Any = None,
         numbers: Sequence[bool | int | float] = (),
     ) -> Tensors:
-        """The results for tensors and numbers of the plan's kinds; `mask`: the snapshot that they are of."""
+        """Runs the plan on tensors and numbers of its kinds; `mask`: the snapshot with the mask's tensors."""
         watched = dispatch_mode_count() or self._hooked()
         room: Room = [*tensors, *numbers, *self._blank]
         for step in self._watched if watched else self._steps:
@@ -80,7 +80,7 @@ def _never() -> bool:
 
 
 def _slots(plan: Plan) -> dict[str, int]:
-    """The places of a plan by name, numbered: a name that was taken is a mistake of who wrote the plan."""
+    """Numbers the places of a plan by name; asserts that each name occurs once."""
     names = [f"nothing {number}" if place is None else place.name for number, place in enumerate(plan.inputs)]
     names += [number.name for number in plan.numbers]
     for step in plan.steps:
@@ -151,7 +151,7 @@ class _Called:
 
 
 class _Kept(_Called):
-    """A stream has its own results: another one could read them before they are written."""
+    """A `Keep` step. Each stream has its own results, since another stream could read them too early."""
 
     def __init__(
         self, step: Keep, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
@@ -166,11 +166,11 @@ class _Kept(_Called):
         versions = [version_of(room[slot]) for slot in self._reads]
         stream = 0
         if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():  # what a CUDA graph makes is the graph's
+            if torch.cuda.is_current_stream_capturing():  # results of a CUDA graph belong to the graph
                 kept = None
             else:
                 stream = torch.cuda.current_stream(self._device).cuda_stream
-        if kept is None or UNCOUNTED in versions:  # a write would not be seen
+        if kept is None or UNCOUNTED in versions:  # without a version, a write stays unseen
             super().run(room, mask)
             return
         key = (*self._key, stream, *versions)
@@ -189,7 +189,7 @@ _STEPS: dict[type, Any] = {
 
 
 def _filler(value: Any, slots: Mapping[str, int], known: Mapping[str, int]) -> Callable[[Room, Any], Any]:
-    """Fills the tensors of a room, and the mask, into nested arguments."""
+    """Returns a function that puts a run's tensors and mask into nested arguments."""
     if isinstance(value, Place):
         slot = slots[value.name]
         return lambda room, mask: room[slot]
@@ -213,7 +213,7 @@ def _places(value: Any) -> list[Place]:
 
 
 def _plain(value: Any, known: Mapping[str, int]) -> object:
-    """Nested arguments without their tensors, as a key."""
+    """Returns nested arguments without their tensors, as a key."""
     if isinstance(value, Place):
         return None
     if type(value) in (list, tuple):

@@ -1,8 +1,8 @@
-"""Bugs of compilers that flexmod works around: what, where, until when.
+"""Lists compiler bugs that flexmod works around, and detects wrong machine code.
 
-A row of BUGS can go, and its workaround with it, when flexmod asks for a version that ends it. Workarounds
-that look at what was compiled stand below; one that chooses another text or shape stands where that is
-chosen, and the row names it.
+Remove a row of BUGS and its workaround when flexmod requires a version without the bug. Workarounds that read
+compiled code stand below. Each other workaround stands where flexmod chooses the text or shape; the row names
+the place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_TRACKER = "NVIDIA has no public list of ptxas's bugs"
 
 
 class CompilerBug(NamedTuple):
-    """A bug, for whoever installs another version."""
+    """A compiler bug, its workaround, and the versions that have it."""
 
     what: str
     since: str
@@ -79,7 +79,7 @@ BUGS = (
 
 
 def wrong(kernels: Made, asm: Mapping[str, Any]) -> WrongProducts | None:
-    """What the compilers did to a kernel that makes its results wrong: the error that says so, or None."""
+    """Returns the error for a kernel that the compilers made wrong, or None."""
     if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
         return RoundedProductsError
     if misaddressed(asm.get("cubin", b"")):
@@ -99,10 +99,10 @@ _ZERO, _NO_PREDICATE = 63, 7  # the uniform register of zeros, the predicate tha
 
 
 def misaddressed(cubin: bytes) -> bool:
-    """Does a kernel for Hopper add 64-bit addresses of which both halves are read from one register?
+    """Returns whether a Hopper kernel adds 64-bit addresses and reads both halves from one register.
 
-    No text asks for that: ptxas has lost the address. A register that is written between the halves counts
-    as another one. False where `cubin` is no ELF file, or not for Hopper.
+    No source asks for that: ptxas has lost the address. A register with a write between the halves counts as
+    two. Returns False if `cubin` is no ELF file, or not for Hopper.
     """
     if not cubin.startswith(b"\x7fELF") or not _for_hopper(cubin):
         return False
@@ -122,12 +122,12 @@ def misaddressed(cubin: bytes) -> bool:
 
 
 def _for_hopper(cubin: bytes) -> bool:
-    """The chip's number stands in the lowest byte of the file's flags, in the next one since CUDA 13."""
+    """Reads the chip's number from the lowest byte of the file's flags, or the next byte since CUDA 13."""
     (flags,) = struct.unpack_from("<I", cubin, 0x30)
     return _HOPPER in (flags & 0xFF, flags >> 8 & 0xFF)
 
 
 def _read(low: int, high: int) -> set[int]:
-    """The registers that a UIADD3 adds."""
+    """Returns the registers that a UIADD3 adds."""
     second = {low >> 32 & 0xFF} if low & 0xFFF == _SUMS[0] else set()
     return ({low >> 24 & 0xFF, high & 0xFF} | second) - {_ZERO}

@@ -1,7 +1,7 @@
-"""A number in memory that the programs of a launch count with: zero before it, and left zero by it.
+"""Gives a launch a counter in memory, which is zero before and after the launch.
 
-Each stream has its own, since launches of one stream follow one another and others may run at the same time.
-So a call neither allocates one nor clears it.
+Each stream has its own counter, since launches of one stream run in order and other streams may run at the
+same time. So a call neither allocates nor clears a counter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexmod.internals.torch import current_stream, is_stream_capturing
 
 
 class Counter:
-    """Stands among the arguments of a launch for the counter of the stream that it goes to."""
+    """Stands for the counter of the launch's stream, among the arguments of the launch."""
 
     def __repr__(self) -> str:
         return "counter"
@@ -28,8 +28,8 @@ _kept: dict[tuple[int, int], Tensor] = {}
 
 
 def counter(device: int, stream: int) -> Tensor:
-    """int32 [1], for a launch on this stream of the device, both of which are current."""
-    # a graph may be replayed on any stream: it has a counter of its own, which it clears
+    """Returns the counter, int32 [1], for a launch on the current stream of the current device."""
+    # a graph may replay on any stream, so it has its own counter and clears it
     if is_stream_capturing():
         return _zero(device)
     found = _kept.get((device, stream))
@@ -39,7 +39,7 @@ def counter(device: int, stream: int) -> Tensor:
 
 
 def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """The arguments of a launch on the current stream of a device, which is current."""
+    """Puts the counter into the arguments of a launch on the current stream of the current device."""
     if not any(value is COUNTER for value in arguments.values()):
         return arguments
     assert device.index is not None
@@ -48,9 +48,9 @@ def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, A
 
 
 def _made_outside(device: int) -> Tensor:
-    """Of no memory pool that this thread's allocations go to now: such a pool's owner may take it back.
+    """Allocates a counter in another thread, outside of this thread's memory pool, which may be freed.
 
-    Inductor's runs before it records a CUDA graph have a pool, as `torch.cuda.use_mem_pool` has.
+    Such pools come from `torch.cuda.use_mem_pool`, and from Inductor's runs before it records a CUDA graph.
     """
 
     def make() -> tuple[Tensor, torch.cuda.Event]:

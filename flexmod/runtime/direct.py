@@ -1,10 +1,9 @@
-"""A compiled kernel, launched again on other tensors without Triton's launcher in Python.
+"""Launches a compiled kernel on other tensors without Triton's launcher in Python.
 
-That launcher looks at each argument of each launch, to find the kernel that was compiled for such arguments,
-and makes the TMA unit's descriptors anew. A launch that differs from an earlier one in its pointers alone,
-none of them aligned otherwise, needs nothing of that.
+At each launch, Triton's launcher inspects all arguments to find the compiled kernel, and rebuilds TMA
+descriptors. A launch that differs from an earlier one only in pointers of equal alignment needs none of this.
 
-This is the one place that knows how Triton 3.6 and 3.9 call their launchers in C.
+Only this file knows how Triton 3.6 and 3.9 call their launchers in C.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from flexmod.internals.triton import CompiledKernel, knobs
 from flexmod.runtime.counters import COUNTER, counter
 from flexmod.runtime.gluon import TensorDescriptor
 
-# Descriptors that a launch keeps, by pointer: the allocator hands out the same places again and again.
+# Descriptors in a launch's cache, by pointer: the allocator often returns the same addresses.
 KEPT = 64
-STREAM = 3  # where the stream stands in a launcher's arguments
+STREAM = 3  # the index of the stream in a launcher's arguments
 
 
 def hooked() -> bool:
-    """Does somebody watch the launches, a profiler for instance? Triton's launcher serves him."""
+    """Returns whether hooks watch launches, as a profiler does; only Triton's launcher calls them."""
     runtime = knobs.runtime
     return bool(_calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
 
@@ -39,21 +38,21 @@ def _calls(hook: Any) -> Any:
 
 
 def kind_of_number(number: bool | int | float) -> object:
-    """What Triton compiles a kernel for where it may not specialize the kernel for a number."""
+    """Returns a number's type in a compiled kernel that Triton may not specialize for the number."""
     if type(number) is not int:
         return type(number)
     return next((bits for bits in (32, 64) if -(1 << bits - 1) <= number < 1 << bits - 1), 0)
 
 
 class Direct:
-    """A launch of `compiled` in a grid of one dimension.
+    """Launches `compiled` in a 1-D grid.
 
-    `arguments` are all of the kernel's, in order. `slots` says for the places of tensors, descriptors and
-    numbers that change which of the things that a later call is given goes there. Such a number stays of its
-    kind (`kind_of_number`), and the kernel is not specialized for it. A COUNTER is that of the stream.
+    `arguments` are the kernel's arguments in order. For tensors, descriptors and numbers that change, `slots`
+    maps an argument's place to an input of a later call. Such a number keeps its kind (`kind_of_number`), and
+    the kernel must not be specialized for it. A COUNTER becomes the stream's counter.
 
     Raises:
-        LookupError: this launcher is not known, or asks for memory of its own.
+        LookupError: the launcher is unknown, or needs its own memory.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Direct:
             else:
                 values.append(value)
         start = [*grid, 1, 1, None, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
-        nothing = (None, None, None)  # what the launch tells of itself, and whom before and after
+        nothing = (None, None, None)  # launch metadata, and the hooks before and after
         self._tuple = hasattr(launcher, "arg_annotations")
         if self._tuple:  # Triton 3.9
             if getattr(launcher, "gsan_enabled", False):
@@ -139,7 +138,7 @@ class Direct:
 
 
 def _in_c(launch: Any) -> Callable[..., None]:
-    """The launcher itself, out of the function that Triton wraps around it where there are descriptors."""
+    """Returns the launcher in C, without the function that Triton wraps around it for descriptors."""
     if isinstance(launch, FunctionType):
         launch = getclosurevars(launch).nonlocals["launcher"]
     if isinstance(launch, FunctionType):
@@ -148,7 +147,7 @@ def _in_c(launch: Any) -> Callable[..., None]:
 
 
 class _At:
-    """Stands for a tensor of which a descriptor needs the place alone."""
+    """Stands for a tensor, of which a descriptor needs only the address."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
@@ -158,7 +157,7 @@ class _At:
 
 
 def _descriptor_maker(launcher: Any, descriptor: TensorDescriptor, meta: Any) -> Callable[[int], Any]:
-    """Triton's own way from a descriptor to what the TMA unit reads, for other places."""
+    """Returns Triton's function that makes a TMA descriptor, for other addresses."""
     make = getattr(sys.modules[type(launcher).__module__], "make_tensordesc_arg", None)
     if make is None or meta is None:
         raise LookupError

@@ -1,12 +1,12 @@
-"""Gluon under one set of names: what generated Hopper kernels call, whichever Triton is installed.
+"""Gives Gluon one set of names, so that generated Hopper kernels run with any installed Triton.
 
-Triton 3.9 renamed copies by the TMA unit, and exports the sum into memory that 3.6 keeps in its builder.
+Triton 3.9 renamed the TMA unit's copies, and exports the sum into memory that 3.6 has only in its builder.
 
     load_tile(descriptor, [b, h, row, column], barrier, tile)    memory to shared memory; zeros past an end
     store_tile(descriptor, [b, h, row, column], tile)            shared memory to memory, clipped at the ends
     add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
-    stores_read()                                                until no store reads shared memory any more
-    opaque(number)                                            the int32 or float32, as one not seen before
+    stores_read()                                                waits until stores have read shared memory
+    opaque(number)                                               the int32 or float32, opaque to the compiler
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def stores_read():  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def opaque(number):  # type: ignore[no-untyped-def]
-    # what follows from it is computed where it is used, and not held in registers since an earlier use
+    # so the compiler computes dependent values at their use, and does not keep them in registers
     kind: gl.constexpr = "=f,f" if number.dtype == gl.float32 else "=r,r"
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", kind, [number], number.dtype, is_pure=False, pack=1)
 
@@ -45,11 +45,11 @@ _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 
 
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
-    """How a tile lies in shared memory: as the TMA unit writes it and the matrix unit reads it."""
+    """Returns a tile's layout in shared memory, as the TMA unit writes it and the matrix unit reads it."""
     return NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
 def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Triton's type of a descriptor, for an offline compile."""
+    """Returns Triton's type of a descriptor, for an offline compile."""
     name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     return f"tensordesc<{name}{list(block)},{layout_of(block, dtype)!r}>"

@@ -3,9 +3,9 @@
     kernels = interpreted(module)
     kernels.forward[grid](q, k, v, ..., BLOCK_M=64, num_warps=4)
 
-The module's source is executed a second time, against a private instance of Triton's language
-(`interpreter_language`), with its jit functions rewritten for plain Python (`interpreter_source`). Nothing
-outside changes: the module itself can be compiled before, after and meanwhile.
+It executes the module's source a second time, against a private instance of Triton's language
+(`interpreter_language`), with jit functions rewritten for plain Python (`interpreter_source`). The module
+itself does not change, and can be compiled at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexmod.errors import BackendDeviceError
 from flexmod.locks import Lock
 from flexmod.runtime.interpreter_language import Language, language
 
-# What a launch of a compiled kernel takes beside the kernel's own parameters
+# Arguments of a launch that are not parameters of the kernel
 LAUNCH_OPTIONS = frozenset(
     ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
     + ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
@@ -33,7 +33,7 @@ LAUNCH_OPTIONS = frozenset(
 
 Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
 
-# The interpreter keeps the place in the grid in one object: one launch at a time.
+# The interpreter stores the position in the grid in one object: one launch at a time.
 _one_launch = Lock()
 _memo_lock = Lock()
 
@@ -41,9 +41,9 @@ _memo_lock = Lock()
 class Kernel:
     """One kernel; `kernel[grid](*args, **options)` runs its programs one after another.
 
-    Tensors are passed as pointers to their own memory, Python floats as float32 and integers as int32 (int64
-    where they do not fit), as a launch on a GPU passes them; an annotation other than constexpr names another
-    type. LAUNCH_OPTIONS are accepted and have no effect. One launch runs at a time; others wait.
+    Arguments have the types of a GPU launch: tensors are pointers to their memory, Python floats are float32,
+    integers are int32, or int64 if they do not fit. An annotation other than constexpr sets another type.
+    LAUNCH_OPTIONS have no effect. One launch runs at a time; others wait.
     """
 
     def __init__(self, function: Callable[..., None], language: Language) -> None:
@@ -69,7 +69,7 @@ class Kernel:
         sizes = grid(bound.arguments) if callable(grid) else grid
         extents = (*sizes, 1, 1)[:3]
         builder = self._language.builder
-        # a chip does not warn of an overflow or a NaN either
+        # a chip does not warn about an overflow or a NaN either
         with _one_launch, np.errstate(all="ignore"):
             builder.set_grid_dim(*extents)
             for place in product(*map(range, extents)):
@@ -77,7 +77,7 @@ class Kernel:
                 self._function(**values)
 
     def _argument(self, value: Any, kind: str) -> Any:
-        """The value as the kernel's body sees it."""
+        """Converts a value to the form that the kernel's body expects."""
         if isinstance(value, triton.language.constexpr):
             value = value.value
         if isinstance(value, triton.language.dtype):
@@ -101,7 +101,7 @@ class Kernel:
 
 
 def _number_type(value: bool | int | float) -> str:
-    """Triton's name of the type that a launch gives a Python number."""
+    """Returns Triton's name for the type of a Python number in a launch."""
     if isinstance(value, bool):
         return "u1"
     if isinstance(value, float):
@@ -112,7 +112,7 @@ def _number_type(value: bool | int | float) -> str:
 
 
 def _annotated(annotation: Any) -> str:
-    """The type that a parameter's annotation names: "constexpr", Triton's short name, or "" for none."""
+    """Returns the type in a parameter's annotation: "constexpr", Triton's short name, or ""."""
     if annotation is inspect.Parameter.empty:
         return ""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
@@ -130,7 +130,7 @@ _SHORT_NAMES = {f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)} | {
 
 
 class Interpreted:
-    """The interpreted twin of a module: its kernels are `Kernel`s, all else is the twin's own."""
+    """The interpreted copy of a module: its kernels are `Kernel`s; everything else is copied."""
 
     def __init__(self, scope: Mapping[str, Any], language: Language) -> None:
         self.__name__ = scope["__name__"]
@@ -147,7 +147,7 @@ def _is_kernel(value: Any) -> bool:
 
 
 def interpreted(module: ModuleType) -> Interpreted:
-    """The module's kernels in the interpreter; made once per module object and kept.
+    """Returns the module's kernels for the interpreter; caches them per module object.
 
     Args:
         module: a Python module with `@triton.jit` functions whose source can be read (`inspect.getsource`).

@@ -1,14 +1,14 @@
-"""A second, private instance of Triton's language that interprets instead of compiling.
+"""Loads a second, private instance of Triton's language, which interprets instead of compiling.
 
 Triton decides at import, by TRITON_INTERPRET, whether `tl.max`, `tl.zeros`, `tl.cdiv` and the rest of its
 standard functions are compiled or interpreted, and its interpreter patches `triton.language` in place while a
-kernel runs. An ordinary process imports the compiled kind and must keep it. So the modules that differ
-(`triton.language` and `triton.runtime.interpreter`) are loaded here once more, under their own names but
-outside `sys.modules`, and the patches go into these copies, once and for good. The originals never change:
-compiling and interpreting do not meet, in any thread.
+kernel runs. An ordinary process imports the compiled kind and must keep it. So this module loads
+`triton.language` and `triton.runtime.interpreter` a second time, under their own names but outside
+`sys.modules`, and patches these copies once. The originals never change, so one thread may compile while
+another interprets.
 
-An import statement inside a copy is answered by `Copies.import_module`, which stands as `__import__` in the
-copy's own builtins. On top, the copy's arithmetic is corrected (`interpreter_numbers`).
+`Copies.import_module` is `__import__` in the copies' builtins. `interpreter_numbers` corrects the copies'
+arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXTRA = "triton.language.extra"
 
 
 def _jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
-    """What `triton.jit` means here: the function itself, under the name `fn` that Triton's reductions use."""
+    """Replaces `triton.jit`: returns the function itself, with the attribute `fn` for Triton's reductions."""
     if fn is None:
         return _jit
     fn.fn = fn  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def _jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
 
 
 class _Overlay(ModuleType):
-    """A module seen through a few changed attributes."""
+    """A module with a few replaced attributes."""
 
     def __init__(self, original: ModuleType, **changed: object) -> None:
         super().__init__(original.__name__, original.__doc__)
@@ -52,7 +52,7 @@ class _Overlay(ModuleType):
 
 
 class _CompiledOnly(ModuleType):
-    """Stands for `triton.language.extra` and whatever is in it: importable, every call refused."""
+    """Stands for `triton.language.extra` and its contents: imports succeed, calls raise."""
 
     def __getattr__(self, name: str) -> _CompiledOnly:
         if name.startswith("__"):
@@ -83,7 +83,7 @@ class Copies:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """`__import__` for code of the copies and for generated modules."""
+        """Serves as `__import__` for code of the copies and for generated modules."""
         package = globals["__package__"] if globals and level else None
         absolute = importlib.util.resolve_name("." * level + name, package)
         if absolute.partition(".")[0] != "triton":
@@ -144,13 +144,13 @@ class Language:
         return self.interpreter.interpreter_builder
 
     def to_tensor(self, value: Any) -> Any:
-        """What the compiler makes of an assigned value: numbers become tensors, also inside tuples."""
+        """Converts an assigned value like the compiler: numbers become tensors, also inside tuples."""
         if isinstance(value, tuple):
             return tuple(map(self.to_tensor, value))
         return self.interpreter.interpreter_semantic.to_tensor(value, False)
 
     def truth(self, value: Any) -> Any:
-        """The value itself, where Python may ask for its truth; a block has none."""
+        """Returns the value if Python may test its truth; raises for a block."""
         if isinstance(value, self.tl.tensor) and value.handle.data.size != 1:
             shape = [int(n) for n in value.shape]
             raise InterpreterOperationError(operation=f"`if`, `and`, `or`, `not` of a block of shape {shape}")
@@ -158,11 +158,11 @@ class Language:
 
     @property
     def helpers(self) -> dict[str, Any]:
-        """The names that rewritten source calls."""
+        """Returns the functions that rewritten source calls, by name."""
         return {TO_TENSOR: self.to_tensor, TRUTH: self.truth}
 
     def execute(self, text: str, file: str, name: str) -> dict[str, Any]:
-        """Run a module's source against this language; its jit functions come out callable as they are."""
+        """Runs a module's source with this language; its jit functions become plain functions."""
         scope = {"__name__": name, "__file__": file, "__builtins__": self.copies.builtins, **self.helpers}
         exec(compile_for_interpreter(text, file), scope)
         return scope
@@ -173,7 +173,7 @@ _language: Language | None = None
 
 
 def language() -> Language:
-    """The one private instance of this process, loaded at the first call (some tens of milliseconds)."""
+    """Returns this process's private instance; the first call loads it in some tens of milliseconds."""
     global _language
     with _lock:
         if _language is None:

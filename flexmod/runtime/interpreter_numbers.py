@@ -1,10 +1,13 @@
-"""Corrections to the arithmetic of Triton's interpreter, applied to the private copy alone.
+"""Corrects the arithmetic of Triton's interpreter, in the private copy only.
 
-What they mend, as found in Triton 3.6 to 3.9: bfloat16 is held as raw 16 bits and most operations work on the
-bits (a dot is wrong by orders of magnitude, an addition gives NaN); float32 to bfloat16 cuts off where a chip
-rounds to nearest even; float64 and integers to bfloat16 convert to a 16-bit integer; a comparison keeps
-its operands' type, so that one of two numbers is floats when it meets a block; an index is read from a
-one-element array, which newer numpy refuses; `~` of an unsigned number asks numpy for -1 of that type.
+Triton 3.6 to 3.9 have these faults:
+
+- Operations on bfloat16 work on its raw 16 bits: a dot is wrong by orders of magnitude, a sum gives NaN.
+- The cast from float32 to bfloat16 truncates, but a chip rounds to nearest even.
+- A cast from float64 or an integer to bfloat16 gives a 16-bit integer.
+- A comparison keeps its operands' type, so a later operation with a block sees floats.
+- An index comes from a one-element array, which newer numpy refuses.
+- The operator `~` on an unsigned number asks numpy for -1 of that type.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ Array = NDArray[Any]
 
 
 def widen(bits: Array) -> Array:
-    """bfloat16, as uint16 bits, to float32: exact."""
+    """Converts bfloat16, as uint16 bits, to float32; exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: Array) -> Array:
-    """Any numbers to bfloat16 bits (uint16) through float32, rounded to nearest even; NaN stays NaN."""
+    """Converts numbers to bfloat16 bits (uint16) through float32, to nearest even; NaN stays NaN."""
     single = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
     bits = single.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
@@ -34,7 +37,7 @@ def narrow(values: Array) -> Array:
 
 
 def correct(interpreter: Any, tl: Any) -> None:
-    """Replace the faulty methods of the interpreter's builder, and of the language's tensor class."""
+    """Replaces the faulty methods of the interpreter's builder and the language's tensor class."""
     builder = interpreter.InterpreterBuilder
     handle, numpy_dtype = interpreter.TensorHandle, interpreter._get_np_dtype
     bfloat16 = tl.bfloat16
@@ -104,7 +107,7 @@ def correct(interpreter: Any, tl: Any) -> None:
 
 
 def _correct_reductions(tl: Any) -> None:
-    """Refuse what the reductions and scans would do on the bits of bfloat16."""
+    """Makes reductions and scans raise that would work on the bits of bfloat16."""
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(input: Any, *args: Any, **options: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Source of `@triton.jit` functions, changed so that plain Python runs it as Triton's compiler would.
+"""Rewrites the source of `@triton.jit` functions, so that plain Python runs it like Triton's compiler.
 
-The compiler makes a tensor of every number that is assigned and of the variable of a run-time loop, and takes
-`and`, `or`, `not` and `if` of a block element by element or not at all. Python makes no tensors, and takes
-any block for True. The rewritten source makes the tensors and refuses the truth of a block, by calls. Lines
-and file stay those of the original, so that a traceback and a debugger show the text that the user can open.
+The compiler turns each assigned number and each run-time loop variable into a tensor. It applies `and`, `or`,
+`not` and `if` to a block element by element, or raises. Python makes no tensors, and any block is true. The
+rewritten source calls functions that make the tensors, and raises where it would test a block's truth. File
+and line numbers do not change, so that tracebacks and debuggers show text that the user can open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRUTH = "__flexmod_truth__"
 
 
 def compile_for_interpreter(text: str, file: str) -> CodeType:
-    """Code of the whole module, its jit functions rewritten.
+    """Compiles the whole module to Python code, with rewritten jit functions.
 
     Args:
         text: the module's source.

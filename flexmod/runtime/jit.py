@@ -1,4 +1,4 @@
-"""Triton's own launcher: compiles a kernel for the arguments of a launch, and launches it."""
+"""Compiles and launches kernels with Triton's own launcher."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flexmod.runtime.counters import COUNTER, filled
 
 
 def start(function: Any, grid: tuple[int], device: torch.device | None, arguments: Mapping[str, Any]) -> Any:
-    """function[grid](**arguments) on the device, or in the interpreter where there is none.
+    """Runs function[grid](**arguments) on the device, or in the interpreter if the device is None.
 
-    Returns what Triton compiled.
+    Returns Triton's compiled kernel.
     """
     if device is None:
         return function[grid](**arguments)
@@ -23,13 +23,13 @@ def start(function: Any, grid: tuple[int], device: torch.device | None, argument
 
 
 def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
-    """What a launch with these arguments would run."""
+    """Returns the compiled kernel for a launch with these arguments."""
     with torch.cuda.device(device):
         return function.warmup(grid=(1,), **_ready(arguments, device))
 
 
 def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> None:
-    """Compiles what a launch will run, and its launcher in C; loads nothing, and allocates nothing.
+    """Compiles the kernel for a launch, and its launcher in C, without loading or allocating anything.
 
     Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
     """
@@ -39,5 +39,5 @@ def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, A
 
 
 def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Products fused with sums, said outright: Triton's default for it is about to change."""
+    """Enables the fusion of products with sums explicitly, since Triton's default will change."""
     return {"enable_fp_fusion": True, **filled(arguments, device)}

@@ -1,4 +1,4 @@
-"""The best tile of a kernel that fits the device, remembered, and launches of kernels."""
+"""Chooses the best tile of a kernel that fits the device, and launches kernels."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from flexmod.runtime import compiler_bugs, jit, machine_code
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.interpreter import interpreted
 
-# kernel_options that Triton takes as they are, on AMD alone
+# kernel_options for AMD, which pass to Triton unchanged
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 
-# What is known of compiled kernels: each launch asks.
+# Faults of compiled kernels, cached since each launch asks.
 _known_faults: WeakKeyDictionary[Any, tuple[tuple[str, ...], WrongProducts | None]] = WeakKeyDictionary()
 
 
 class NoRung(Exception):
-    """No rung of a kernel does on this device, and why: another family's kernels are to run."""
+    """Raised if no rung of a kernel works on this device, with the reason; another family must run."""
 
 
 def choose_tile(
     kernels: Made, kernel: str, device: torch.device, arguments: Callable[[Any], Sequence[Mapping[str, Any]]]
 ) -> Any:
-    """The rung for a kernel of the module that has a ladder: the best that fits the device.
+    """Returns the best rung of a kernel's ladder that fits the device.
 
-    `arguments` makes those of each of its launches with a rung. The first call compiles the rungs of the
-    ladder in order, and runs none: one that the device refuses, whose registers spill much, or that the
-    compilers made wrong gives way to the next. What was found is remembered, also that none does. Other
-    strides make another variant of the kernel, which may need more: then the ladder is tried again.
+    `arguments` returns the arguments of each launch with a rung. The first call compiles the ladder's rungs
+    in order, without running them. It skips a rung that the device refuses, whose registers spill much, or
+    that the compilers made wrong. It caches the result, also if no rung works. Other strides make another
+    variant of the kernel, which may need more resources, so the next call tries the ladder again.
 
     Raises:
-        NoRung: none does, and kernels of another family can run.
+        NoRung: no rung works, and another family's kernels can run.
         NoTileFits: the device has too little shared memory for the last rung.
         RoundedProductsError: all rungs round float32 that must not be rounded.
         MisaddressedProductsError: all rungs read wrong addresses.
@@ -53,7 +53,7 @@ def choose_tile(
     def judge(rung: Any) -> Verdict:
         try:
             return worst([verdict(kernels, kernel, device, given) for given in arguments(rung)])
-        # whatever the compiler or the loader has against a rung: the next one may do
+        # the compiler or the loader may fail in any way on one rung; the next one may work
         except Exception as error:
             if not kernels.limits.gives_way:
                 raise
@@ -61,7 +61,7 @@ def choose_tile(
 
     known = kernels.tiles.get((kernel, device))
     if known is None or not isinstance(known, str) and judge(known).refusal is not None:
-        _ = kernels.module  # a fault in its text is no matter of rungs
+        _ = kernels.module  # raises for a fault in its text, which no rung can avoid
         chosen = choose(kernels.ladder(kernel), judge, kernels.limits)
         known = kernels.tiles[kernel, device] = _best(kernels, kernel, chosen, device)
     if isinstance(known, str):
@@ -70,7 +70,7 @@ def choose_tile(
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a tile by those on its launches."""
+    """Returns the worst of the verdicts on a tile's launches."""
     return Verdict(
         max(verdict.spills for verdict in verdicts),
         tuple(dict.fromkeys(loss for verdict in verdicts for loss in verdict.losses)),
@@ -79,7 +79,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def verdict(kernels: Made, kernel: str, device: torch.device, arguments: Mapping[str, Any]) -> Verdict:
-    """What a launch with these arguments is judged by; the interpreter takes any rung."""
+    """Compiles a launch with these arguments and judges it; the interpreter accepts any rung."""
     if kernels.interpreted:
         return Verdict()
     function = getattr(kernels.module, f"{kernel}_kernel")
@@ -87,13 +87,13 @@ def verdict(kernels: Made, kernel: str, device: torch.device, arguments: Mapping
 
 
 def judged(kernels: Made, compiled: Any, device: torch.device) -> Verdict:
-    """Loads what was compiled, and judges it.
+    """Loads a compiled kernel and judges it.
 
-    Kernels of one text have what was compiled in common: one that was refused before is refused again.
+    Kernels with the same text share compiled kernels, so a refused one stays refused.
     """
     try:
         with torch.cuda.device(device):
-            compiled[(1,)]  # loads it; `compiled.run` says once only that it cannot be
+            compiled[(1,)]  # loads it; `compiled.run` would raise only once
     except OutOfResources as error:
         return Verdict(refusal=error)
     slow, wrong = _faults(kernels, compiled)
@@ -101,9 +101,9 @@ def judged(kernels: Made, compiled: Any, device: torch.device) -> Verdict:
 
 
 def _faults(kernels: Made, compiled: Any) -> tuple[tuple[str, ...], WrongProducts | None]:
-    """What makes it slow, where that counts, and what the compilers made wrong; looked at once."""
+    """Returns a compiled kernel's slow instructions, if its family counts them, and its error; cached."""
     if compiled not in _known_faults:
-        # Triton may be told to store machine code alone: then nothing is known of the text
+        # users may tell Triton to store machine code only: then the text is unknown
         asm = compiled.asm
         slow = machine_code.losses(asm.get("ptx", ""), asm["cubin"]) if kernels.limits.by_code else ()
         _known_faults[compiled] = slow, compiler_bugs.wrong(kernels, asm)
@@ -111,7 +111,7 @@ def _faults(kernels: Made, compiled: Any) -> tuple[tuple[str, ...], WrongProduct
 
 
 def _best(kernels: Made, kernel: str, chosen: Chosen[Any], device: torch.device) -> Any:
-    """The rung that was chosen, or why another family's kernels are to run; raises where there is none."""
+    """Returns the chosen rung. Raises NoRung if another family must run, or the error for no rung."""
     loud = kernels.limits.gives_way and config.debug_level() >= 1
     passing = kernels.limits.passed
     for rung, of in chosen.runnable.items() if loud else ():
@@ -132,7 +132,7 @@ def _best(kernels: Made, kernel: str, chosen: Chosen[Any], device: torch.device)
 
 
 def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
-    """What to raise where each rung is refused."""
+    """Returns the error to raise if each rung is refused."""
     too_large = {rung: why for rung, why in chosen.refusals.items() if isinstance(why, OutOfResources)}
     for error in chosen.refusals.values():
         if isinstance(error, type):
@@ -147,11 +147,11 @@ def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
 
 
 def refusal_in_words(refusal: object) -> str:
-    """The first line of what the compiler, the loader or we have against a rung."""
+    """Returns the first line of the reason against a rung, from the compiler, the loader or flexmod."""
     if refusal is MisaddressedProductsError:
         return machine_code.MISADDRESSED
     while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
-        refusal = refusal.__cause__  # Triton says where it was, and then what it met
+        refusal = refusal.__cause__  # Triton's outer error has only the place
     said = getattr(refusal, "error_message", None) or str(refusal)
     return said.strip().partition("\n")[0] or type(refusal).__name__
 
@@ -159,9 +159,9 @@ def refusal_in_words(refusal: object) -> str:
 def start(
     source: Source, name: str, device: torch.device, grid: tuple[int], arguments: Mapping[str, Any]
 ) -> Any:
-    """One launch of a kernel of a module: on a GPU, or through the interpreter on CPU tensors.
+    """Launches a kernel of a module on a GPU, or in the interpreter on CPU tensors.
 
-    Returns what Triton compiled, None in the interpreter.
+    Returns Triton's compiled kernel, None in the interpreter.
     """
     if source.interpreted:
         jit.start(getattr(interpreted(source.module), name), grid, None, arguments)
@@ -170,7 +170,7 @@ def start(
 
 
 def rung_arguments(step: Launch) -> dict[str, Any]:
-    """What a launch is given for its tile or shape."""
+    """Returns a launch's arguments for its tile or shape."""
     if step.rung is None:
         return {}
     if isinstance(step.rung, Tile):

@@ -1,6 +1,6 @@
-"""The launches of a plan: their arguments as a compiler sees them, and bound to the kinds of tensors.
+"""Builds the arguments of a plan's launches for a compiler, and binds launches to kinds of tensors.
 
-The first run launches by Triton's own launcher, later ones by `direct.py` where that knows how.
+The first run uses Triton's launcher; later runs use `direct.py` if it knows the launcher.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ layout = lru_cache(layout_of)
 
 
 def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of a launch as a compiler sees them: a tensor that is not given yet is one of its dtype.
+    """Returns the arguments of a launch as a compiler sees them, with stand-ins for missing tensors.
 
-    `tensors` are those given, by name; the others lie on the same device, or on meta if none is given.
-    `extents` have the numbers of a run too.
+    `tensors` has the known tensors by name. A stand-in has the right dtype, on the same device, or on meta if
+    no tensor is known. `extents` includes the numbers of a run.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("meta"))
 
@@ -46,7 +46,7 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
 
 
 class BoundLaunch:
-    """A launch, its grid and its numbers known."""
+    """A launch with computed grid and numbers."""
 
     def __init__(
         self, step: Launch, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
@@ -91,7 +91,7 @@ class BoundLaunch:
             values = [arguments[name] for name in names]
             places = {place: self._slots[name] for place, name in enumerate(names) if name in self._slots}
             return Direct(compiled, self._device, self._grid, values, places)
-        except (LookupError, AttributeError):  # a launcher that is not known
+        except (LookupError, AttributeError):  # an unknown launcher
             return None
 
 

@@ -1,15 +1,13 @@
-"""What the machine code of a kernel for Hopper lacks of what its text asks for.
+"""Finds out from a Hopper kernel's machine code whether ptxas made it slower than its text.
 
-ptxas says in its log where it makes a kernel slower than its text (C7505 to C7519), and Triton keeps no log.
-The machine code shows the same, and every compiled kernel has it at hand:
+ptxas reports this in its log (C7505 to C7519), but Triton keeps no log. The machine code shows it too:
 
-- A matrix instruction runs beside others until a wait, and each group of them ends in one that closes it.
-  Where ptxas serializes them it does so in the whole function: each is a group of its own.
-- Warps that hand registers to others do so by USETMAXREG. Where ptxas ignores `setmaxnreg` there is none.
+- Matrix instructions run asynchronously until a wait; the last one of each group closes the group. If ptxas
+  serializes them, it does so in the whole function: each instruction is its own group.
+- Warps pass registers to others by USETMAXREG. If ptxas ignores `setmaxnreg`, there is no such instruction.
 
-An instruction has 16 bytes. Its lowest 12 bits say which it is; bits 84 to 86 of a matrix instruction name
-the group that it closes, 7 for none. That is how `cuobjdump -sass` shows them: tests hold this module to it,
-and to the log of ptxas.
+An instruction has 16 bytes. Its lowest 12 bits are the opcode; bits 84 to 86 of a matrix instruction are the
+group that it closes, 7 for none. Tests compare this module with `cuobjdump -sass` and with the log of ptxas.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ _HOPPER = re.compile(r"^\.target sm_90", re.MULTILINE)
 
 
 def losses(ptx: str, cubin: bytes) -> tuple[str, ...]:
-    """What the assembler took from a kernel: of SERIALIZED and EVEN_REGISTERS, those that hold.
+    """Returns which of SERIALIZED and EVEN_REGISTERS apply to a kernel.
 
-    Nothing where the text is not for Hopper, or `cubin` no ELF file.
+    Returns nothing if the text is not for Hopper, or `cubin` is no ELF file.
     """
     if not cubin.startswith(b"\x7fELF") or not _HOPPER.search(ptx):
         return ()
     code = list(instructions(cubin))
     closed = {high >> 20 & 7 for low, high in code if low & 0xFFF in MATRIX}
     found = []
-    # where the text itself has groups of one, nothing can be told
+    # if the text itself has groups of one instruction, the machine code shows no difference
     if closed and NO_GROUP not in closed and ptx.count("wgmma.mma_async") > ptx.count("wgmma.commit_group"):
         found.append(SERIALIZED)
     if "setmaxnreg" in ptx and all(low & 0xFFF != REGISTERS for low, _ in code):
@@ -49,7 +47,7 @@ def losses(ptx: str, cubin: bytes) -> tuple[str, ...]:
 
 
 def instructions(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """The lower and the upper half of each, from all sections of the file that run."""
+    """Yields the lower and upper half of each instruction, from the file's executable sections."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
     for header in range(table, table + size * count, size):

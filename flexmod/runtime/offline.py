@@ -1,7 +1,7 @@
-"""Compiles a kernel for a chip that need not be present, and reports what became of it.
+"""Compiles a kernel for a chip that need not be present, and reports registers, spills and shared memory.
 
-The numbers are the compilers' own: ptxas for registers and spills, the disassembler for instructions; on AMD
-the metadata of the assembly. The tools are those that Triton brings along.
+The numbers come from ptxas (registers, spills) and the disassembler (instructions), or on AMD from the
+assembly's metadata. Triton's package includes these tools.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.bool: "i1",
 }  # fmt: skip
-STAGES = 3  # of a launch that names none
+STAGES = 3  # the default of a launch
 
 _MATRIX_SASS = re.compile(r"\b((?:[A-Z]GMMA|[A-Z]MMA|UTC[A-Z]*MMA))\b")
 _MATRIX_PTX = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Its shared memory fits one block of the target."""
+        """Whether its shared memory fits one block of the target."""
         return self.shared <= self.target.shared_limit
 
     def __str__(self) -> str:
@@ -83,15 +83,14 @@ def compile(
     divisible: Collection[str] | Mapping[str, bool] | None = None,
     **options: object,
 ) -> Report:
-    """Compile one `@triton.jit` or `@gluon.jit` kernel.
+    """Compiles one `@triton.jit` or `@gluon.jit` kernel.
 
-    Args:
-        signature: Triton's type of each run-time parameter: "*bf16", "i32", "i64", "fp32", ...
-        constexprs: values of the others; None for a pointer that is not given.
-        target: a name of `target.NAMES`, or a Target.
-        divisible: parameters that Triton may take for multiples of 16 (pointers: of 16 bytes); None means
-            every pointer. A mapping has those too that a launch finds not to be, as False.
-        options: further options of Triton's backend, e.g. maxnreg.
+        signature   Triton's type of each run-time parameter: "*bf16", "i32", "i64", "fp32", ...
+        constexprs  values of the other parameters; None for an absent pointer
+        target      a name of `target.NAMES`, or a Target
+        divisible   parameters that Triton may take for multiples of 16 (pointers: of 16 bytes); None means
+                    every pointer. A mapping also has the others, as False.
+        options     further options of Triton's backend, e.g. maxnreg
 
     Raises:
         UnknownTarget: the name is not known.
@@ -109,7 +108,7 @@ def compile(
 
 
 class KernelFacts(NamedTuple):
-    """What a launch is compiled for: see `compile`."""
+    """The arguments of a compile that follow from a launch, see `compile`."""
 
     kernel: Any
     signature: Mapping[str, str]
@@ -119,10 +118,10 @@ class KernelFacts(NamedTuple):
 
 
 def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
-    """What Triton would compile for a launch with these arguments; of tensors their dtypes count alone.
+    """Returns what Triton specializes a kernel on for a launch with these arguments.
 
-    None and the integer 1 are constants. Of other integers and of pointers it counts whether they are
-    multiples of 16. Parameters that the kernel names in `do_not_specialize` are what they are.
+    None and the integer 1 are constants. Other integers and pointers count as multiples of 16 or not. A
+    parameter in the kernel's `do_not_specialize` counts by type only, a tensor by dtype.
     """
     fixed = set(kernel.do_not_specialize)
     signature: dict[str, str] = {}
@@ -144,7 +143,7 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
 
 
 def kind_of(value: Any) -> str:
-    """Triton's type of an argument."""
+    """Returns Triton's type of an argument."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     if isinstance(value, TensorDescriptor):
@@ -183,7 +182,7 @@ def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
 
 
 def _ptxas(target: Target, ptx: str) -> str:
-    """The assembler's verbose log; Triton's own run of it keeps none."""
+    """Runs the assembler again for its verbose log, which Triton does not keep."""
     match = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert match is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +194,7 @@ def _ptxas(target: Target, ptx: str) -> str:
 
 
 def _disassemble(cubin: bytes) -> str:
-    """SASS, or nothing where Triton came without the tool."""
+    """Returns SASS, or "" if Triton's package lacks the tool."""
     tool = disassembler()
     if tool is None:
         return ""

@@ -1,7 +1,7 @@
-"""Compiles kernels in threads, side by side, where the machine has cores to spare.
+"""Compiles kernels in parallel threads, if the machine has spare cores.
 
-Most of a compile is not Python, and runs beside other threads. The launch of a kernel that was compiled ahead
-finds it: tensors have stand-ins of the same kinds and alignment.
+Most of a compile is not Python, so threads run in parallel. Jobs compile for stand-ins of the same kinds and
+alignment as the tensors, so that a later launch finds the compiled kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Job = Callable[[], object]
 
 
 def threads() -> int:
-    """How many threads compile kernels at a time; 1 where they are compiled in turn."""
+    """Returns how many threads compile kernels at a time; 1 means no parallel compiles."""
     asked = config.compile_threads()
     if asked is not None:
         return asked
@@ -48,9 +48,9 @@ def threads() -> int:
 
 
 def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The results of jobs, in order. This thread takes part, and takes the first job.
+    """Runs jobs in threads and returns their results in order. This thread runs the first job.
 
-    Raises what the first job that failed raised, in their order, when all have ended.
+    After all jobs end, raises the error of the first failed one, in the jobs' order.
     """
     if threads() == 1 or len(jobs) < 2:
         return [job() for job in jobs]
@@ -66,7 +66,7 @@ def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         tasks[0].run()
         _work(left)
     finally:
-        left.clear()  # after Ctrl-C nobody begins another
+        left.clear()  # after Ctrl-C no thread starts another job
         for thread in others:
             thread.join()
     return [task.outcome.result() for task in tasks]
@@ -86,22 +86,22 @@ class _Task:
 
 
 def _work(left: deque[_Task]) -> None:
-    with suppress(IndexError):  # none is left
+    with suppress(IndexError):  # no job is left
         while True:
             left.popleft().run()
 
 
 @contextmanager
 def beside(job: Job | None) -> Iterator[None]:
-    """Runs a job in a thread while this one compiles, from when the other does not slow this one down."""
+    """Runs a job in a thread while this one compiles; starts it once it does not slow this thread down."""
     with nullcontext() if job is None else after_writing(partial(later, job)):
         yield
 
 
 def later(job: Job) -> threading.Thread:
-    """Runs a job in a thread of its own. Its errors are dropped: whoever needs the result does the job again.
+    """Runs a job in its own thread and drops its errors, since a caller that needs the result repeats it.
 
-    A process that ends waits for the thread, which may be inside of the compiler.
+    A process waits for the thread before it ends, since the thread may be inside the compiler.
     """
 
     def quietly() -> None:
@@ -120,10 +120,10 @@ def compiles(
     device: torch.device,
     extents: Extents = NO_EXTENTS,
 ) -> list[Job]:
-    """Jobs for the kernels of a plan that this process has none of: each compiles one, and launches nothing.
+    """Returns jobs that each compile one kernel of a plan, for kernels that this process lacks.
 
-    `tensors` are those of a run, or stand-ins; the jobs hold none of them. Errors are left to the launch.
-    There are no jobs where kernels are compiled in turn, and while a CUDA graph is captured.
+    `tensors` are a run's tensors or stand-ins; the jobs do not keep them alive. A job drops its error, which
+    the launch raises again. There are no jobs without parallel compiles, or while a CUDA graph is captured.
     """
     if threads() == 1 or is_captured(device):
         return []
@@ -145,14 +145,14 @@ def compiles(
 
 
 def _compile(function: Any, device: torch.device, launches: Sequence[Mapping[str, Any]]) -> None:
-    """In turn: launches of one kernel are mostly alike."""
+    """Compiles a kernel's launches one after another, since they mostly share one compiled kernel."""
     with suppress(Exception):
         for arguments in launches:
             jit.compile_ahead(function, device, arguments)
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind without memory, whose address is as aligned as the tensor's."""
+    """Returns a tensor of the same kind and alignment without memory."""
     shape, strides, past = tensor.shape, tensor.stride(), tensor.data_ptr() % 16
     made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
     if not past:
@@ -163,7 +163,7 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 def stand_in_of(place: Place, extents: Extents) -> Tensor:
-    """A tensor without memory of what a plan makes."""
+    """Returns a tensor without memory for a place of a plan."""
     shape = [value_of(size, extents) for size in place.shape]
     strides = [value_of(stride, extents) for stride in place.strides or contiguous(shape)]
     return torch.empty_strided(shape, strides, dtype=place.dtype, device="meta")

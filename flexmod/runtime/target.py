@@ -1,4 +1,4 @@
-"""What flexmod knows of chips, in one place.
+"""Describes the chips that flexmod compiles for.
 
 Sources: the CUDA C++ programming guide, technical specifications per compute capability (maximum shared
 memory per thread block); the CDNA3 instruction set manual (64 KB of local data share per workgroup).
@@ -59,13 +59,13 @@ _TARGETS = {
     )
 }
 NAMES = tuple(_TARGETS)
-# The oldest chip that Triton compiles for, and the one that kernels are measured on: what is built for where
-# nobody names a chip, and examples in messages.
+# The oldest chip that Triton compiles for, and the chip of our measurements: defaults of builds, and examples
+# in messages.
 OLDEST, MEASURED = "sm_80", "sm_90"
 
 
 def named(name: str) -> Target:
-    """The kind of chip with this name.
+    """Returns the kind of chip with this name.
 
     Raises:
         UnknownTarget: it is not in the table.
@@ -76,12 +76,12 @@ def named(name: str) -> Target:
 
 
 def family_of(name: str) -> Family:
-    """The family of a chip: whose instructions the texts of its kernels may use."""
+    """Returns the family of a chip, whose instructions its kernels may use."""
     return "nvidia" if name.startswith("sm_") and int(name.removeprefix("sm_")) >= 75 else ""
 
 
 def target_of(device: torch.device | str) -> Target:
-    """The facts of a device that is present, as its driver states them. Cached per device.
+    """Returns the facts of a present device from its driver. Cached per device.
 
     Raises:
         NotAGpuError: it is not a CUDA or ROCm device.

@@ -1,7 +1,7 @@
-"""Tiles that `flexmod tune` found, in the cache folder; used where a call asks for them by `{"tuned": True}`.
+"""Stores tiles from `flexmod tune` in the cache folder, for calls with `{"tuned": True}`.
 
-A file for each direction of a variant on a device: the KernelSpec, the structure of the mods, the versions of
-flexmod and Triton decide which. The values of constants and the lengths of a call do not.
+Each direction of a variant on a device has a file. Its name depends on the KernelSpec, the structure of the
+mods, and the versions of flexmod and Triton, but not on constants or lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexmod.command_errors import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
 
-# A change of kernels or of what is kept makes what was found before unknown.
+# Change it when kernels or the files' contents change; older files then count as absent.
 FORMAT = 2
 
 Kinds = tuple[type, ...]
@@ -36,9 +36,9 @@ Kinds = tuple[type, ...]
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What a direction of a variant runs with; what is not named, flexmod chooses as ever.
+    """The tuned kernels and tiles of a direction; flexmod chooses the rest by its usual rules.
 
-    `tiles` are rungs by the names of kernels. `family`: the kernels of this one run, though others could.
+    `tiles` has rungs by kernel. `family`: this family's kernels run, even if another one could.
     """
 
     tiles: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Key:
-    """What is tuned: a direction of a variant, on a device."""
+    """The key of a choice: a direction of a variant, on a device."""
 
     direction: Direction
     device: str
@@ -74,7 +74,7 @@ class Key:
 
 
 def folder() -> Path:
-    """Where the files are; it need not exist."""
+    """Returns the folder of the files, which need not exist."""
     return config.cache_dir() / "tuned"
 
 
@@ -83,7 +83,7 @@ def device_name(device: torch.device, interpreted: bool) -> str:
 
 
 def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
-    """Keep a choice, with facts for people who read the file; returns its path."""
+    """Writes a choice to a file, with facts for people who read it; returns its path."""
     tiles = {name: {"kind": type(tile).__name__, **asdict(tile)} for name, tile in choice.tiles.items()}
     text = json.dumps({**facts, "tiles": tiles, "family": choice.family}, indent=1)
     key.path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
 
 
 def read(key: Key, kinds: Kinds) -> Choice | None:
-    """What was found, None where nothing was, or its file is damaged. `kinds` are the classes of rungs."""
+    """Returns a stored choice, or None without a valid file. `kinds` are the classes of rungs."""
     return _read(key.path, kinds)
 
 
@@ -115,7 +115,7 @@ def _read(path: Path, kinds: Kinds) -> Choice | None:
 
 
 class Applied(NamedTuple):
-    """Kernels that took a choice."""
+    """Kernels that run with a choice."""
 
     key: Key
     kernels: Made
@@ -124,12 +124,12 @@ class Applied(NamedTuple):
 _tried: dict[Direction, tuple[Choice, list[Applied]]] = {}
 
 
-# Replaced whenever something is found or tried: calls that ask for tuned kernels are known by it.
+# Replaced when tuning stores or tries a choice; part of the keys of calls with tuned kernels.
 _state = object()
 
 
 def state() -> object:
-    """The same object as long as calls that ask for tuned kernels run with the same ones."""
+    """Returns the same object as long as calls with tuned kernels keep the same choices."""
     return _state
 
 
@@ -140,7 +140,7 @@ def _renew() -> None:
 
 @contextmanager
 def trying(direction: Direction, choice: Choice) -> Iterator[list[Applied]]:
-    """Within it, calls that ask for tuned kernels run with this choice; gives the kernels that took it."""
+    """Makes tuned calls in a block run with this choice; yields the kernels that took it."""
     seen: list[Applied] = []
     _tried[direction] = choice, seen
     _renew()
@@ -151,15 +151,15 @@ def trying(direction: Direction, choice: Choice) -> Iterator[list[Applied]]:
         _renew()
 
 
-# The choice that kernels run with now.
+# The current choice by kernels.
 _applied: WeakKeyDictionary[Made, Choice] = WeakKeyDictionary()
 
 
 def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
-    """Have kernels run with what was found for them. `kinds`: as `read`.
+    """Makes kernels run with their stored choice. `kinds`: as in `read`.
 
     Raises:
-        NotTunedError: nothing was.
+        NotTunedError: there is no stored choice.
     """
     if key.direction in _tried:
         choice, seen = _tried[key.direction]
@@ -176,7 +176,7 @@ def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
         del kernels.tiles[known]
     own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
     kernels.tiles.update({(name, device): tile for name, tile in own.items()})
-    if kernels.spec.exact and "dq" in choice.tiles:  # both add up in one order
+    if kernels.spec.exact and "dq" in choice.tiles:  # both kernels must add in one order
         kernels.tiles["delta", device] = choice.tiles["dq"]
     if kernels.limits.gives_way and choice.family not in ("", kernels.family):
         kernels.tiles[key.direction, device] = f"the {choice.family} template was found to be faster"
