@@ -103,7 +103,7 @@ def huge(draw: Drawn, backend: str) -> Cases:
     return tuple(
         replace(
             case, kind="huge", numbers=tuple(numbers.items()), tables=_tables(case, low), scale=scale,
-            kv_dtype="", grad_captures="" if forward_alone else case.wanted,
+            kv_dtype="", wanted="" if forward_alone else case.wanted,
         )
         for case in cases
     )  # fmt: skip

@@ -84,7 +84,7 @@ def writes(draw: Drawn, backend: str) -> Cases:
     steps.append(Step(between=between))
     wanted = draw.one(["qkv", "qkv", "q", "kv"])
     return tuple(
-        replace(_routed(case, route), kind="writes", steps=tuple(steps), grad_captures=wanted, kv_dtype="")
+        replace(_routed(case, route), kind="writes", steps=tuple(steps), wanted=wanted, kv_dtype="")
         for case in cases
     )
 

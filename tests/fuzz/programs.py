@@ -108,7 +108,7 @@ def calls_of(draw: Drawn, backend: str, mods_of_it: Mods) -> Cases:
         backend=backend, score=score, mask=mask, dtype=dtype, kv_dtype=kv_dtype, heads=(heads, kv_heads),
         dims=dims, layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
         block=block if isinstance(block, tuple) else (block, block), mask_form=draw.one(MASK_FORMS),
-        grad_captures=wanted, grad_lse=draw.rarely(4), scale=draw.one(SCALES),
+        wanted=wanted, grad_lse=draw.rarely(4), scale=draw.one(SCALES),
         deterministic=backend not in HOPPER and draw.flag(), options=_options(draw, backend, block),
     )  # fmt: skip
     calls = draw.whole(sizes.calls // 2, sizes.calls)

@@ -65,7 +65,7 @@ SEEDS = {
         dtype="bfloat16",
         lengths=(32, 16),
         dims=(2, 2),
-        grad_captures="kv",
+        wanted="kv",
     ),
     "values whose address in shared memory the ptxas of Triton 3.6 lost": Case(
         "triton",
@@ -94,7 +94,7 @@ SEEDS = {
         mask_form="lists",
         mask_sizes=(2, 2),
         scale=0.25,
-        grad_captures="kv",
+        wanted="kv",
         deterministic=True,
         seed=81329,
     ),
