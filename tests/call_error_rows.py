@@ -535,15 +535,29 @@ BLOCK_MASKS: list[Row] = [
         errors.NotABlockMask,
         lambda: call(block_mask=create_mask(causal, None, None, 32, 32, device="cpu")),
         "block_mask is a Tensor, not a BlockMask.\n"
-        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: mask[b, h, q_idx, kv_idx], "
-        "1, 1, 32, 32), where mask is the tensor.",
+        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[b, h, q_idx, kv_idx], "
+        "1, 1, 32, 32), where dense is the tensor.",
     ),
     (
         errors.NotABlockMask,
         lambda: call(block_mask=x(32, 32).bool()),
         "block_mask is a Tensor, not a BlockMask.\n"
-        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx], None, "
-        "None, 32, 32), where mask is the tensor.",
+        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[q_idx, kv_idx], None, "
+        "None, 32, 32), where dense is the tensor.",
+    ),
+    (
+        errors.NotABlockMask,
+        lambda: call(block_mask=x(32, 32)),
+        "block_mask is a Tensor, not a BlockMask.\n"
+        "  Instead: give scores that are added as score_mod=lambda score, b, h, q_idx, kv_idx: score + "
+        "dense[q_idx, kv_idx], where dense is the tensor.",
+    ),
+    (
+        errors.NotABlockMask,
+        lambda: call(block_mask=x(4, 32, 32).bool().numpy()),
+        "block_mask is a ndarray, not a BlockMask.\n"
+        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[h, q_idx, kv_idx], "
+        "None, 4, 32, 32), where dense is torch.from_numpy of the array.",
     ),
     (
         errors.NotABlockMask,

@@ -7,18 +7,23 @@ from flexmod.errors.base import FlexmodError
 
 class NotABlockMask(FlexmodError, TypeError):
     what = "block_mask is a {type}, not a BlockMask."
-    instead = "build one with {advice}."
+    instead = "{advice}."
 
     @classmethod
     def of(cls, value: object) -> NotABlockMask:
         """For a value that was given in its place; a tensor can be read by a mask_mod."""
-        rank = getattr(value, "ndim", 0)
-        advice = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-        if rank in (2, 3, 4) and str(getattr(value, "dtype", "")) == "torch.bool":
+        rank, dtype = getattr(value, "ndim", 0), str(getattr(value, "dtype", ""))
+        advice = "build one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        if rank in (2, 3, 4):
             positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-rank:])
-            mod = f"lambda b, h, q_idx, kv_idx: mask[{positions}]"
             sizes = ", ".join(str(size) for size in (*(None,) * (4 - rank), *value.shape))  # type: ignore[attr-defined]
-            advice = f"create_block_mask({mod}, {sizes}), where mask is the tensor"
+            tensor = "the tensor" if dtype.startswith("torch.") else "torch.from_numpy of the array"
+            if dtype.endswith("bool"):
+                mod = f"lambda b, h, q_idx, kv_idx: dense[{positions}]"
+                advice = f"build one with create_block_mask({mod}, {sizes}), where dense is {tensor}"
+            elif "float" in dtype:
+                mod = f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]"
+                advice = f"give scores that are added as score_mod={mod}, where dense is {tensor}"
         return cls(type=type(value).__name__, advice=advice)
 
 

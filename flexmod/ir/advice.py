@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import _lru_cache_wrapper, reduce
+from inspect import getattr_static
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or
 LARGEST = {"max": ("torch.maximum", "min"), "min": ("torch.minimum", "max")}
 LOGICAL = {ast.BitAnd: "&", ast.BitOr: "|", ast.And: "&", ast.Or: "|"}
 NUMERIC_MODULES = ("math", "np", "numpy")
+CONVERSIONS = {"int": "torch.int32", "float": "torch.float32", "bool": "torch.bool"}
+LAMBDA = re.compile(r"\blambda\b")
 
 
 def of_truth(where: Where | None) -> str:
@@ -39,19 +45,20 @@ def _without_truth(node: ast.AST) -> str | None:
         return f" {LOGICAL[type(node.op)]} ".join(f"({ast.unparse(value)})" for value in node.values)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return f"~({ast.unparse(node.operand)})"
+    if isinstance(node, ast.Assert):
+        return "no assertion: it looks at values before there are any"
     if isinstance(node, ast.IfExp):
         return f"torch.where({', '.join(map(ast.unparse, (node.test, node.body, node.orelse)))})"
     return None
 
 
 def _largest(node: ast.Call, function: str, bound: str) -> str | None:
-    if len(node.args) != 2 or node.keywords:
+    numbers = [ast.unparse(argument) for argument in node.args if isinstance(argument, ast.Constant)]
+    others = [ast.unparse(argument) for argument in node.args if not isinstance(argument, ast.Constant)]
+    if not others or len(node.args) < 2 or len(numbers) > 1 or node.keywords:
         return None
-    numbers = [argument for argument in node.args if isinstance(argument, ast.Constant)]
-    if len(numbers) != 1:
-        return f"{function}({', '.join(map(ast.unparse, node.args))})"
-    (other,) = (argument for argument in node.args if argument is not numbers[0])
-    return f"torch.clamp({ast.unparse(other)}, {bound}={ast.unparse(numbers[0])})"
+    text = reduce(lambda one, other: f"{function}({one}, {other})", others)
+    return f"torch.clamp({text}, {bound}={numbers[0]})" if numbers else text
 
 
 def _compared(node: ast.Compare) -> str | None:
@@ -85,11 +92,40 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> str:
 def of_value(where: Where | None) -> str:
     """For a line that asks for the value of a traced scalar: `math.tanh(score)`."""
     for node in _nodes(where):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            module, name = ast.unparse(node.func.value), node.func.attr
-            if module in NUMERIC_MODULES and hasattr(torch, name):
-                return f"write torch.{name}({', '.join(map(ast.unparse, node.args))})."
+        if isinstance(node, ast.Compare):
+            text = _compared(node)
+        elif isinstance(node, ast.Call):
+            text = _in_torch(ast.unparse(node.func), ", ".join(map(ast.unparse, node.args)))
+        else:
+            continue
+        if text is not None:
+            return f"write {text}."
     return SYMBOLIC
+
+
+def _in_torch(function: str, arguments: str) -> str | None:
+    """A call of a function of Python's or numpy's as one of torch's."""
+    if function in CONVERSIONS:
+        value = arguments if arguments.isidentifier() else f"({arguments})"
+        return f"{value}.to({CONVERSIONS[function]})"
+    module, _, name = function.rpartition(".")
+    numeric = module in NUMERIC_MODULES or function == "round"
+    return f"torch.{name}({arguments})" if numeric and hasattr(torch, name) else None
+
+
+def is_cached(frame: FrameType) -> bool:
+    """Does the line call a function of functools.lru_cache? It keeps results by the values themselves."""
+    calls = (node.func for node in _nodes(place_of(frame)) if isinstance(node, ast.Call))
+    return any(isinstance(_found(frame, function), _lru_cache_wrapper) for function in calls)
+
+
+def _found(frame: FrameType, node: ast.expr) -> object:
+    """What a name, or an attribute of one, stands for in a frame; None where that is not known."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr_static(_found(frame, node.value), node.attr, None)
+    return None
 
 
 LOOKUPS = ("gather", "index_select", "embedding", "take", "take_along_dim", "select", "index")
@@ -113,11 +149,9 @@ def check_container(*kinds: type) -> None:
     """Raises ForeignCaptureError if the user's line indexes an object of these kinds, or one of numpy's."""
     frame = user_frame()
     where = place_of(frame)
-    known = {} if frame is None else {**frame.f_globals, **frame.f_locals}
     for node in _nodes(where):
-        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-            name = ast.unparse(node.value)
-            found = known.get(name)
+        if frame is not None and isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            name, found = ast.unparse(node.value), _found(frame, node.value)
             if isinstance(found, kinds) or _is_numpys(found):
                 facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
                 raise ForeignCaptureError(where=where, **facts)
@@ -148,9 +182,10 @@ def _nodes(where: Where | None) -> Iterator[ast.AST]:
 def _parsed(line: str) -> ast.AST | None:
     line = line.removeprefix("el") if line.startswith("elif ") else line
     texts = [line, f"{line} pass"]
-    start = line.find("lambda ")
-    if start >= 0:  # an argument of a call that goes on in other lines
-        texts += [line[start:end] for end in range(len(line), max(start, len(line) - 8), -1)]
+    # a lambda that is an argument of a call, which goes on in other lines
+    ends = [len(line), *(at for at in range(len(line) - 1, 0, -1) if line[at] in ",)")]
+    starts = [found.start() for found in LAMBDA.finditer(line)]
+    texts += [line[start:end] for start in starts for end in ends if end > start]
     return next(filter(None, map(_syntax, texts)), None)
 
 

@@ -5,6 +5,7 @@ Both pass every operation to their tracer, an AbstractTracer, which builds the g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from flexmod.ir import advice
 from flexmod.ir.graph import Graph, Node, dtype_name
 from flexmod.ir.names import BINARY
 from flexmod.ir.ops import promote
-from flexmod.ir.source import user_line
+from flexmod.ir.source import is_users, user_line
 
 
 class AbstractTracer(Protocol):
@@ -76,7 +77,11 @@ class _TracedValue:
         raise errors.ControlFlowError(where=where, advice=advice.of_truth(where))
 
     def __hash__(self) -> int:
-        advice.check_container(dict)
+        """Refuses a lookup by the user: `q_idx in {1, 2}` would be False, whatever q_idx is."""
+        frame = sys._getframe(1)
+        if is_users(frame.f_code.co_filename) and not advice.is_cached(frame):
+            advice.check_container(dict)
+            raise _needs_value("a lookup in a dict or set")
         return object.__hash__(self)
 
     def __array__(self, *args: Any, **options: Any) -> Any:
@@ -173,7 +178,7 @@ NUMPY_OPERATORS = {  # where the names differ from those of the table
     "equal": "eq", "not_equal": "ne", "left_shift": "bitwise_left_shift",
     "right_shift": "bitwise_right_shift",
 }  # fmt: skip
-CONCRETE = ("int", "float", "index", "complex", "len", "iter", "contains")
+CONCRETE = ("round", "int", "float", "index", "complex", "len", "iter", "contains")
 
 
 def _install_operators() -> None:

@@ -35,7 +35,7 @@ _LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks"
 
 
 @functools.lru_cache(4096)  # cells of a notebook are files, too
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     # the mods of flexmod's own library are ordinary mods: an error in one names its line
     return file.startswith(_LIBRARY_MODS) or not (
         file.startswith(_NOT_THE_USER) or file.startswith("<frozen")
@@ -49,7 +49,7 @@ def user_line() -> Where | None:
 
 def user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -224,7 +224,7 @@ def _near_function(function: Any) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if _is_full(cell))
-    if _is_users(code.co_filename):  # globals of torch's functions are not the user's captures
+    if is_users(code.co_filename):  # globals of torch's functions are not the user's captures
         yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)

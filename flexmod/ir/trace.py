@@ -314,7 +314,9 @@ class Tracer:
 
 def plain_number(value: Any) -> bool | int | float | None:
     """Converts a number of Python, numpy, an enum or sympy to a plain Python number; None for the rest."""
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+    if type(value).__module__ == "numpy" and hasattr(value, "ndim"):
+        if value.ndim:
+            return None
         value = value.item()
     for plain in (bool, int, float):
         if isinstance(value, plain):

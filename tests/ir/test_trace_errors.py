@@ -150,6 +150,19 @@ def not_in_a_list(b, h, q, k):
     return q not in [1, 2]  # <-
 
 
+@row(errors.ControlFlowError, TRUTH[0], "write torch.maximum(torch.maximum(q, k), h).")
+def largest_of_three(b, h, q, k):
+    return max(q, k, h) > 3  # <-
+
+
+@row(
+    errors.ControlFlowError, TRUTH[0], "write no assertion: it looks at values before there are any."
+)  # fmt: skip
+def asserted(b, h, q, k):
+    assert q >= 0  # <-
+    return q >= k
+
+
 @row(errors.ControlFlowError, *TRUTH)
 def in_a_variable(b, h, q, k):
     few = (1, 2)
@@ -178,12 +191,12 @@ def tolist(b, h, q, k):
     return q.tolist() >= k  # <-
 
 
-@row(errors.ConcreteValueError, *value_of("int()"))
+@row(errors.ConcreteValueError, value_of("int()")[0], "write q.to(torch.int32).")
 def to_int(b, h, q, k):
     return int(q) >= k  # <-
 
 
-@row(errors.ConcreteValueError, *value_of("float()"))
+@row(errors.ConcreteValueError, value_of("float()")[0], "write q.to(torch.float32).")
 def to_float(b, h, q, k):
     return float(q) >= k  # <-
 
@@ -476,6 +489,38 @@ def of_a_dict(b, h, q, k):
     return named["first"] + named[h] >= k  # <-
 
 
+@row(errors.ForeignCaptureError, *foreign("Of.table is a tuple", "torch.tensor(Of.table)"))
+def of_an_attribute(b, h, q, k):
+    return Of.table[h] >= k  # <-
+
+
+class Of:
+    table = (1, 2, 3)
+
+
+LOOKUP = value_of("a lookup in a dict or set")
+
+
+@row(errors.ConcreteValueError, LOOKUP[0], "write (q == 1) | (q == 2).")
+def in_a_set_of_numbers(b, h, q, k):
+    return q in {1, 2}  # <-
+
+
+@row(errors.ConcreteValueError, *LOOKUP, kind="score")
+def got_from_a_dict(s, b, h, q, k):
+    return s + named.get(h, 0)  # <-
+
+
+@row(errors.ConcreteValueError, value_of("round()")[0], "write torch.round(s).", kind="score")
+def rounded(s, b, h, q, k):
+    return round(s)  # <-
+
+
+@row(errors.ConcreteValueError, value_of("int()")[0], "write (q / 2).to(torch.int32).")
+def an_integer(b, h, q, k):
+    return int(q / 2) >= k  # <-
+
+
 NUMPY = "numpy.tanh needs the value of a traced scalar, which has none while the mod is compiled."
 
 
@@ -527,6 +572,11 @@ OPERANDS = "give it traced scalars, numbers or elements of captured tensors."
 @row(errors.OperationArgumentError, "add was called with a str.", OPERANDS)
 def add_a_string(b, h, q, k):
     return q + "1" > k  # <-
+
+
+@row(errors.OperationArgumentError, "mul was called with a ndarray.", OPERANDS)
+def times_an_array(b, h, q, k):
+    return array * q > k  # <-
 
 
 @row(errors.OperationArgumentError, "ge was called with a NoneType.", OPERANDS)
@@ -978,3 +1028,30 @@ def test_every_refusal_of_a_mod_is_here() -> None:
         "NotMadeError",
     }
     assert classes - elsewhere == {r.error.__name__ for r in itertools.chain(ROWS.values())}
+
+
+def test_a_lambda_in_a_line_that_goes_on() -> None:
+    """Its own expression is rewritten, not the call around it."""
+    with pytest.raises(errors.ControlFlowError) as raised:
+        trace(lambda b, h, q, k: q >= k and q < 5, "mask"
+              )  # fmt: skip
+    assert str(raised.value).endswith("Instead: write (q >= k) & (q < 5).")
+
+
+@functools.lru_cache
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+def test_a_cached_helper_may_take_traced_values() -> None:
+    assert str(trace(lambda b, h, q, k: doubled(q) >= k, "mask").graph.result.op) == "ge"
+
+
+def test_numbers_of_numpy_are_numbers_on_either_side() -> None:
+    def left(s, b, h, q, k):
+        return np.float32(2.0) * s + np.int64(3) * q - np.float64(1) / (k + 1) + np.int64(7) % (q + 1)
+
+    def right(s, b, h, q, k):
+        return 2.0 * s + 3 * q - 1.0 / (k + 1) + 7 % (q + 1)
+
+    assert trace(left, "score").graph == trace(right, "score").graph
