@@ -18,7 +18,7 @@ with paused_collections():
     from flexmod.compare import compare
     from flexmod.compiled import CompiledAttention, compile
     from flexmod.explain import explain
-    from flexmod.ir.approximate import tanh_approximate
+    from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
     from flexmod.packed import nested_attention, varlen_attention
     from flexmod.sinks import apply_sink

@@ -23,11 +23,10 @@ from flexmod.backends.table import backend
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.compiler import capture_grad
 from flexmod.errors import DoubleBackwardError, ForwardModeError, VmapError
-from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.evaluate import all_on_device
+from flexmod.ir.fingerprint import remember, tensor_key
 from flexmod.ir.graph import used_captures
-from flexmod.ir.host_numbers import all_on_device
 from flexmod.ir.trace import Traced
-from flexmod.ir.traces import remember
 
 if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors
@@ -57,7 +56,7 @@ class PreparedCall:
     """A checked call without its tensors and its mask; it runs all calls that differ only in tensor values.
 
     `whole` puts tensors and mask into the problem. `track`: autograd records the call. `host_numbers`: a mod
-    captures a number on the host, see `ir/host_numbers.py`.
+    captures a number on the host, see `ir/evaluate.py`.
     """
 
     problem: Problem

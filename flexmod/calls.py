@@ -26,13 +26,11 @@ from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
 from flexmod.internals.torch import dispatch_mode_count, in_forward_ad
-from flexmod.ir.fingerprint import Seen, fingerprint, tensor_key
-from flexmod.ir.graph import Graph, used_captures
-from flexmod.ir.host_numbers import is_host_number
+from flexmod.ir.evaluate import is_host_number
+from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, tensor_key
+from flexmod.ir.graph import Graph, check_sizes, used_captures
 from flexmod.ir.replay import replay
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced, plain_number
-from flexmod.ir.traces import Known, find, remember
 from flexmod.kernel_options import KernelOptions
 from flexmod.runtime import tuned
 

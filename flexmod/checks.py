@@ -10,9 +10,8 @@ from torch import Tensor
 from flexmod import errors, tensor_kinds
 from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
-from flexmod.ir.graph import dtype_name, used_captures
-from flexmod.ir.host_numbers import is_host_number
-from flexmod.ir.sizes import check_sizes
+from flexmod.ir.evaluate import is_host_number
+from flexmod.ir.graph import check_sizes, dtype_name, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.layouts import USUAL, Layout
 

@@ -19,13 +19,11 @@ from flexmod.block_mask.launched import MaskSnapshot, is_captured
 from flexmod.block_mask.mask_mod import MaskMod, unwrapped
 from flexmod.codegen.spec import KernelSpec
 from flexmod.inspection import CALL, Inspection, Latest
-from flexmod.ir.copies import deep_copied_traces
-from flexmod.ir.fingerprint import Seen, tensor_key
+from flexmod.ir.fingerprint import Known, Seen, remember, tensor_key
 from flexmod.ir.offsets import OffsetLike, Positions, positions_in, positions_of, stated
-from flexmod.ir.replay import leaves, replay
+from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
-from flexmod.ir.traces import Known, remember
 from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.kernel_options import parse
 from flexmod.layouts import LayoutName, layout_of

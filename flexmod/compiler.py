@@ -39,14 +39,11 @@ from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.triton_text import write
 from flexmod.ir.bounds import UNKNOWN
-from flexmod.ir.derivative import CaptureGrad, differentiate, differentiate_captures
-from flexmod.ir.exponents import score_bounds
+from flexmod.ir.derivative import CaptureGrad, GradientTerm, differentiate, differentiate_captures, terms_of
+from flexmod.ir.exponents import choose_tanhs, score_bounds
 from flexmod.ir.graph import POSITIONS, Graph, Structure
-from flexmod.ir.integers import needs_int64
+from flexmod.ir.integers import as_ranges, needs_int64
 from flexmod.ir.passes import Extents, Places, fitted, optimize, promote_constants, split_mask
-from flexmod.ir.ranges import as_ranges
-from flexmod.ir.reductions import GradientTerm, terms_of
-from flexmod.ir.tanhs import choose_tanhs
 from flexmod.locks import Lock
 
 Numbers = tuple[bool | int | float, ...]

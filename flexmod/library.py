@@ -25,11 +25,19 @@ from flexmod.block_mask.launched import MaskSnapshot
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.internals.torch import assume_constant, version_of
-from flexmod.ir.constants import decoded, encoded
+from flexmod.ir.evaluate import captures_on_device, on_device
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.host_numbers import captures_on_device, on_device
-from flexmod.ir.kept import numbered
-from flexmod.ir.record import GRAPH, Recorded, of_graph, record, record_of, traced_of
+from flexmod.ir.record import (
+    GRAPH,
+    Recorded,
+    decoded,
+    encoded,
+    numbered,
+    of_graph,
+    record,
+    record_of,
+    traced_of,
+)
 from flexmod.ir.trace import Traced
 from flexmod.kernel_options import KernelOptions
 from flexmod.plan import contiguous, extents_of, named, values_of

@@ -31,9 +31,9 @@ from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.torch_text import TorchText, write_torch
 from flexmod.compiler import build, capture_grad, capture_terms
 from flexmod.errors import NoTileFits
+from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import GradientTerm
 from flexmod.plan import Size
 from flexmod.plan_text import PlanText
 from flexmod.quotes import example, quotes

@@ -18,10 +18,8 @@ from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
 from flexmod.codegen.choose import Verdict
-from flexmod.ir import kept
-from flexmod.ir.constants import decoded, encoded
-from flexmod.ir.kept import graph_of, numbered
-from flexmod.ir.record import Recorder
+from flexmod.ir import record
+from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered
 from flexmod.ir.trace import trace
 from flexmod.lazy_imports import lazy_imports
 from flexmod.runtime import launch, target
@@ -75,7 +73,7 @@ def behind_the_recorder() -> Any:
 
 
 def two_graphs_of_one_number() -> Any:
-    with mock.patch.object(kept, "digest", return_value=7):
+    with mock.patch.object(record, "digest", return_value=7):
         return [numbered(trace(lambda b, h, q, k, n=n: q + n > k, "mask").graph) for n in (77771, 77772)]
 
 

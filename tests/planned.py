@@ -16,7 +16,7 @@ from flexmod.backends.families import Family, families
 from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.codegen.hopper import Shape
-from flexmod.ir.reductions import Along
+from flexmod.ir.derivative import Along
 from flexmod.plan import PlanWriter
 from flexmod.runtime.bound import Bound
 

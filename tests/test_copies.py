@@ -36,7 +36,7 @@ from torch.nn.attention import flex_attention as torch_attention
 import flexmod
 from flexmod import create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir.graph import Graph, GraphBuilder
-from flexmod.ir.kept import digest
+from flexmod.ir.record import digest
 from flexmod.ir.trace import trace
 
 # what other backends run too; the CPU runs all

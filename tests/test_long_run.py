@@ -24,14 +24,14 @@ from benchmarks import long_run
 from benchmarks.host_path import on_an_h200
 from flexmod import calls, compiler, flex_attention
 from flexmod.codegen import cache
-from flexmod.ir import fingerprint, kept, traces
+from flexmod.ir import fingerprint, record
 from flexmod.ir.trace import trace
 
 # Functions with a cache that no limit holds, and what their arguments are: few in a process.
 FINITE = {
     "config.config": "nothing",
-    "ir.names.draws": "names of torch's functions",
-    "ir.names.writes": "names of torch's functions",
+    "ir.formulas.draws": "names of torch's functions",
+    "ir.formulas.writes": "names of torch's functions",
     "ir.trace._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
@@ -53,9 +53,9 @@ FINITE = {
 # `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
     "calls._without_mask": calls.KNOWN,
-    "ir.traces._known": traces.REMEMBERED,
+    "ir.fingerprint._known": fingerprint.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
-    "ir.kept._KNOWN": kept.REMEMBERED + 1,
+    "ir.record._KNOWN": record.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,
     "codegen.cache._users": cache.KEPT,
     "codegen.cache._dead": cache.KEPT,

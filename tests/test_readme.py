@@ -16,8 +16,7 @@ import pytest
 from table_walk import DIFFERENCES
 
 from flexmod import config, masks
-from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.names import CASTS, FILLS
+from flexmod.ir.formulas import CASTS, COMPOSED, FILLS
 from flexmod.ir.ops import OPS, Op
 from flexmod.kernel_options import OPTIONS
 

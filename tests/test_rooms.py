@@ -29,22 +29,17 @@ kernel_options
 transforms tensor_kinds
 ir.graph
 ir.bounds
-ir.divisions ir.ops ir.formulas
-ir.sizes ir.approximate ir.source ir.advice ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
-ir.host_numbers
+ir.formulas ir.ops
+ir.source ir.advice ir.proxy ir.torch_calls ir.trace
 ir.evaluate
 ir.replay ir.composed ir.offsets
-ir.fingerprint ir.traces ir.watched
-ir.integers
-ir.positions
+ir.fingerprint ir.watched
+ir.linear ir.integers
 ir.passes
-ir.tanhs
 ir.exponents
-ir.ends ir.linear ir.parameters ir.casts ir.sources ir.intervals
-ir.ranges
+ir.ends ir.intervals
 ir.derivative
-ir.reductions
-ir.constants ir.kept ir.record
+ir.record
 plan
 block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.storage block_mask.rebase
 block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
@@ -110,7 +105,7 @@ KNOW_CHIPS = {
 EXAMPLES = {
     "ahead": ['head_dim=128), "sm_90"):'],
     "explain": ['such as "hopper forward"', '("hopper forward")'],
-    "ir.approximate": ["(sm_75 and newer;"],
+    "ir.formulas": ["(sm_75 and newer;"],
     "inspection": ['e.g. "sm_90".'],
     "warm": ['targets=["sm_90"]):'],
 }

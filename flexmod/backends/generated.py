@@ -27,8 +27,8 @@ from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option
 from flexmod.codegen.watch import IndexWatch
 from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
+from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import Graph
-from flexmod.ir.reductions import GradientTerm
 from flexmod.plan import Launch, Place, Plan, PlanWriter, contiguous, extents_of
 from flexmod.runtime import launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound

@@ -29,7 +29,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.mod_text import ModText
 from flexmod.codegen.schedule import grid
 from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
-from flexmod.ir.reductions import Along
+from flexmod.ir.derivative import Along
 from flexmod.plan import Extent, Place, PlanWriter
 
 # Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.

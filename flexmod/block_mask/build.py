@@ -18,10 +18,9 @@ from flexmod.block_mask.storage import TileStorage
 from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import POSITIONS
+from flexmod.ir.graph import POSITIONS, check_sizes
 from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
 

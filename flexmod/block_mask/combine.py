@@ -16,9 +16,9 @@ from flexmod.block_mask.mask_mod import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskResizeError
+from flexmod.ir.graph import check_sizes
 from flexmod.ir.offsets import NO_OFFSETS, of_positions
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
 
 Lengths = tuple[int, int]

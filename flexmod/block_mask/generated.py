@@ -30,9 +30,8 @@ from flexmod.block_mask.storage import Axis
 from flexmod.codegen.builder_kernels import BuilderKernels
 from flexmod.codegen.builder_text import BuilderTerm
 from flexmod.codegen.watch import IndexWatch
-from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.fingerprint import remember, tensor_key
 from flexmod.ir.trace import Traced
-from flexmod.ir.traces import remember
 from flexmod.mask_compiler import builder, runs_module
 from flexmod.plan import Place, Plan, PlanWriter, named
 from flexmod.runtime.bound import Bound

@@ -13,8 +13,8 @@ from torch import Tensor
 from flexmod.block_mask.storage import TileStorage, state
 from flexmod.block_mask.tiles import tile_count
 from flexmod.internals.torch import version_of
+from flexmod.ir.evaluate import captures_on_device
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.host_numbers import captures_on_device
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 

@@ -10,8 +10,8 @@ import torch
 
 from flexmod import tensor_kinds, transforms
 from flexmod.errors import MaskCaptureGradientError
+from flexmod.ir.fingerprint import remembered
 from flexmod.ir.trace import Traced
-from flexmod.ir.traces import remembered
 
 MaskMod = Callable[..., Any]
 

@@ -95,7 +95,7 @@ def positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMa
     """The map from 0, 1, ... to the numbers chosen from `size`; KEPT if all are chosen.
 
     The first few numbers are not KEPT, although they map to themselves: a mod that expects all of them
-    (`ir/sizes.py`) must not see an unchanged position.
+    (`ir/graph.py`) must not see an unchanged position.
     """
     if isinstance(chosen, range):
         whole = chosen == range(size)

@@ -40,8 +40,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from flexmod.errors import Where
+from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
-from flexmod.ir.reductions import Along
 from flexmod.plan import Place
 
 Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
@@ -102,7 +102,7 @@ class Parameter:
 class TermText(NamedTuple):
     """A term of a captured tensor's gradient: its name, the name of its sum, and the tensor's number.
 
-    `along`: the direction of the sum, see `ir/reductions.py`.
+    `along`: the direction of the sum, see `ir/derivative.py`.
     """
 
     name: str

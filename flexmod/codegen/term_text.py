@@ -1,6 +1,6 @@
 """Writes the derivative of a score_mod by its loaded elements, as device functions.
 
-The main function's results depend on the direction of the sums (see `ir/reductions.py`):
+The main function's results depend on the direction of the sums (see `ir/derivative.py`):
 
         row, column     (gradient of the score, a term for each load)
         diagonal        a term for each load; with `reduce_in_backward`, `column` has these terms
@@ -19,10 +19,9 @@ from flexmod.codegen.expressions import cast
 from flexmod.codegen.functions import Function, fresh
 from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
 from flexmod.codegen.triton_text import TritonWriter, together
-from flexmod.ir.derivative import CaptureGrad
+from flexmod.ir.derivative import Along, CaptureGrad, GradientTerm
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import OPS, strong
-from flexmod.ir.reductions import Along, GradientTerm
 
 MAIN: dict[Along, str] = {
     "row": "score_grad_by_row",

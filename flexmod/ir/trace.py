@@ -22,7 +22,6 @@ from flexmod import errors, tensor_kinds
 from flexmod.errors import Where
 from flexmod.internals.torch import enable_torch_function, tree_leaves
 from flexmod.ir import torch_calls
-from flexmod.ir.eager import Watch
 from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, CAST
 from flexmod.ir.proxy import CaptureView, Proxy
@@ -35,6 +34,7 @@ from flexmod.ir.source import (
     mod_name,
     user_line,
 )
+from flexmod.ir.torch_calls import Watch
 
 VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

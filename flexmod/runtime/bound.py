@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
-from flexmod.ir.traces import remember
+from flexmod.ir.fingerprint import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.plan import (
     MASK,
