@@ -21,9 +21,8 @@ from flexmod.backends.families import serving
 from flexmod.backends.generated import NO_RUNGS
 from flexmod.backends.of_variant import VariantCall
 from flexmod.backends.triton import Rungs
-from flexmod.codegen.choose import Chosen, Verdict, choose
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import Direction, KernelName, Tile
+from flexmod.codegen.spec import Chosen, Direction, KernelName, Tile, Verdict, choose
 from flexmod.errors import (
     MisaddressedProductsError,
     NoPtxError,

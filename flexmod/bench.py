@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from flexmod.command_errors import MissingPlots
 from flexmod.errors import FlexOnCpuError
+from flexmod.errors.commands import MissingPlots
 from flexmod.mod_names import Setting, choose, fitting
 from flexmod.peers import (
     Implementation,

@@ -23,7 +23,7 @@ from flexmod import autograd, checks, config, errors, tensor_kinds, transforms
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.launched import MaskSnapshot, SnapshotName, is_captured
+from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
 from flexmod.compiler import lower
 from flexmod.internals.torch import dispatch_mode_count, in_forward_ad
 from flexmod.ir.evaluate import is_host_number

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors, tensor_kinds
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, used_captures

@@ -15,8 +15,8 @@ from flexmod.attention import AuxOutput, AuxRequest, ScoreFunction, by_override,
 from flexmod.backends.interface import Forward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import MaskSnapshot, is_captured
-from flexmod.block_mask.mask_mod import MaskMod, unwrapped
+from flexmod.block_mask.parts import MaskMod, unwrapped
+from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.codegen.spec import KernelSpec
 from flexmod.inspection import CALL, Inspection, Latest
 from flexmod.ir.fingerprint import Known, Seen, remember, tensor_key

@@ -15,6 +15,11 @@
 For the generated kernels a mod is widened and optimized once more, with its promoted constants as parameters.
 All caches after `trace` use the traced graph as key, never the identity of a function, so a changed closure
 never runs a stale kernel.
+
+Compiles a mask_mod's graph into the kernels that build its block mask.
+
+The first graph of a skeleton bounds its tiles with its own numbers as constants. If the skeleton returns with
+other numbers, these become arguments of the kernels, and one analysis serves all of them.
 """
 
 from __future__ import annotations
@@ -24,20 +29,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 from flexmod import config
 from flexmod.codegen import cache as modules
-from flexmod.codegen.exponent_text import write_exponent
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
+from flexmod.codegen import prelude
+from flexmod.codegen.builder_text import Builder, BuilderKernels, write_bounds, write_term
+from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.prelude import Family
-from flexmod.codegen.render import render
+from flexmod.codegen.render import render, render_builder
 from flexmod.codegen.spec import KernelSpec
-from flexmod.codegen.term_text import write_terms
+from flexmod.codegen.term_text import write_exponent, write_terms
 from flexmod.codegen.triton_text import write
+from flexmod.ir import intervals
 from flexmod.ir.bounds import UNKNOWN
 from flexmod.ir.derivative import CaptureGrad, GradientTerm, differentiate, differentiate_captures, terms_of
 from flexmod.ir.exponents import choose_tanhs, score_bounds
@@ -355,3 +361,61 @@ def show(title: str, graph: Graph) -> None:
     """Prints a graph with FLEXMOD_DEBUG=2."""
     if config.debug_level() >= 2:
         print(f"flexmod: {title}\n{graph}", file=sys.stderr)
+
+
+def builder(graph: Graph, extents: Extents) -> Builder:
+    """Returns the kernels that build the block mask of a mask_mod's graph."""
+    graph, checked = own_graph(graph), config.check_bounds()
+    promoted, numbers = CONSTANTS.promote(graph)
+    if promoted is not graph:
+        places = known_places(promoted, numbers, extents)
+        kernels = _builder_of_parameters(promoted, extents, places, checked)
+        if kernels is not None:
+            return Builder(kernels, (numbers,) * (2 + len(kernels.terms)))
+    return _builder_of_numbers(graph, extents, CONSTANTS.version, checked)
+
+
+@lru_cache(GRAPHS)
+def _builder_of_parameters(
+    graph: Graph, extents: Extents, places: Places, checked: bool
+) -> BuilderKernels | None:
+    """Returns kernels for all values of the parameters; None if bounds are tighter with exact numbers."""
+    analysis = intervals.analyze(fitted(graph, extents, places), extents, places)
+    if not analysis.serves:
+        return None
+    mask = lower(graph, extents, places, split=False, checked=checked)
+    return _builder_kernels(analysis.bounds, analysis.terms, mask)
+
+
+@lru_cache(GRAPHS)
+def _builder_of_numbers(graph: Graph, extents: Extents, version: object, checked: bool) -> Builder:
+    """Returns kernels for a graph's own numbers, with the changing numbers of its bounds as arguments."""
+    graph = fitted(graph, extents)
+    analysis = intervals.analyze(graph, extents)
+    bounds, of_bounds = CONSTANTS.promote(analysis.bounds)
+    terms = [(term, *CONSTANTS.promote(term.graph)) for term in analysis.terms]
+    mask = compile_mod(graph, extents)
+    kernels = _builder_kernels(
+        bounds, tuple(replace(term, graph=promoted) for term, promoted, _ in terms), mask.lowered
+    )
+    return Builder(kernels, (of_bounds, mask.numbers, *(numbers for *_, numbers in terms)))
+
+
+@lru_cache(KERNELS)
+def _builder_kernels(bounds: Graph, terms: tuple[intervals.BoundsTerm, ...], mask: Lowered) -> BuilderKernels:
+    written = tuple(write_term(term, mask.checked) for term in terms)
+    of_bounds = write_bounds(bounds, written, mask.checked)
+    of_mask = mask.text
+    assert of_mask is not None
+
+    def made() -> ModuleType:
+        text = stage("render", lambda: render_builder(written, of_bounds, of_mask))
+        return stage("load", lambda: modules.load(text, "block_mask"))
+
+    return BuilderKernels(written, of_bounds, of_mask, made)
+
+
+@cache
+def runs_module() -> ModuleType:
+    """Returns the module of `runs_kernel`."""
+    return modules.load(prelude.module_text("runs"), "runs")

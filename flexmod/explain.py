@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from flexmod import errors
-from flexmod.codegen.mod_text import NO_CAPTURES
+from flexmod.codegen.kernels import NO_CAPTURES
 from flexmod.codegen.render import render
 from flexmod.compiler import capture_grad, capture_texts
 from flexmod.ir.graph import Graph

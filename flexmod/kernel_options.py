@@ -2,6 +2,10 @@
 
 The names are torch's, except BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic. Each name may have the
 prefix `fwd_` or `bwd_`, which overrides the bare name for that direction's kernels.
+
+Names the kernel families, for options and commands that select one.
+
+`backends/families.py` has the families themselves; its `insert` adds a name here.
 """
 
 from __future__ import annotations
@@ -11,7 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexmod import errors, family_names
+from flexmod import errors
+
+PORTABLE = "portable"  # the last family, whose kernels run on every chip
+_names: tuple[str, ...] = ("hopper", PORTABLE)
+
+
+def names() -> tuple[str, ...]:
+    """Returns all names, in the order in which flexmod tries the families."""
+    return _names
+
+
+def set_names(known: Sequence[str]) -> None:
+    global _names
+    _names = tuple(known)
+
+
+def accepted() -> tuple[str, ...]:
+    """Returns the values that kernel option TEMPLATE accepts."""
+    return ("auto", *_names)
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ _FLAG = Option("True or False", lambda value: isinstance(value, bool))
 # docs/kernel_options.md explains each option
 OPTIONS: dict[str, Option | Names] = {
     "BACKEND": Names(lambda: BACKENDS),
-    "TEMPLATE": Names(family_names.accepted),
+    "TEMPLATE": Names(accepted),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
     **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),

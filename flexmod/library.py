@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import autograd, calls, checks, config, errors, saved, tensor_kinds
+from flexmod import autograd, calls, checks, config, errors, tensor_kinds
 from flexmod.backends.arguments import order_of, results, strides_in_order
 from flexmod.backends.interface import BackwardInputs, Forward
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.storage import TileStorage
+from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.internals.torch import assume_constant, version_of
 from flexmod.ir.evaluate import captures_on_device, on_device
@@ -350,7 +349,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    query, key, value, out, lse, first, second, *rest = saved.unpacked(ctx, lambda: _saved_names(ctx))
+    query, key, value, out, lse, first, second, *rest = autograd.unpacked(ctx, lambda: _saved_names(ctx))
     remaining = iter(rest)
     captured, tiles, mask_captured = ([next(remaining) for _ in range(count)] for count in ctx.lists)
     given = ctx.given._replace(captured=captured, tiles=tiles, mask_captured=mask_captured)

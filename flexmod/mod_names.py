@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexmod import masks, mods
 from flexmod.block_mask.build import noop_mask
-from flexmod.command_errors import (
+from flexmod.errors.commands import (
     ModExpressionError,
     ModFileError,
     ModParametersError,

@@ -22,9 +22,8 @@ import triton
 
 from flexmod.ahead import first_tile, portable_kernels
 from flexmod.backends.of_variant import VariantCall
-from flexmod.codegen.functions import fresh
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
+from flexmod.codegen.expressions import fresh
+from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import head_lines, render
 from flexmod.codegen.spec import Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms

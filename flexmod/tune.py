@@ -20,7 +20,7 @@ from flexmod.attention import flex_attention
 from flexmod.backends.families import INTERPRETER, PORTABLE, serving
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, Tile
-from flexmod.command_errors import TuneDeviceError
+from flexmod.errors.commands import TuneDeviceError
 from flexmod.mod_names import Mods, Setting
 from flexmod.peers import block_mask_of, median_ms, random_inputs
 from flexmod.runtime import tuned

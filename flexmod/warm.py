@@ -22,8 +22,8 @@ import torch
 
 from flexmod.ahead import Built, all_jobs
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.command_errors import WarmFolderError
 from flexmod.config import cache_dir_at
+from flexmod.errors.commands import WarmFolderError
 from flexmod.internals.triton import cache_folder, keeps_elsewhere
 from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED

@@ -17,7 +17,7 @@ import flexmod
 from flexmod import compare, config, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
-from flexmod.codegen.choose import Verdict
+from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
 from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered
 from flexmod.ir.trace import trace

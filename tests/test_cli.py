@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, command_errors, config
+from flexmod import ahead, config
 from flexmod.cli import main
+from flexmod.errors import commands as command_errors
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named

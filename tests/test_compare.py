@@ -9,8 +9,8 @@ import torch
 from named_mods import NAMED
 
 from flexmod import errors
-from flexmod.command_errors import UnknownModName
 from flexmod.compare import compare
+from flexmod.errors.commands import UnknownModName
 from flexmod.mod_names import usual_setting
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}

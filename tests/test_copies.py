@@ -211,9 +211,9 @@ def test_a_mask_that_captures_a_tensor_twice_captures_one() -> None:
 
 # what pickles of masks name; one that was written before finds it under the same name
 NAMED = {
-    "block_mask.derived.Combined", "block_mask.derived.Complement", "block_mask.derived.Listed",
-    "block_mask.format.BlockMask", "block_mask.storage.TileStorage", "block_mask.rebase.Affine",
-    "block_mask.rebase.Rebased", "block_mask.rebase.Same", "block_mask.runs.Runs", "errors.Where",
+    "block_mask.combine.Combined", "block_mask.combine.Complement", "block_mask.combine.Listed",
+    "block_mask.format.BlockMask", "block_mask.storage.TileStorage", "block_mask.selection.Affine",
+    "block_mask.selection.Rebased", "block_mask.selection.Same", "block_mask.tiles.Runs", "errors.Where",
     "ir.composed.Mask", "ir.graph.Capture", "ir.graph.ExpectedSize", "ir.graph._unpickled",
     "ir.offsets.MaskAt", "ir.offsets.Positions", "ir.replay.MaskReplay", "ir.trace.Traced",
 }  # fmt: skip

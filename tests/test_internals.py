@@ -21,7 +21,6 @@ INTERPRETER = {
     # about, and apart from them none of these lines would be left.
     "runtime.interpreter",
     "runtime.interpreter_language",
-    "runtime.interpreter_numbers",
 }
 
 

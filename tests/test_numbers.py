@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import flexmod
 from flexmod import create_block_mask, create_mask, errors, flex_attention
 from flexmod.block_mask import generated, refine
-from flexmod.block_mask.mask_mod import trace_mask
+from flexmod.block_mask.parts import trace_mask
 from flexmod.ir import evaluate
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace

@@ -21,10 +21,9 @@ ROOT = Path(__file__).parents[1]
 
 # from the top down: each imports only from those before it
 ORDER = """
-errors command_errors
+errors
 locks lazy_imports internals
 config syntax
-family_names
 kernel_options
 transforms tensor_kinds
 ir.graph
@@ -41,22 +40,17 @@ ir.ends ir.intervals
 ir.derivative
 ir.record
 plan
-block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.storage block_mask.rebase
-block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
-block_mask.data block_mask.combine block_mask.cuts block_mask.facts block_mask.pictures
+block_mask.tiles block_mask.parts block_mask.storage
+block_mask.selection block_mask.refine
+block_mask.data block_mask.combine block_mask.facts block_mask.pictures
 block_mask.format
-codegen.mod_text codegen.prelude codegen.expressions codegen.functions codegen.costs codegen.rounding
-codegen.triton_text codegen.exponent_text codegen.term_text codegen.torch_text codegen.builder_text
-codegen.spec
-codegen.choose
-codegen.schedule
+codegen.spec codegen.kernels
+codegen.prelude codegen.expressions
+codegen.triton_text codegen.term_text codegen.torch_text codegen.builder_text
 codegen.render
-codegen.watch
-codegen.kernels codegen.builder_kernels
 codegen.compiled_kernels codegen.cache
 codegen.hopper
 compiler
-mask_compiler
 variant
 runtime
 device_functions
@@ -67,7 +61,6 @@ plan_text quotes standalone
 block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
 layouts
 checks
-saved
 autograd
 calls
 library
@@ -95,7 +88,7 @@ KNOW_CHIPS = {
     "runtime.compiler_bugs",  # each with the chip that it is seen on
     "internals.triton",  # a module of Triton is named for a chip
     # the registration of families
-    "family_names", "backends.families",
+    "kernel_options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
     "codegen.hopper", "backends.hopper", "runtime.gluon", "runtime.machine_code",
     "device_functions.hopper", "device_functions.hopper_arithmetic",

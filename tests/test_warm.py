@@ -14,7 +14,7 @@ import torch
 from flexmod import config, masks, mods
 from flexmod.cli import main
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.command_errors import WarmFolderError
+from flexmod.errors.commands import WarmFolderError
 from flexmod.runtime import side_by_side
 from flexmod.warm import checked_folder, warm
 
@@ -30,7 +30,7 @@ from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
 from flexmod.runtime import jit, side_by_side
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 
 def compile_only(function, grid, device, arguments):
     counter = torch.zeros(1, dtype=torch.int32)

@@ -21,7 +21,7 @@ LOADERS = {
 
 EXPECTED = {
     ("codegen/cache.py", "compile"), ("codegen/cache.py", "exec"),
-    ("runtime/interpreter_source.py", "compile"), ("runtime/interpreter_language.py", "exec"),
+    ("runtime/interpreter_language.py", "compile"), ("runtime/interpreter_language.py", "exec"),
     ("runtime/interpreter_language.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
     ("mod_names.py", "exec_module"),

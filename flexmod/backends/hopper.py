@@ -17,14 +17,14 @@ from flexmod.backends.arguments import (
     Operands,
     block_of,
     copied,
+    grid,
     mask_arguments,
     sizes,
     strided,
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.storage import Axis
+from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
     NAME,
     TARGET,
@@ -36,7 +36,6 @@ from flexmod.codegen.hopper import (
     sum_row,
     wide,
 )
-from flexmod.codegen.schedule import grid
 from flexmod.plan import (
     Descriptor,
     Extent,
@@ -49,7 +48,7 @@ from flexmod.plan import (
     least,
     product,
 )
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 
 # The most queries in a backward's tile.
 TALLEST = 128

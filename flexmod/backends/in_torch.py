@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod.backends import cpu, reference
 from flexmod.backends.arguments import captured_places, order_of, places_of_mask, results
 from flexmod.backends.interface import BackwardInputs, Forward, Gradients, Problem
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.ir.trace import Traced
 from flexmod.plan import MASK, Place, PlanWriter, named
 from flexmod.runtime.bound import Bound

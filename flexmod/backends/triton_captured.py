@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import Arguments, Operands, mask_strides
-from flexmod.block_mask.launched import MaskSnapshot, columns_of
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.storage import Form, TileStorage
-from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, ordered, tile_count
+from flexmod.backends.arguments import Arguments, Operands, diagonal_count, grid, mask_strides
+from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
+from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
 from flexmod.plan import Extent, Place, PlanWriter, bits
 

@@ -12,8 +12,7 @@ from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import in_graph
 from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, length, positive
+from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
 from flexmod.errors import MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks

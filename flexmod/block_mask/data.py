@@ -16,10 +16,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
-from flexmod.block_mask.mask_mod import MaskMod, trace_mask
-from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
-from flexmod.block_mask.storage import ListPart, TileStorage
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_lengths,
+    check_values,
+    checked_lists,
+    length,
+    trace_mask,
+)
+from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
 from flexmod.block_mask.tiles import LISTS, Parts
 from flexmod.errors import FakeTensorError
 from flexmod.ir.composed import Derived, Mask

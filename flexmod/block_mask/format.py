@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import combine, cuts, pictures, tiles
+from flexmod.block_mask import combine, pictures, tiles
+from flexmod.block_mask.combine import How
 from flexmod.block_mask.data import MaskData, fresh
-from flexmod.block_mask.derived import How
 from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, check_values, checked_lists, length
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_values,
+    checked_lists,
+    length,
+    noop_mask,
+    trace_mask,
+)
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
@@ -165,14 +172,14 @@ class BlockMask(MaskData):
 
         Raises BlockMaskIndexError.
         """
-        return cuts.sliced(fresh(self), index)
+        return combine.sliced(fresh(self), index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crops the mask to the first queries and keys, with the same mask_mod.
 
         Raises BlockMaskCropError if a length grows.
         """
-        return cuts.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
+        return combine.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
         """Makes the mask of the same mask_mod for other lengths, smaller or larger, and reuses known tiles.

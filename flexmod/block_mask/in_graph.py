@@ -12,10 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexmod import tensor_kinds
 from flexmod.block_mask.find_tiles import find_tiles
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask
-from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.parts import MaskMod, noop_mask
 from flexmod.block_mask.storage import Axis, TileStorage
-from flexmod.block_mask.tiles import tile_count
+from flexmod.block_mask.tiles import Runs, tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.ir.offsets import Positions

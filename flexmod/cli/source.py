@@ -18,9 +18,9 @@ from flexmod.cli.options import (
     score_option,
 )
 from flexmod.codegen.spec import Direction
-from flexmod.command_errors import NoSourceError
+from flexmod.errors.commands import NoSourceError
 from flexmod.explain import explain
-from flexmod.family_names import PORTABLE, names
+from flexmod.kernel_options import PORTABLE, names
 from flexmod.mod_names import choose
 from flexmod.runtime.target import NAMES, OLDEST
 from flexmod.standalone import standalone as standalone_text

@@ -3,7 +3,7 @@
 A program computes LINES rows of tiles, or LINES columns.
 
     KINDS                uint8 [groups, Qb, KVb]: 0 empty, 1 partial, 2 full
-    KV_ROWS, Q_ROWS      int32 [groups, Qb, 2, 3] and [groups, KVb, 2, 3]: see block_mask/runs.py
+    KV_ROWS, Q_ROWS      int32 [groups, Qb, 2, 3] and [groups, KVb, 2, 3]: see block_mask/tiles.py
     KV_SPANS, Q_SPANS    int32 [.., 2]
     KV_ORDER, Q_ORDER    int32 [groups, Qb], [groups, KVb]: rows and columns, longest first
     kv_slots, q_slots    most runs of one kind in each row, in each column

@@ -53,9 +53,9 @@ class Bound:
         self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
         kinds, self._hooked = _STEPS, _never
         if plan.launches():
-            from flexmod.runtime import launches
+            from flexmod.runtime import launch
 
-            kinds, self._hooked = {**_STEPS, Launch: launches.BoundLaunch}, launches.hooked
+            kinds, self._hooked = {**_STEPS, Launch: launch.BoundLaunch}, launch.hooked
         steps = [kinds[type(step)](step, slots, known, device) for step in plan.steps]
         self._steps = [step.run for step in steps]
         self._watched = [step.watched for step in steps]

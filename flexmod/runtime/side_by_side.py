@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from flexmod import config
-from flexmod.block_mask.launched import is_captured
+from flexmod.block_mask.storage import is_captured
 from flexmod.internals.triton import after_writing, has_compiled, start_driver
 from flexmod.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 from flexmod.runtime import jit
 from flexmod.runtime.bound import NO_EXTENTS
-from flexmod.runtime.launches import sample
+from flexmod.runtime.launch import sample
 
 # ast.parse raises SystemError where two threads run it: https://github.com/python/cpython/issues/106905.
 # Compiles take turns at it; the user's own threads cannot.

@@ -24,7 +24,7 @@ import torch
 from flexmod import config
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction, KernelSpec
-from flexmod.command_errors import NotTunedError
+from flexmod.errors.commands import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.lazy_imports import lazy_imports
 

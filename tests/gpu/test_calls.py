@@ -13,7 +13,8 @@ from torch import Tensor
 
 import flexmod
 from flexmod import calls, compiler, create_block_mask, flex_attention, masks, mods
-from flexmod.runtime import counters, jit
+from flexmod.runtime import direct as counters
+from flexmod.runtime import jit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():

@@ -196,7 +196,7 @@ from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
 from flexmod.runtime import jit, side_by_side
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 
 compiled, launchers, launched, real = [], [], [], jit.compiled
 
@@ -371,7 +371,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> No
 BUILD = """
     from benchmarks.host_path import H200
     from flexmod.block_mask import generated
-    from flexmod.block_mask.mask_mod import trace_mask
+    from flexmod.block_mask.parts import trace_mask
     ids = torch.arange(256, dtype=torch.int32) // 50
     traced = trace_mask({mask}, torch.device("cpu"))
     with mock.patch.object(generated, "target_of", lambda device: H200):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexmod.errors import FlexmodError
+from flexmod.errors.base import FlexmodError
 
 
 class UnknownModName(FlexmodError, ValueError):
