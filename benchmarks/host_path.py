@@ -24,10 +24,11 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import flexmod
-from flexmod import calls, masks, mods
+from flexmod import masks, mods
 from flexmod.backends import arguments, generated
 from flexmod.block_mask import find_tiles
 from flexmod.block_mask import generated as builder
+from flexmod.calls import prepared
 from flexmod.codegen.spec import Verdict
 from flexmod.runtime import direct, jit, launch, side_by_side
 from flexmod.runtime.direct import Direct
@@ -78,7 +79,7 @@ def on_an_h200() -> Iterator[None]:
         jit, start=_compiled, compiled=_compiled
     ), mock.patch.object(
         launch, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
-    ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
+    ), mock.patch.object(prepared, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(arguments, "processors", lambda device: H200.processors), mock.patch.object(
         launch, "verdict", lambda *_: Verdict()

@@ -8,20 +8,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from flexmod.lazy_imports import lazy_imports, paused_collections
+from flexmod.runtime.lazy_imports import lazy_imports, paused_collections
 
 with paused_collections():
     from flexmod import errors, masks, mods
-    from flexmod.attention import AuxOutput, AuxRequest, flex_attention
     from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from flexmod.block_mask.format import BlockMask
-    from flexmod.compare import compare
-    from flexmod.compiled import CompiledAttention, compile
-    from flexmod.explain import explain
+    from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.calls.compiled import CompiledAttention, compile
+    from flexmod.calls.packed import nested_attention, varlen_attention
+    from flexmod.calls.sinks import apply_sink
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
-    from flexmod.packed import nested_attention, varlen_attention
-    from flexmod.sinks import apply_sink
+    from flexmod.tools.compare import compare
+    from flexmod.tools.explain import explain
 
 __version__ = "0.1.0"
 
@@ -56,4 +56,4 @@ if not TYPE_CHECKING:  # type checkers must still report a misspelled name
         if name not in ("ahead", "standalone"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with lazy_imports():
-            return import_module(f"flexmod.{name}")
+            return import_module(f"flexmod.tools.{name}")

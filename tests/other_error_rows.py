@@ -14,16 +14,17 @@ from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 import flexmod
-from flexmod import compare, config, errors, masks
+from flexmod import errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
 from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered
 from flexmod.ir.trace import trace
-from flexmod.lazy_imports import lazy_imports
-from flexmod.runtime import launch, target
+from flexmod.runtime import config, launch, target
 from flexmod.runtime.interpreter import interpreted
+from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.tools import compare
 
 
 def refused(refusal: object, **options: int) -> Any:

@@ -17,8 +17,8 @@ from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.codegen.hopper import Shape
 from flexmod.ir.derivative import Along
-from flexmod.plan import PlanWriter
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.plan import PlanWriter
 
 
 class Mod(NamedTuple):

@@ -74,11 +74,13 @@ FAULTS = (
           "(kv_idx < tokens) | (q_idx - kv_idx <= window)", "tests/test_masks.py"),
     Fault("flexmod/mods/scores.py", "torch.where(kv_idx == position, logit, score)",
           "torch.where(q_idx == position, logit, score)", "tests/test_mods.py"),
-    Fault("flexmod/sinks.py", "share = torch.sigmoid(lse - logits)", "share = torch.sigmoid(logits - lse)",
+    Fault("flexmod/calls/sinks.py", "share = torch.sigmoid(lse - logits)",
+          "share = torch.sigmoid(logits - lse)",
           "tests/test_lse.py"),
     # errors and the command line
     Fault("flexmod/errors/base.py", 'lines.append(f"  at {where}")', "pass", "tests/test_errors.py"),
-    Fault("flexmod/cli/options.py", "POSITIVE = click.IntRange(min=1)", "POSITIVE = click.IntRange(min=0)",
+    Fault("flexmod/tools/cli/options.py", "POSITIVE = click.IntRange(min=1)",
+          "POSITIVE = click.IntRange(min=0)",
           "tests/test_cli.py"),
     # integrations
     Fault("flexmod/integrations/transformers.py", "missing = length - kept.shape[-1]",
@@ -86,12 +88,13 @@ FAULTS = (
     Fault("flexmod/integrations/transformers.py", "q_idx + q_offset, kv_idx + kv_offset)",
           "q_idx + q_offset, kv_idx)", "tests/integrations/test_transformers.py"),
     # the operation of graphs, autograd and what a backward saves
-    Fault("flexmod/library.py", "max_scores if asked.want_max else None", "None", "tests/test_library.py"),
-    Fault("flexmod/autograd.py", "captured = [t.clone() if t.is_inference() else t for t in captured]",
+    Fault("flexmod/calls/library.py", "max_scores if asked.want_max else None",
+          "None", "tests/test_library.py"),
+    Fault("flexmod/calls/autograd.py", "captured = [t.clone() if t.is_inference() else t for t in captured]",
           "captured = [*captured]", "tests/test_saved.py"),
-    Fault("flexmod/autograd.py", "grad_out = out.new_zeros(()).expand_as(out)",
+    Fault("flexmod/calls/autograd.py", "grad_out = out.new_zeros(()).expand_as(out)",
           "grad_out = out.new_ones(()).expand_as(out)", "tests/test_attention.py"),
-    Fault("flexmod/autograd.py", "if same_memory and version_of(own) != version:", "if False:",
+    Fault("flexmod/calls/autograd.py", "if same_memory and version_of(own) != version:", "if False:",
           "tests/test_saved.py"),
     # codegen
     Fault("flexmod/codegen/spec.py", "verdict.spills <= self.passing and not verdict.losses",
@@ -106,11 +109,12 @@ FAULTS = (
     Fault("templates/hopper_weights.jinja", "total = total * decay + gl.sum(weights, 1)",
           "total = total + gl.sum(weights, 1)", "tests/codegen/test_hopper_in_python.py"),
     # device functions
-    Fault("flexmod/device_functions/attention.py", "run += tl.where(ended, 2, 0)",
+    Fault("flexmod/codegen/device_functions/attention.py", "run += tl.where(ended, 2, 0)",
           "run += tl.where(ended, 0, 0)", "tests/backends/test_triton.py"),
-    Fault("flexmod/device_functions/attention.py", "(grown - total) - restored", "restored - (grown - total)",
+    Fault("flexmod/codegen/device_functions/attention.py", "(grown - total) - restored",
+          "restored - (grown - total)",
           "tests/device_functions/test_attention.py"),
-    Fault("flexmod/device_functions/runs.py", "mask=inside & (tile > 0), other=EMPTY",
+    Fault("flexmod/codegen/device_functions/runs.py", "mask=inside & (tile > 0), other=EMPTY",
           "mask=inside & (tile > 1), other=EMPTY", "tests/block_mask/test_generated.py"),
 )  # fmt: skip
 

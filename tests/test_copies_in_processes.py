@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import flexmod
 from flexmod import errors, flex_attention, masks, mods
 from flexmod.ir import fingerprint
-from flexmod.locks import _LOCKS
+from flexmod.runtime.locks import _LOCKS
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 200

@@ -21,7 +21,7 @@ import pytest
 from test_rooms import MODULES, ROOT, longest_module
 
 import flexmod
-from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
+from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
 

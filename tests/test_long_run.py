@@ -22,20 +22,21 @@ from tiers import long_but
 import flexmod
 from benchmarks import long_run
 from benchmarks.host_path import on_an_h200
-from flexmod import calls, compiler, flex_attention
-from flexmod.codegen import cache
+from flexmod import flex_attention
+from flexmod.calls import prepared
+from flexmod.codegen import cache, compiler
 from flexmod.ir import fingerprint, record
 from flexmod.ir.trace import trace
 
 # Functions with a cache that no limit holds, and what their arguments are: few in a process.
 FINITE = {
-    "config.config": "nothing",
+    "runtime.config.config": "nothing",
     "ir.formulas.draws": "names of torch's functions",
     "ir.formulas.writes": "names of torch's functions",
     "ir.trace._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
-    "internals.torch.ask_modes_of_unary_operators": "nothing",
+    "runtime.private_torch.ask_modes_of_unary_operators": "nothing",
     "codegen.prelude.module_text": "files of device functions",
     "codegen.prelude.functions": "files of device functions",
     "codegen.prelude._calls": "nothing",
@@ -44,7 +45,7 @@ FINITE = {
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
     "block_mask.find_tiles._generated": "nothing",
-    "mask_compiler.runs_module": "nothing",
+    "codegen.compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
     "internals.triton._assembler_flags": "nothing",
@@ -52,7 +53,7 @@ FINITE = {
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
-    "calls._without_mask": calls.KNOWN,
+    "calls.prepared._without_mask": prepared.KNOWN,
     "ir.fingerprint._known": fingerprint.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
     "ir.record._KNOWN": record.REMEMBERED + 1,

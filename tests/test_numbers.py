@@ -354,7 +354,7 @@ def another_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(evaluate, "is_host_number", is_host_number)
     monkeypatch.setattr(evaluate, "on_device", on_device)
-    monkeypatch.setattr("flexmod.calls.is_host_number", is_host_number)
+    monkeypatch.setattr("flexmod.calls.prepared.is_host_number", is_host_number)
 
 
 @pytest.fixture

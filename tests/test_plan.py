@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexmod import create_block_mask, explain, flex_attention, masks, mods
+from flexmod import create_block_mask, flex_attention, masks, mods
 from flexmod.backends import arguments, generated, triton
 from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import BackwardInputs, Problem
-from flexmod.compiler import kernels_for, lower
+from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
-from flexmod.plan import (
+from flexmod.runtime.plan import (
     Launch,
     Place,
     Plan,
@@ -35,6 +35,7 @@ from flexmod.plan import (
     named,
     value_of,
 )
+from flexmod.tools import explain
 
 NAMES = ("B", "M", "N")
 NUMBERS = st.integers(1, 50)

@@ -22,10 +22,9 @@ ROOT = Path(__file__).parents[1]
 # from the top down: each imports only from those before it
 ORDER = """
 errors
-locks lazy_imports internals
-config syntax
-kernel_options
-transforms tensor_kinds
+runtime.private_torch runtime.locks internals
+runtime.lazy_imports runtime.config
+runtime.transforms runtime.tensor_kinds
 ir.graph
 ir.bounds
 ir.formulas ir.ops
@@ -39,7 +38,7 @@ ir.exponents
 ir.ends ir.intervals
 ir.derivative
 ir.record
-plan
+runtime.plan
 block_mask.tiles block_mask.parts block_mask.storage
 block_mask.selection block_mask.refine
 block_mask.data block_mask.combine block_mask.facts block_mask.pictures
@@ -50,32 +49,33 @@ codegen.triton_text codegen.term_text codegen.torch_text codegen.builder_text
 codegen.render
 codegen.compiled_kernels codegen.cache
 codegen.hopper
-compiler
-variant
-runtime
-device_functions
+codegen.compiler
+codegen.variant
+runtime.gluon runtime.direct runtime.jit runtime.machine_code runtime.compiler_bugs
+runtime.interpreter_language runtime.interpreter
+runtime.target runtime.offline runtime.tuned
+runtime.launch runtime.bound runtime.side_by_side
+codegen.device_functions
 backends
-explain
-ahead warm
-plan_text quotes standalone
+tools.explain
+tools.ahead tools.warm
+tools.plan_text tools.quotes tools.standalone
 block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
-layouts
-checks
-autograd
-calls
-library
-attention
-inspection compiled
+calls.checks
+calls.autograd
+calls.prepared
+calls.library
+calls.attention
+tools.inspection calls.compiled
 masks mods
-packed
-sinks
+calls.packed calls.sinks
 integrations
-mod_names
-peers
-compare
-bench
-tune
-cli
+tools.mod_names
+tools.peers
+tools.compare
+tools.bench
+tools.tune
+tools.cli
 __init__ __main__
 """
 ROOMS = tuple(ORDER.split())
@@ -88,19 +88,19 @@ KNOW_CHIPS = {
     "runtime.compiler_bugs",  # each with the chip that it is seen on
     "internals.triton",  # a module of Triton is named for a chip
     # the registration of families
-    "kernel_options", "backends.families",
+    "backends.options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
     "codegen.hopper", "backends.hopper", "runtime.gluon", "runtime.machine_code",
-    "device_functions.hopper", "device_functions.hopper_arithmetic",
-    "device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
+    "codegen.device_functions.hopper", "codegen.device_functions.hopper_arithmetic",
+    "codegen.device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
 }  # fmt: skip
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
-    "ahead": ['head_dim=128), "sm_90"):'],
-    "explain": ['such as "hopper forward"', '("hopper forward")'],
+    "tools.ahead": ['head_dim=128), "sm_90"):'],
+    "tools.explain": ['such as "hopper forward"', '("hopper forward")'],
     "ir.formulas": ["(sm_75 and newer;"],
-    "inspection": ['e.g. "sm_90".'],
-    "warm": ['targets=["sm_90"]):'],
+    "tools.inspection": ['e.g. "sm_90".'],
+    "tools.warm": ['targets=["sm_90"]):'],
 }
 
 

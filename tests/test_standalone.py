@@ -14,12 +14,12 @@ import torch
 from tiers import long_but
 
 from flexmod import and_masks, errors, masks, mods
-from flexmod.ahead import Built
 from flexmod.codegen.spec import KernelName, Tile
-from flexmod.quotes import example, quotes
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
-from flexmod.standalone import save, standalone
+from flexmod.tools.ahead import Built
+from flexmod.tools.quotes import example, quotes
+from flexmod.tools.standalone import save, standalone
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}

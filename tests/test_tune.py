@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import config, flex_attention
-from flexmod import tune as tune_module
+from flexmod import flex_attention
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
 from flexmod.errors import commands
-from flexmod.mod_names import Setting, choose
-from flexmod.runtime import launch, tuned
-from flexmod.tune import tune
+from flexmod.runtime import config, launch, tuned
+from flexmod.tools import tune as tune_module
+from flexmod.tools.mod_names import Setting, choose
+from flexmod.tools.tune import tune
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 SETTING = Setting(1, 1, 64, 16, torch.float16, torch.device("cpu"))
@@ -177,7 +177,7 @@ def test_a_shape_for_hopper_comes_back_from_its_file() -> None:
 
 
 def _spec() -> Any:
-    from flexmod.variant import variant
+    from flexmod.codegen.variant import variant
 
     return variant(head_dim=64).spec_of("forward")
 

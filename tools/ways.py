@@ -27,8 +27,8 @@ import flexmod
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import Runs
+from flexmod.codegen.compiler import Lowered
 from flexmod.codegen.kernels import ModText
-from flexmod.compiler import Lowered
 from flexmod.ir.graph import Graph
 
 PACKAGE = Path(flexmod.__file__).parent

@@ -2,7 +2,7 @@
 
 The grids of attention's kernels: how many programs there are.
 
-`device_functions/attention.py` decides which program computes which tile, and in which order.
+`codegen/device_functions/attention.py` decides which program computes which tile, and in which order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.trace import Traced
-from flexmod.plan import Call, Extent, Place, PlanWriter, Size, cdiv, contiguous, fixed, if_several, named
+from flexmod.runtime.plan import (
+    Call,
+    Extent,
+    Place,
+    PlanWriter,
+    Size,
+    cdiv,
+    contiguous,
+    fixed,
+    if_several,
+    named,
+)
 from flexmod.runtime.target import target_of
 
 Arguments = dict[str, object]

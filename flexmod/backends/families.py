@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexmod import kernel_options
+from flexmod.backends import options as kernel_options
 from flexmod.backends import triton
 from flexmod.backends.arguments import Operands
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Direction, KernelSpec, template
-from flexmod.compiler import CONSTANTS
 from flexmod.errors import TemplateError
-from flexmod.plan import Place, PlanWriter
+from flexmod.runtime.plan import Place, PlanWriter
 
 Places = tuple[Place | None, ...]
 

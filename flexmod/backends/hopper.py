@@ -36,7 +36,8 @@ from flexmod.codegen.hopper import (
     sum_row,
     wide,
 )
-from flexmod.plan import (
+from flexmod.runtime.direct import COUNTER
+from flexmod.runtime.plan import (
     Descriptor,
     Extent,
     Place,
@@ -48,7 +49,6 @@ from flexmod.plan import (
     least,
     product,
 )
-from flexmod.runtime.direct import COUNTER
 
 # The most queries in a backward's tile.
 TALLEST = 128

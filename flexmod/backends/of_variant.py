@@ -19,10 +19,10 @@ from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import Variant
 from flexmod.ir.trace import Traced
-from flexmod.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
 from flexmod.runtime.launch import sample
-from flexmod.variant import Variant
+from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
 
 LENGTH = 512  # of the stand-in call; plans have a name for it
 OF_A_CALL = {"PROCESSORS": 128}  # values of names that do not follow from tensors' sizes

@@ -29,7 +29,7 @@ from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
 from flexmod.ir.derivative import Along
-from flexmod.plan import Extent, Place, PlanWriter
+from flexmod.runtime.plan import Extent, Place, PlanWriter
 
 # Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.
 NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))

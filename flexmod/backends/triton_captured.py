@@ -13,7 +13,7 @@ from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile, option
-from flexmod.plan import Extent, Place, PlanWriter, bits
+from flexmod.runtime.plan import Extent, Place, PlanWriter, bits
 
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
@@ -180,7 +180,7 @@ def sums_of_elements(
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
-    """Adds fixed-point sums and `rest` in float32. See `add_elements` in device_functions/attention.py."""
+    """Adds fixed-point sums and `rest` in float32. See `add_elements` in codegen/device_functions/attention.py."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
     return (rest + (fixed.double() * unit).float(),)

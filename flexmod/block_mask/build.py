@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import in_graph
 from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
@@ -22,6 +21,7 @@ from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
+from flexmod.runtime import tensor_kinds, transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 

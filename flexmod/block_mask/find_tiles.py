@@ -19,7 +19,7 @@ from flexmod.ir.evaluate import captures_on_device, is_host_number
 from flexmod.ir.graph import check_sizes
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime.lazy_imports import lazy_imports
 
 
 def find_tiles(

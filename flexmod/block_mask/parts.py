@@ -13,7 +13,6 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import (
     BlockMaskPartsError,
@@ -24,6 +23,7 @@ from flexmod.errors import (
 )
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds, transforms
 
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -23,11 +23,11 @@ from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, tile_count
 from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
-from flexmod.internals.torch import UNCOUNTED, version_of
 from flexmod.ir.evaluate import captures_on_device
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
+from flexmod.runtime.private_torch import UNCOUNTED, version_of
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]

@@ -19,7 +19,7 @@ from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.intervals import BoundsTerm
 from flexmod.ir.ops import strong
-from flexmod.plan import Place, RunNumber
+from flexmod.runtime.plan import Place, RunNumber
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flexmod.codegen import prelude
 from flexmod.errors import Where
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, number, strong
-from flexmod.syntax import parse
+from flexmod.runtime.locks import parse
 
 TRITON_DTYPES = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",

@@ -55,7 +55,7 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Limits, Tile, ladder
 from flexmod.errors import CaptureBoundsError, Where
 from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
-from flexmod.plan import Extent, Place, PlanWriter
+from flexmod.runtime.plan import Extent, Place, PlanWriter
 
 Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
 
@@ -226,7 +226,7 @@ def found_nothing(on: Tensor, length: int, keys: int, checks: int) -> tuple[Tens
     """The initial tensor of the checks: both lengths, then a 0 for each check, int64.
 
     A kernel replaces the 0 by a code for an index outside of its tensor, with negative indices counted from
-    the end: see `check_bounds` in `device_functions/arithmetic.py`.
+    the end: see `check_bounds` in `codegen/device_functions/arithmetic.py`.
     """
     return (torch.tensor([length, keys, *[0] * checks], device=on.device),)
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import transforms
 from flexmod.errors import CaptureBoundsError
-from flexmod.internals.torch import in_forward_ad
 from flexmod.ir.graph import DType, Graph, Node
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.trace import Traced
+from flexmod.runtime import transforms
+from flexmod.runtime.private_torch import in_forward_ad
 
 
 def is_host_number(tensor: Tensor, device: torch.device) -> bool:

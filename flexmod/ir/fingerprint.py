@@ -34,8 +34,8 @@ from flexmod.ir.offsets import Positions
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.trace import VALUE_DTYPES, Traced, trace
-from flexmod.locks import Lock
-from flexmod.transforms import is_wrapped
+from flexmod.runtime.locks import Lock
+from flexmod.runtime.transforms import is_wrapped
 
 TENSORS = (Tensor, torch.nn.Parameter)
 STRIDED = torch.strided

@@ -33,7 +33,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flexmod.errors import CallSizeError, Where
-from flexmod.internals.torch import assume_constant, innermost_mode_name
+from flexmod.runtime.private_torch import assume_constant, innermost_mode_name
 
 # A dtype is a torch dtype, or `bool`, `int`, `float` for a Python number, which is weak in torch's promotion.
 DType = torch.dtype | type

@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors import ConstantError, ForgottenGraphError, GraphNumberError
-from flexmod.internals.torch import assume_constant, let_modes_change
 from flexmod.ir import advice
 from flexmod.ir.evaluate import on_device
 from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
@@ -39,7 +38,8 @@ from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Traced, capture_of, trace
-from flexmod.locks import Lock
+from flexmod.runtime.locks import Lock
+from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph

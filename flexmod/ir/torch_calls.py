@@ -16,13 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
-from flexmod.internals.torch import TorchDispatchMode, tree_leaves
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, promote
 from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import user_line
-from flexmod.tensor_kinds import check_storage, ends_the_process
+from flexmod.runtime.private_torch import TorchDispatchMode, tree_leaves
+from flexmod.runtime.tensor_kinds import check_storage, ends_the_process
 
 CONCRETE = {"item", "tolist", "numpy"}
 ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}

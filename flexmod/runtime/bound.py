@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
 from flexmod.ir.fingerprint import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
-from flexmod.plan import (
+from flexmod.runtime.plan import (
     MASK,
     Allocate,
     Call,
@@ -28,6 +27,7 @@ from flexmod.plan import (
     value_of,
     values_of,
 )
+from flexmod.runtime.private_torch import current_device, dispatch_mode_count, quick_empty_strided
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]

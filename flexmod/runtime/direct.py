@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.internals.torch import current_device, current_stream, is_stream_capturing
 from flexmod.internals.triton import CompiledKernel, knobs
 from flexmod.runtime.gluon import TensorDescriptor
+from flexmod.runtime.private_torch import current_device, current_stream, is_stream_capturing
 
 # Descriptors in a launch's cache, by pointer: the allocator often returns the same addresses.
 KEPT = 64

@@ -44,8 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmod.errors import InterpreterOperationError
-from flexmod.locks import Lock
-from flexmod.syntax import parse
+from flexmod.runtime.locks import Lock, parse
 
 Array = NDArray[Any]
 

@@ -18,17 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmod import config
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Chosen, KernelName, Tile, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits
 from flexmod.internals.triton import OutOfResources
-from flexmod.plan import Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
-from flexmod.runtime import compiler_bugs, jit, machine_code
+from flexmod.runtime import compiler_bugs, config, jit, machine_code
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
 from flexmod.runtime.interpreter import interpreted
+from flexmod.runtime.plan import Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
 
 # kernel_options for AMD, which pass to Triton unchanged
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, errors, explain, flex_attention, kernel_options, masks, mods
+from flexmod import errors, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
+from flexmod.backends import options as kernel_options
 from flexmod.backends.triton import BackwardFacts
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Limits, Tile
-from flexmod.mod_names import Mods, Setting
+from flexmod.codegen.variant import variant
 from flexmod.runtime.target import named
-from flexmod.tune import tune
-from flexmod.variant import variant
+from flexmod.tools import ahead, explain
+from flexmod.tools.mod_names import Mods, Setting
+from flexmod.tools.tune import tune
 
 CPU = torch.device("cpu")
 
@@ -101,7 +103,7 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
     assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
     assert kernel_options.names() == tuple(family.name for family in families.families())
-    doctor = importlib.import_module("flexmod.cli.doctor")
+    doctor = importlib.import_module("flexmod.tools.cli.doctor")
     monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
     said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]
     assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]

@@ -10,12 +10,12 @@ from tiers import long_but
 
 from block_mask.test_refine import MODS, hashed, traced
 from block_mask.zoo import ZOO
-from flexmod import compiler, masks
+from flexmod import masks
 from flexmod.block_mask import generated, refine
-from flexmod.codegen import cache
+from flexmod.codegen import cache, compiler
+from flexmod.codegen.compiler import builder
 from flexmod.codegen.prelude import module_text
 from flexmod.codegen.render import render_builder
-from flexmod.compiler import builder
 from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
 

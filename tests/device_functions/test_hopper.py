@@ -1,4 +1,4 @@
-"""Functions of `device_functions/hopper.py` as plain Python, beside what they say."""
+"""Functions of `codegen/device_functions/hopper.py` as plain Python, beside what they say."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def on_python(
         mock.patch.object(launch, "choose_tile", choose_tile),
         mock.patch.object(first, "obstacle", why),
         # a call of another seed has another shape
-        mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
+        mock.patch("flexmod.calls.autograd._has_kinds", lambda mask: False),
         mock.patch.object(arguments, "processors", lambda device: PROCESSORS),
         mock.patch.object(launch, "TensorDescriptor", described),
         mock.patch.object(launch, "layout", lambda block, dtype: None),

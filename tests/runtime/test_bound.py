@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmod.plan import Place, PlanWriter, Size, named
 from flexmod.runtime import bound, launch
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.plan import Place, PlanWriter, Size, named
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod import config
 from flexmod.internals.triton import after_writing
-from flexmod.plan import Place, Size
-from flexmod.runtime import side_by_side
+from flexmod.runtime import config, side_by_side
+from flexmod.runtime.plan import Place, Size
 from flexmod.runtime.side_by_side import beside, in_threads, later, stand_in, stand_in_of
 
 ROOT = Path(__file__).parents[2]
@@ -309,7 +308,7 @@ def test_no_backward_is_compiled_where_none_will_come(tmp_path: Path) -> None:
     q, k, v = (x.detach() for x in given)
     attend()
     q, k, v = given
-    mock.patch.object(flexmod.config, "debug_level", lambda: 1).start()
+    mock.patch.object(flexmod.runtime.config, "debug_level", lambda: 1).start()
     attend()
 """
     found, *_ = python(tmp_path, body)
