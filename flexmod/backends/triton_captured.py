@@ -180,7 +180,7 @@ def sums_of_elements(
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
-    """Adds fixed-point sums and `rest` in float32. See `add_elements` in codegen/device_functions/attention.py."""
+    """Adds fixed-point sums and `rest` in float32. See `add_elements` in `device_functions`."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
     return (rest + (fixed.double() * unit).float(),)
