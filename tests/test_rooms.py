@@ -69,7 +69,7 @@ backends
 explain
 ahead warm
 plan_text quotes standalone
-block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
+block_mask.generated block_mask.first_mask block_mask.find_tiles block_mask.in_graph block_mask.build
 layouts
 checks
 saved

@@ -11,11 +11,11 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs as knobs
@@ -101,7 +101,8 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
         return
 
     def compile_one(kind: str, signature: Any, device: int, *arguments: Any, **options: Any) -> Any:
-        settle_key(function)
+        with _in_python:
+            settle_key(function)
         facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
         key = hashlib.sha256(str(facts).encode()).hexdigest()
 
@@ -109,14 +110,13 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
             known = function.device_caches[device][0].get(kind)
             if known is not None:  # another thread made it while this one waited
                 return known
+            start_compiler()
+            _write_in_turn(function)
             return plain(kind, signature, device, *arguments, **options)
 
         return run(key, compile_kernel)
 
     function._do_compile = compile_one
-    make = getattr(function, "ASTSource", None)
-    if make is not None:
-        function.ASTSource = lambda *given: _written_in_turn(make(*given))
 
 
 # Parsing and writing IR is Python, which one thread runs at a time in any case. Python 3.11.0 to 3.11.7 raise
@@ -148,9 +148,20 @@ def has_compiled(function: Any, device: int | None) -> bool:
     return caches is not None and bool(caches[0])
 
 
-def start_driver() -> None:
-    """Has Triton find its driver, which threads that all need it first would each build."""
-    driver.active.get_current_target()
+def start_compiler() -> None:
+    """Has Triton find its driver and read its own files for keys, once; threads would each do both.
+
+    Both take some tenths of a second, mostly outside of Python.
+    """
+    with _starting:
+        driver.active.get_current_target()
+        with suppress(ImportError):  # later versions may keep it elsewhere
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+
+_starting = Lock()
 
 
 def build_launcher(compiled: Any) -> None:
@@ -181,6 +192,23 @@ def _begin() -> None:
     begin, _of_thread.begin = getattr(_of_thread, "begin", None), None
     if begin is not None:
         begin()
+
+
+def _write_in_turn(function: Any) -> None:
+    """Has the IR of a jit function's kernels be written in turn.
+
+    Triton sets `ASTSource` before the first compile for each device.
+    """
+    make = getattr(function, "ASTSource", None)
+    if make is not None and not isinstance(make, _InTurn):
+        function.ASTSource = _InTurn(make)
+
+
+class _InTurn(NamedTuple):
+    make: Any
+
+    def __call__(self, *given: Any) -> Any:
+        return _written_in_turn(self.make(*given))
 
 
 def _written_in_turn(source: Any) -> Any:

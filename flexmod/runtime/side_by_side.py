@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmod import config
 from flexmod.block_mask.launched import is_captured
-from flexmod.internals.triton import after_writing, has_compiled, start_driver
+from flexmod.internals.triton import after_writing, has_compiled, start_compiler
 from flexmod.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 from flexmod.runtime import jit
 from flexmod.runtime.bound import NO_EXTENTS
@@ -134,7 +134,7 @@ def compiles(
             missing.setdefault((id(function), step.name), (function, []))[1].append(step)
     if not missing:
         return []
-    start_driver()
+    start_compiler()
     inputs = zip(plan.inputs, tensors, strict=True)
     named = {place.name: stand_in(tensor) for place, tensor in inputs if place and tensor is not None}
     known = {**extents_of(plan.inputs, tensors), **extents}

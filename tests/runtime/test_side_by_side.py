@@ -230,6 +230,7 @@ with contextlib.ExitStack() as stack:
     slopes = torch.rand(2, requires_grad=True)
     attend = lambda: flexmod.flex_attention(q, k, v, {score}, mask, kernel_options={options})
     {body}
+    [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
 print(json.dumps([compiled, launchers, launched]))
 """
 STEP = """
@@ -351,6 +352,32 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
 """
     found, *_ = python(tmp_path, body)
     assert sorted(name for name, *_ in found) == HOPPER
+
+
+def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
+    """The backward's compile begins when the forward's IR is written, before the forward is compiled."""
+    body = """
+    from triton.compiler.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+    import time
+    inside, most, begun, later = [], [], [], side_by_side.later
+    def watched(make):
+        def make_ir(*given):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.1)
+            inside.pop()
+            return make(*given)
+        return make_ir
+    for kind in (ASTSource, GluonASTSource):
+        kind.make_ir = watched(kind.make_ir)
+    side_by_side.later = lambda job: (begun.append(len(compiled)), later(job))[1]
+    attend()
+    [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
+    assert most == [1] * 4, most
+    assert begun == [0], begun
+"""
+    assert len(python(tmp_path, body)[0]) == 4
 
 
 def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:
