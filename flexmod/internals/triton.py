@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
@@ -151,17 +151,26 @@ def has_compiled(function: Any, device: int | None) -> bool:
 def start_compiler() -> None:
     """Has Triton find its driver and read its own files for keys, once; threads would each do both.
 
-    Both take some tenths of a second, mostly outside of Python.
+    Each takes some tenths of a second, mostly outside of Python, so a thread reads the files.
     """
     with _starting:
+        reader = threading.Thread(target=_read_own_files)
+        with suppress(RuntimeError):  # no thread can be started
+            reader.start()
         driver.active.get_current_target()
-        with suppress(ImportError):  # later versions may keep it elsewhere
-            from triton.runtime.cache import triton_key
-
-            triton_key()
+        if reader.ident is not None:
+            reader.join()
 
 
 _starting = Lock()
+
+
+@cache
+def _read_own_files() -> None:
+    with suppress(ImportError):  # later versions may keep it elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def build_launcher(compiled: Any) -> None:
@@ -170,28 +179,48 @@ def build_launcher(compiled: Any) -> None:
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
+def build_launcher_of(source: Any) -> None:
+    """Builds the launcher in C for a kernel that is not compiled yet, from its written source.
+
+    The C text depends on the source, and on whether tensor descriptors are the GPU's own: those of Gluon are.
+    """
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in source.signature.values())
+    unknown = dict.fromkeys(
+        ["global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"], 0
+    )
+    gluon = isinstance(source, GluonASTSource)
+    metadata = SimpleNamespace(
+        **unknown,
+        tensordesc_meta=[{}] * descriptors if gluon else None,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+    )
+    driver.active.launcher_cls(source, metadata)
+
+
 _of_thread = threading.local()  # `begin`: see `after_writing`
 
 
 @contextmanager
-def after_writing(begin: Callable[[], object]) -> Iterator[None]:
+def after_writing(begin: Callable[[Any], object]) -> Iterator[None]:
     """Calls `begin` once: when this thread has written the IR of a kernel that it compiles inside.
 
-    To write IR is Python, in which other threads would slow it down; the rest of a compile is not. Where no
-    IR is written, `begin` is called at the end; where the body raises, perhaps never.
+    To write IR is Python, in which other threads would slow it down; the rest of a compile is not. `begin`
+    gets the kernel's source. Where no IR is written, it gets None at the end; where the body raises, perhaps
+    it is not called.
     """
     _of_thread.begin = begin
     try:
         yield
-        _begin()
+        _begin(None)
     finally:
         _of_thread.begin = None
 
 
-def _begin() -> None:
+def _begin(source: Any) -> None:
     begin, _of_thread.begin = getattr(_of_thread, "begin", None), None
     if begin is not None:
-        begin()
+        begin(source)
 
 
 def _write_in_turn(function: Any) -> None:
@@ -218,7 +247,7 @@ def _written_in_turn(source: Any) -> Any:
     def make_ir(*given: Any) -> Any:
         with _in_python:
             written = write(*given)
-        _begin()
+        _begin(source)
         return written
 
     source.make_ir = make_ir
