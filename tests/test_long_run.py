@@ -49,6 +49,7 @@ FINITE = {
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
     "internals.triton._assembler_flags": "nothing",
+    "internals.triton._read_own_files": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.

@@ -24,14 +24,17 @@ from flexmod.ir.trace import Traced
 from flexmod.locks import Lock
 from flexmod.runtime.side_by_side import later, threads
 
-DELAY = 2.0  # seconds; the kernels of a forward and a backward are then mostly past their Python part
-PAUSE = 0.05  # seconds between two looks at whether the process ends
+DELAY = 2.0  # seconds; by then the kernels of a forward and a backward are mostly past their Python part
+PAUSE = 0.05  # seconds; a waiting thread looks this often whether the process ends
 MOST_TILES = 1 << 22  # of a mask in torch; more would take it long, and much memory
 REMEMBERED = 1024
 
 
+_turn = Lock()  # held by a thread whose kernels nobody waits for; of many mask_mods, one compiles at a time
+
+
 class _Ahead:
-    """A thread that runs a job after DELAY seconds, or when its result is needed."""
+    """A thread that runs a job after DELAY seconds in its turn, or at once if its result is needed."""
 
     def __init__(self, job: Callable[[], object]) -> None:
         self.needed = threading.Event()
@@ -40,8 +43,14 @@ class _Ahead:
     def _run(self, job: Callable[[], object]) -> None:
         start_compiler()
         end = time.monotonic() + DELAY
-        while time.monotonic() < end and not self.needed.wait(PAUSE):
+        while not self.needed.wait(PAUSE):
             if not threading.main_thread().is_alive():
+                return
+            if time.monotonic() >= end and _turn.take():
+                try:
+                    job()
+                finally:
+                    _turn.release()
                 return
         job()
 

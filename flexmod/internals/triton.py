@@ -182,7 +182,7 @@ def build_launcher(compiled: Any) -> None:
 def build_launcher_of(source: Any) -> None:
     """Builds the launcher in C for a kernel that is not compiled yet, from its written source.
 
-    The C text depends on the source, and on whether tensor descriptors are the GPU's own: those of Gluon are.
+    The C text depends on the source and on the kind of its tensor descriptors. Gluon's are the GPU's own.
     """
     descriptors = sum(str(kind).startswith("tensordesc") for kind in source.signature.values())
     unknown = dict.fromkeys(

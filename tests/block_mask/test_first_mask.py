@@ -24,11 +24,15 @@ class Steps:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.compiling = self.most = 0
         self.may_compile = threading.Event()
 
     def compile(self, *_: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
+        self.compiling += 1
+        self.most = max(self.most, self.compiling)
         assert self.may_compile.wait(20)
+        self.compiling -= 1
         self.seen.append("compiled")
 
     def build(self, build: Any, *given: Any) -> Any:
@@ -95,6 +99,18 @@ def test_the_next_mask_waits_for_its_kernels(steps: Steps) -> None:
     assert steps.seen == ["compiled", "launched"]
     mask(window(100))
     assert steps.seen == ["compiled", "launched", "launched"]
+
+
+def test_one_mask_mod_compiles_at_a_time_unless_it_is_needed(steps: Steps) -> None:
+    for mask_mod in (masks.causal(), masks.prefix_lm(100), window(100)):
+        mask(mask_mod)
+    threading.Timer(0.3, steps.may_compile.set).start()
+    mask(window(100))
+    assert steps.seen[-1] == "launched" and 2 <= len(steps.seen) <= 4
+    for ahead in first_mask._known.values():
+        if ahead is not None:
+            ahead.thread.join(10)
+    assert steps.seen.count("compiled") == 3 and steps.most == 2
 
 
 def test_each_mask_mod_has_a_first_mask(steps: Steps) -> None:
