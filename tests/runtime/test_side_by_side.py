@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -386,9 +387,10 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     assert len(python(tmp_path, body)[0]) == 4
 
 
+@pytest.mark.skipif(version("triton") > "3.6.9", reason="this version of Triton writes no launcher in C")
 @pytest.mark.parametrize("options", ["None", "{'TEMPLATE': 'portable'}"])
 def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: Path) -> None:
-    """Its C text is what Triton writes for the compiled kernel. Later versions of Triton write none."""
+    """Its C text is what Triton writes for the compiled kernel."""
     body = """
     from types import SimpleNamespace
     from flexmod.internals.triton import build_launcher
@@ -401,10 +403,9 @@ def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: 
     stand_in_driver.Driver.launcher_cls = staticmethod(driver.CudaLauncher)
     with torch.no_grad(): attend()
     [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
-    early = [*texts]
+    assert len(texts) == len(kernels) == 1, (texts, kernels)
     build_launcher(*kernels)
-    assert texts == early * 2, texts
-    assert len(early) == 1 or triton.__version__ > "3.6.9"
+    assert texts[0] == texts[1] and "PyObject" in texts[0]
 """
     python(tmp_path, body, options=options)
 
