@@ -1,4 +1,4 @@
-"""The mask_mods of combined block masks, `a & b`, `a | b` and `~a`."""
+"""The mask_mods of combined block masks (`a & b`, `a | b`, `~a`, `BlockMask.cat`) and of dense masks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from flexmod.block_mask.mask_mod import MaskMod
 from flexmod.block_mask.tiles import FULL, PARTIAL
 from flexmod.ir.composed import Derived, moved
+from flexmod.ir.sizes import expect_size
 
 How = Literal["and", "or"]
 
@@ -79,6 +80,49 @@ class Listed(Derived):
 
     def to(self, device: torch.device | str) -> Listed:
         return Listed(moved(self.mask_mod, device), self.tiles.to(device), self.block)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Derived):
+    """A mask_mod that reads a dense mask. `dense` bool [B or 1, H or 1, Q_LEN, KV_LEN]."""
+
+    dense: Tensor
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        batch, heads, queries, keys = self.dense.shape
+        b = expect_size(b, batch, "a dense mask", "shape[0]") if batch > 1 else 0
+        h = expect_size(h, heads, "a dense mask", "shape[1]") if heads > 1 else 0
+        q_idx = expect_size(q_idx, queries, "a dense mask", "shape[2]")
+        return self.dense[b, h, q_idx, expect_size(kv_idx, keys, "a dense mask", "shape[3]")]
+
+    __name__ = "dense"
+
+    def to(self, device: torch.device | str) -> Dense:
+        return Dense(self.dense.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class OfBatch(Derived):
+    """The mask_mod of masks concatenated along the batch: the first `batch` entries are those of `first`, all
+    others those of `second`, which counts them from 0.
+    """
+
+    first: MaskMod
+    second: MaskMod
+    batch: int
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        # both run for every b, so each needs a batch entry of its own mask
+        first = self.first(b.clamp(max=self.batch - 1), h, q_idx, kv_idx)
+        second = self.second((b - self.batch).clamp(min=0), h, q_idx, kv_idx)
+        return ((b < self.batch) & first) | ((b >= self.batch) & second)
+
+    @property
+    def __name__(self) -> str:
+        return f"cat({_name(self.first)}, {_name(self.second)})"
+
+    def to(self, device: torch.device | str) -> OfBatch:
+        return OfBatch(moved(self.first, device), moved(self.second, device), self.batch)
 
 
 def _name(mask_mod: MaskMod) -> str:
