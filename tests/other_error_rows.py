@@ -14,7 +14,7 @@ from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 import flexmod
-from flexmod import errors, masks
+from flexmod import compare, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
@@ -24,7 +24,6 @@ from flexmod.ir.trace import trace
 from flexmod.runtime import config, launch, target
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.lazy_imports import lazy_imports
-from flexmod.tools import compare
 
 
 def refused(refusal: object, **options: int) -> Any:

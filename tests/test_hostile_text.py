@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import create_block_mask, flex_attention
+from flexmod import create_block_mask, explain, flex_attention
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.ir.trace import trace
-from flexmod.tools import explain
 from flexmod.tools.standalone import standalone
 
 KERNELS: tuple[KernelName, ...] = ("forward", "delta", "dq", "dkdv", "scatter")

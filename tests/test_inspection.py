@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import errors, masks, mods
+from flexmod import errors, explain, masks, mods
 from flexmod.calls import prepared
 from flexmod.runtime import target
 from flexmod.runtime.offline import Report
-from flexmod.tools import ahead, explain
+from flexmod.tools import ahead
 
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod import create_block_mask, explain, flex_attention, masks, mods
 from flexmod.backends import arguments, generated, triton
 from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
@@ -35,7 +35,6 @@ from flexmod.runtime.plan import (
     named,
     value_of,
 )
-from flexmod.tools import explain
 
 NAMES = ("B", "M", "N")
 NUMBERS = st.integers(1, 50)

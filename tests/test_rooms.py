@@ -57,10 +57,10 @@ runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
 codegen.device_functions
 backends
-tools.explain
+tools.explanation
 tools.ahead tools.warm
 tools.plan_text tools.quotes tools.standalone
-block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
+block_mask.generated block_mask.first_mask block_mask.find_tiles block_mask.in_graph block_mask.build
 calls.checks
 calls.autograd
 calls.prepared
@@ -72,7 +72,7 @@ calls.packed calls.sinks
 integrations
 tools.mod_names
 tools.peers
-tools.compare
+tools.comparison
 tools.bench
 tools.tune
 tools.cli
@@ -97,7 +97,7 @@ KNOW_CHIPS = {
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
     "tools.ahead": ['head_dim=128), "sm_90"):'],
-    "tools.explain": ['such as "hopper forward"', '("hopper forward")'],
+    "tools.explanation": ['such as "hopper forward"', '("hopper forward")'],
     "ir.formulas": ["(sm_75 and newer;"],
     "tools.inspection": ['e.g. "sm_90".'],
     "tools.warm": ['targets=["sm_90"]):'],

@@ -15,11 +15,10 @@ import pytest
 import torch
 from reference_case import make_case
 
-from flexmod import create_block_mask, errors, flex_attention
+from flexmod import create_block_mask, errors, explain, flex_attention
 from flexmod.backends import options
 from flexmod.codegen.variant import variant
 from flexmod.runtime import config, launch
-from flexmod.tools import explain
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,9 +1,9 @@
-"""Combines block masks: a & b, a | b, ~a, and a mask for other lengths.
+"""Combines block masks: a & b, a | b, ~a, masks one after another, and a mask for other lengths.
 
 The tiles of the operands decide most tiles of the result: a & b is empty where either mask is empty. Only
 undecided tiles are evaluated, as in the builder (`refine.py`).
 
-The mask_mods of combined block masks, `a & b`, `a | b` and `~a`.
+The mask_mods of combined block masks (`a & b`, `a | b`, `~a`, `BlockMask.cat`) and of dense masks.
 
 Cuts parts out of a block mask: some batches, heads and rows of tiles, or the upper left corner.
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,7 @@ from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
 from flexmod.ir.composed import Derived, moved
-from flexmod.ir.graph import check_sizes
+from flexmod.ir.graph import check_sizes, expect_size
 from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
@@ -101,6 +103,49 @@ class Listed(Derived):
         return Listed(moved(self.mask_mod, device), self.tiles.to(device), self.block)
 
 
+@dataclass(frozen=True, eq=False)
+class Dense(Derived):
+    """A mask_mod that reads a dense mask. `dense` bool [B or 1, H or 1, Q_LEN, KV_LEN]."""
+
+    dense: Tensor
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        batch, heads, queries, keys = self.dense.shape
+        b = expect_size(b, batch, "a dense mask", "shape[0]") if batch > 1 else 0
+        h = expect_size(h, heads, "a dense mask", "shape[1]") if heads > 1 else 0
+        q_idx = expect_size(q_idx, queries, "a dense mask", "shape[2]")
+        return self.dense[b, h, q_idx, expect_size(kv_idx, keys, "a dense mask", "shape[3]")]
+
+    __name__ = "dense"
+
+    def to(self, device: torch.device | str) -> Dense:
+        return Dense(self.dense.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class OfBatch(Derived):
+    """The mask_mod of masks concatenated along the batch: the first `batch` entries are those of `first`, all
+    others those of `second`, which counts them from 0.
+    """
+
+    first: MaskMod
+    second: MaskMod
+    batch: int
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        # both run for every b, so each needs a batch entry of its own mask
+        first = self.first(b.clamp(max=self.batch - 1), h, q_idx, kv_idx)
+        second = self.second((b - self.batch).clamp(min=0), h, q_idx, kv_idx)
+        return ((b < self.batch) & first) | ((b >= self.batch) & second)
+
+    @property
+    def __name__(self) -> str:
+        return f"cat({_name(self.first)}, {_name(self.second)})"
+
+    def to(self, device: torch.device | str) -> OfBatch:
+        return OfBatch(moved(self.first, device), moved(self.second, device), self.batch)
+
+
 def _name(mask_mod: MaskMod) -> str:
     return getattr(mask_mod, "__name__", type(mask_mod).__name__)
 
@@ -117,7 +162,40 @@ def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
     table = torch.where(a == keeps, b, torch.where(b == keeps, a, OPEN))
     table.masked_fill_((a == ends) | (b == ends), ends)
     mask_mod = _at(first, Combined(how, _elements(first), _elements(second)))
-    return _finished(first, table, batch, first.seq_lengths, mask_mod, second)
+    return _finished(first, table, batch, first.seq_lengths, mask_mod, [second])
+
+
+def concatenated(masks: Sequence[AnyMask]) -> AnyMask:
+    """The mask of all batch entries of `masks`, one mask after another. Raises BlockMaskCombineError."""
+    if not masks:
+        raise BlockMaskCombineError(problem="there are none", advice="give one mask at least")
+    for mask in masks:
+        _check_dimensions(mask)
+        _check_alike(masks[0], mask)
+    for name, (offset, _) in (masks[0].positions or NO_OFFSETS).tensors().items():
+        if offset.numel() > 1:
+            raise BlockMaskCombineError(
+                problem=f"{name} has one element for each batch entry",
+                advice=f"build one mask, with the elements of all entries in {name}",
+            )
+    heads = _common_size(masks, 1)
+    batch = 0
+    mask_mod = _elements(masks[0])
+    for previous, mask in pairwise(masks):
+        batch += _batch(previous)[0]
+        if not _same_for_each_entry(previous, mask):
+            mask_mod = OfBatch(mask_mod, _elements(mask), batch)
+    batch += _batch(masks[-1])[0]
+    table = torch.cat([mask.table().expand(_batch(mask)[0], heads, -1, -1) for mask in masks])
+    first, others = masks[0], masks[1:]
+    return _finished(first, table, (batch, heads), first.seq_lengths, _at(first, mask_mod), others)
+
+
+def _same_for_each_entry(first: MaskData, second: MaskData) -> bool:
+    """Do both masks keep the same elements in every batch entry?"""
+    one, other = first._traced, second._traced
+    same = one.graph.key == other.graph.key and all(map(is_, one.tensors, other.tensors))
+    return same and "b" not in one.graph.reads and first.classified and second.classified
 
 
 def complement(mask: AnyMask) -> AnyMask:
@@ -157,16 +235,16 @@ def _finished(
     batch: tuple[int, ...],
     lengths: Lengths,
     mask_mod: MaskMod,
-    other: AnyMask | None = None,
+    others: Sequence[AnyMask] = (),
 ) -> AnyMask:
-    """Decides the OPEN tiles of a table, and makes a mask like `mask` (and `other`) from it."""
+    """Decides the OPEN tiles of a table, and makes a mask like `mask` and `others` from it."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
         sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
         check_sizes(traced.graph, sizes, "the block mask")
         fits = Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
-    alike = [m for m in (mask, other) if m is not None]
+    alike = (mask, *others)
     separate = all(m.storage.separate for m in alike)
     keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
     made = type(mask).of_table(
@@ -218,6 +296,12 @@ def _check_dimensions(mask: MaskData) -> None:
 
 def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
     """Checks that the masks fit together, and returns their common batch dimensions."""
+    _check_alike(first, second)
+    return _common_size((first, second), 0), _common_size((first, second), 1)
+
+
+def _check_alike(first: MaskData, second: MaskData) -> None:
+    """Checks that two masks have the same lengths, tile sizes, device and offsets."""
     for name in ("seq_lengths", "BLOCK_SIZE", "device"):
         values = getattr(first, name), getattr(second, name)
         if values[0] != values[1]:
@@ -233,19 +317,22 @@ def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
         )
     _check_dimensions(first)
     _check_dimensions(second)
-    found = []
-    for axis, index, sizes in zip("BH", "bh", zip(_batch(first), _batch(second), strict=True), strict=True):
-        size = max(sizes)
-        for mask, own in zip((first, second), sizes, strict=True):
-            reads = index in mask.traced.graph.reads
-            if own != size and (own != 1 or reads):
-                why = f", and its mask_mod reads {index}" if own == 1 else ""
-                raise BlockMaskCombineError(
-                    problem=f"one has {axis}={own}{why}; the other has {axis}={size}",
-                    advice=f"build both with {axis}={size}",
-                )
-        found.append(size)
-    return found[0], found[1]
+
+
+def _common_size(masks: Sequence[MaskData], dimension: int) -> int:
+    """The common number of batch entries (dimension 0) or heads (1). A size of 1 broadcasts."""
+    axis, index = "BH"[dimension], "bh"[dimension]
+    size = max(_batch(mask)[dimension] for mask in masks)
+    for mask in masks:
+        own = _batch(mask)[dimension]
+        reads = index in mask.traced.graph.reads
+        if own != size and (own != 1 or reads):
+            why = f", and its mask_mod reads {index}" if own == 1 else ""
+            raise BlockMaskCombineError(
+                problem=f"one has {axis}={own}{why}; the other has {axis}={size}",
+                advice=f"build both with {axis}={size}",
+            )
+    return size
 
 
 def sliced(mask: AnyMask, index: Any) -> AnyMask:

@@ -7,6 +7,7 @@ slicing, and its constructor checks that its parts fit together.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,16 @@ from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
 from flexmod.block_mask.parts import (
     MaskMod,
     block_pair,
+    check_grid,
     check_values,
     checked_lists,
     length,
     noop_mask,
+    table_of,
     trace_mask,
 )
 from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
+from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import moved
 
@@ -146,6 +149,60 @@ class BlockMask(MaskData):
             dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
+
+    @classmethod
+    def from_dense(
+        cls,
+        tiles: Tensor,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+    ) -> BlockMask:
+        """Makes a BlockMask from a table of tiles, bool or integers [B, H, Qb, KVb]; the inverse of to_dense.
+
+        A tile is listed where `tiles` is not 0. Missing dimensions for H and B are 1. With `mask_mod` None
+        the mask keeps every score of the listed tiles, else the scores that mask_mod keeps there.
+        `seq_lengths` (queries, keys) None: the lengths end with the last tiles.
+
+        Raises BlockMaskPartsError, BlockSizeError, LengthError, and every error of tracing a mask_mod.
+
+        Example:
+
+            last_two = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+            block_mask = BlockMask.from_dense(last_two, BLOCK_SIZE=64)
+            assert torch.equal(block_mask.to_dense()[0, 0], last_two)
+        """
+        block = block_pair(BLOCK_SIZE)
+        table = table_of(tiles)
+        rows, columns = table.shape[-2:]
+        given = seq_lengths or (rows * block[0], columns * block[1])
+        lengths = (length("Q_LEN", given[0]), length("KV_LEN", given[1]))
+        check_grid((rows, columns), lengths, block)
+        table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
+        mod = mask_mod or noop_mask
+        made = cls.of_table(
+            table, tuple(table.shape[:2]), lengths, block, mod, trace_mask(mod, table.device),
+            separate=mask_mod is None,
+        )  # fmt: skip
+        made._classified = False
+        return made
+
+    @classmethod
+    def cat(cls, masks: Sequence[BlockMask]) -> BlockMask:
+        """Concatenates masks along the batch: entry 0 of the second mask follows the last of the first.
+
+        A mask with H=1 broadcasts, unless its mask_mod reads h. Raises BlockMaskCombineError.
+
+        Example:
+
+            one, other = (create_block_mask(masks.sliding_window(n), 1, None, 512, 512) for n in (64, 100))
+            both = BlockMask.cat([one, other])
+            assert both.shape == (2, 1, 512, 512)
+        """
+        for mask in masks:
+            if not isinstance(mask, BlockMask):
+                raise NotABlockMask.of(mask)
+        return combine.concatenated([fresh(mask) for mask in masks])
 
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""

@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.tiles import LISTS, Parts, tile_count
+from flexmod.block_mask.tiles import FULL, LISTS, Parts, tile_count
 from flexmod.errors import (
     BlockMaskPartsError,
     BlockSizeError,
@@ -38,7 +38,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def length(name: str, value: SupportsIndex) -> int:
+def length(name: str, value: SupportsIndex | None) -> int:
     """A number of positions as an int. Raises LengthError."""
     number = positive(value)
     if number is None:
@@ -138,6 +138,34 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
         raise BlockMaskPartsError(
             problem=problem,
             advice="give counts [..., rows] and indices [..., rows, columns] of the same rows",
+        )
+
+
+def table_of(given: Any) -> Tensor:
+    """A user's table of tiles, as int8 [B, H, Qb, KVb]: FULL where it is not 0.
+
+    Raises BlockMaskPartsError.
+    """
+    found = plain_list("tiles", given)
+    if found is None or found.is_floating_point() or found.is_complex() or not 2 <= found.dim() <= 4:
+        what = "None" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        raise BlockMaskPartsError(
+            problem=f"tiles is {what}; a table of tiles is bool or integers, of shape [B, H, Qb, KVb]",
+            advice="give one entry for each tile, e.g. block_mask.to_dense(); a dense mask of one entry for "
+            "each query and key goes to create_block_mask",
+        )
+    table = (found != 0).to(torch.int8) * FULL
+    return table.reshape(*(1,) * (4 - table.dim()), *table.shape)
+
+
+def check_grid(grid: tuple[int, int], lengths: tuple[int, int], block: tuple[int, int]) -> None:
+    """Raises BlockMaskPartsError if a table of tiles does not cover the lengths exactly."""
+    expected = tuple(map(tile_count, lengths, block))
+    if grid != expected:
+        raise BlockMaskPartsError(
+            problem=f"tiles has {grid[0]} rows and {grid[1]} columns, but Q_LEN={lengths[0]} and "
+            f"KV_LEN={lengths[1]} have {expected[0]} and {expected[1]} with BLOCK_SIZE {block}",
+            advice="give the seq_lengths and the BLOCK_SIZE that the table was made for",
         )
 
 

@@ -145,6 +145,11 @@ class Runs:
             table[group] = table[group].cumsum(-1, dtype=torch.int8)
         return table[:, :columns].view(*lead, columns)
 
+    def in_order(self) -> Runs:
+        """Returns the runs with `order`; of equally long rows the first comes first."""
+        longest_first = self.rows[..., 0].sum(-1).argsort(dim=-1, descending=True, stable=True)
+        return Runs(self.rows, self.spans, longest_first.int())
+
     def to(self, device: torch.device | str) -> Runs:
         return Runs(*(tensor.to(device) for tensor in self.tensors()))
 

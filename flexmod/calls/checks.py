@@ -53,9 +53,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
             key=key.shape[length], value=value.shape[length], dimension=f"{length}{layout.named}"
         )
     if key.shape[heads] != value.shape[heads]:
-        raise errors.KeyValueHeadsMismatch(
-            key=key.shape[heads], value=value.shape[heads], dimension=f"{heads}{layout.named}"
-        )
+        raise errors.KeyValueHeadsMismatch.of(key.shape[heads], value.shape[heads], heads, layout.named)
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]

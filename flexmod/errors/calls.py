@@ -129,7 +129,24 @@ class BatchMismatch(FlexmodError, ValueError):
 
 class KeyValueHeadsMismatch(FlexmodError, ValueError):
     what = "key has {key} heads but value has {value}."
-    instead = "give key and value the same number of heads (dimension {dimension})."
+    instead = "{advice}."
+
+    @classmethod
+    def of(cls, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
+        """Builds the error. `heads` is the dimension of heads in the layout, `named` the layout's name."""
+        few, many = sorted((key, value))
+        advice = f"give key and value the same number of heads (dimension {heads}{named})"
+        if few and many % few == 0:
+            ratio = many // few
+            advice = f"repeat each head of value, value.repeat_interleave({ratio}, dim={heads})"
+            if value > key:
+                split = f"value.unflatten({heads}, ({key}, {ratio}))"
+                moved = split if heads == 2 else f"{split}.transpose(2, 3)"
+                advice = (
+                    f"put the {ratio} value heads of each key head side by side, {moved}.flatten(3): the "
+                    "output has theirs side by side too"
+                )
+        return cls(key=key, value=value, advice=advice)
 
 
 class HeadCountMismatch(FlexmodError, ValueError):

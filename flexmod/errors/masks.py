@@ -57,6 +57,11 @@ class LengthError(FlexmodError, ValueError):
     instead = "give the number of positions, e.g. {name}=query.shape[2]."
 
 
+class DenseMaskError(FlexmodError, ValueError):
+    what = "a dense mask, of shape {shape}, {problem}."
+    instead = "{advice}."
+
+
 class MaskExtentError(FlexmodError, ValueError):
     what = "{name} is {value!r}; it must be a positive integer or None."
     instead = "give {name}=query.shape[{axis}], or None if the mask is the same for each."

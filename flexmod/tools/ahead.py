@@ -35,7 +35,7 @@ from flexmod.runtime.launch import refusal_in_words
 from flexmod.runtime.offline import Report
 from flexmod.runtime.plan import Launch
 from flexmod.runtime.target import MEASURED, family_of, named
-from flexmod.tools.explain import Named
+from flexmod.tools.explanation import Named
 
 GIVES_WAY = "it spills so much that the portable template runs"
 WRONG: dict[object, str] = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import errors, flex_attention, masks, mods
+from flexmod import errors, explain, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
 from flexmod.backends import options as kernel_options
 from flexmod.backends.triton import BackwardFacts
@@ -18,7 +18,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Limits, Tile
 from flexmod.codegen.variant import variant
 from flexmod.runtime.target import named
-from flexmod.tools import ahead, explain
+from flexmod.tools import ahead
 from flexmod.tools.mod_names import Mods, Setting
 from flexmod.tools.tune import tune
 

@@ -13,7 +13,7 @@ import torch
 from attention_cases import CAUSAL
 from triton_release import NEWEST, Limits
 
-from flexmod import mods
+from flexmod import explain, mods
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, sum_block, text
 from flexmod.codegen.kernels import Parameter
@@ -21,7 +21,6 @@ from flexmod.codegen.spec import KernelSpec
 from flexmod.ir.trace import trace
 from flexmod.runtime import offline
 from flexmod.runtime.gluon import descriptor_type
-from flexmod.tools import explain
 
 BF16 = torch.bfloat16
 SLOPES = mods.alibi(torch.ones(4))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
+from flexmod import explain
 from flexmod.codegen import compiler
 from flexmod.codegen.kernels import ModText, Parameter
 from flexmod.codegen.render import parameters, render
 from flexmod.codegen.spec import KernelSpec
-from flexmod.tools import explain
 
 HALF = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 64, 64, mask_block=(128, 128))
 SINGLE = KernelSpec(torch.float32, torch.float32, torch.float32, 80, 64)

@@ -9,11 +9,11 @@ import torch
 from attention_cases import CAUSAL
 from triton_release import NEWEST
 
+from flexmod import explain
 from flexmod.codegen import cache
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
 from flexmod.runtime import offline
-from flexmod.tools import explain
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from flexmod.tools.cli.options import POSITIVE, score_option, size_options
-from flexmod.tools.compare import compare as compare_mods
+from flexmod.tools.comparison import compare as compare_mods
 
 
 @click.command()

@@ -13,7 +13,7 @@ from flexmod.tools.cli.options import (
     mask_argument,
     score_option,
 )
-from flexmod.tools.explain import explain as explain_mods
+from flexmod.tools.explanation import explain as explain_mods
 from flexmod.tools.mod_names import choose
 
 

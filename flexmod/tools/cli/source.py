@@ -21,7 +21,7 @@ from flexmod.tools.cli.options import (
     mask_argument,
     score_option,
 )
-from flexmod.tools.explain import explain
+from flexmod.tools.explanation import explain
 from flexmod.tools.mod_names import choose
 from flexmod.tools.standalone import standalone as standalone_text
 
