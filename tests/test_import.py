@@ -137,7 +137,7 @@ assert flexmod.__version__ and flexmod.errors.FlexmodError and "flex_attention" 
 assert not {"torch", "click", "rich", "jinja2", "tabulate", "triton"} & set(sys.modules)
 from flexmod import *
 assert {*flexmod.__all__} <= {*globals()}
-assert flex_attention is sys.modules["flexmod.attention"].flex_attention
+assert flex_attention is sys.modules["flexmod.calls.attention"].flex_attention
 assert masks is sys.modules["flexmod.masks"] and "triton" not in sys.modules
 """)
 

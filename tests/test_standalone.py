@@ -139,7 +139,7 @@ def test_an_unknown_chip() -> None:
 
 def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(named("sm_86"), 200_000, 255, 0, 0, {})
-    module = sys.modules["flexmod.standalone"]
+    module = sys.modules["flexmod.tools.standalone"]
     monkeypatch.setattr(module, "first_tile", lambda *_: Built("dq", "portable", SMALL["dq"], report))
     with pytest.raises(errors.NoTileFits) as raised:
         standalone(head_dim=16, target="sm_86")
