@@ -26,11 +26,11 @@ from triton.compiler import CompiledKernel
 import flexmod
 from flexmod import masks, mods
 from flexmod.backends import arguments, generated
-from flexmod.block_mask import find_tiles
 from flexmod.block_mask import generated as builder
+from flexmod.block_mask import in_graph
 from flexmod.calls import prepared
 from flexmod.codegen.spec import Verdict
-from flexmod.runtime import direct, jit, launch, side_by_side
+from flexmod.runtime import direct, launch, side_by_side
 from flexmod.runtime.direct import Direct
 from flexmod.runtime.target import Target
 
@@ -77,7 +77,7 @@ def on_an_h200() -> Iterator[None]:
     made = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
     made["_cuda_isCurrentStreamCapturing"] = lambda: False  # type: ignore[assignment]
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
-        jit, start=_compiled, compiled=_compiled
+        direct, start=_compiled, compiled=_compiled
     ), mock.patch.object(
         launch, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
     ), mock.patch.object(prepared, "_backend", lambda options, query: "triton"), mock.patch.object(
@@ -87,7 +87,7 @@ def on_an_h200() -> Iterator[None]:
     ), mock.patch.object(
         direct, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
     ), mock.patch.object(side_by_side, "threads", lambda: 1), mock.patch.object(
-        find_tiles, "has_kernels", lambda device: True
+        in_graph, "has_kernels", lambda device: True
     ), mock.patch.object(builder, "target_of", lambda device: H200):  # fmt: skip
         yield
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from flexmod.block_mask.format import BlockMask
     from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
     from flexmod.calls.compiled import CompiledAttention, compile
-    from flexmod.calls.packed import nested_attention, varlen_attention
-    from flexmod.calls.sinks import apply_sink
+    from flexmod.calls.packed import apply_sink, nested_attention, varlen_attention
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
     from flexmod.tools.comparison import compare
@@ -55,8 +54,7 @@ _DEFINED_IN = {
     "block_mask.format": ("BlockMask",),
     "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),
     "calls.compiled": ("CompiledAttention", "compile"),
-    "calls.packed": ("nested_attention", "varlen_attention"),
-    "calls.sinks": ("apply_sink",),
+    "calls.packed": ("apply_sink", "nested_attention", "varlen_attention"),
     "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),
     "tools.comparison": ("compare",),

@@ -74,7 +74,7 @@ FAULTS = (
           "(kv_idx < tokens) | (q_idx - kv_idx <= window)", "tests/test_masks.py"),
     Fault("flexmod/mods/scores.py", "torch.where(kv_idx == position, logit, score)",
           "torch.where(q_idx == position, logit, score)", "tests/test_mods.py"),
-    Fault("flexmod/calls/sinks.py", "share = torch.sigmoid(lse - logits)",
+    Fault("flexmod/calls/packed.py", "share = torch.sigmoid(lse - logits)",
           "share = torch.sigmoid(logits - lse)",
           "tests/test_lse.py"),
     # errors and the command line

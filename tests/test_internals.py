@@ -1,4 +1,4 @@
-"""Private names of torch and Triton stand in flexmod/internals and runtime/private_torch.py alone."""
+"""Private names of torch and Triton stand in runtime/private_torch.py and private_triton.py alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton")
 # Of Python's own: named tuples and frames.
 PYTHONS = {"_replace", "_fields", "_asdict", "_getframe"}
 
-MOVED = {"runtime.private_torch", "internals.triton"}
+MOVED = {"runtime.private_torch", "runtime.private_triton"}
 INTERPRETER = {
     # They load Triton's interpreter a second time and replace its methods: private names are what they are
     # about, and apart from them none of these lines would be left.

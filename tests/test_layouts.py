@@ -14,7 +14,7 @@ import flexmod
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.backends import arguments, hopper
 from flexmod.calls import library
-from flexmod.runtime import jit
+from flexmod.runtime import direct
 from flexmod.runtime.plan import fixed
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -72,9 +72,11 @@ def test_the_output_lies_as_query_does(options: Any) -> None:
 def test_kernels_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel is given is the caller's memory, and what it writes is what the caller gets."""
     launches: list[dict[str, Any]] = []
-    start = jit.start
+    start = direct.start
     monkeypatch.setattr(
-        jit, "start", lambda of, grid, on, given: launches.append(dict(given)) or start(of, grid, on, given)
+        direct,
+        "start",
+        lambda of, grid, on, given: launches.append(dict(given)) or start(of, grid, on, given),
     )
     q, k, v = inputs()
     out = attend(q, k, v, INTERPRET, layout="bshd")

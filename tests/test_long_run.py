@@ -45,12 +45,12 @@ FINITE = {
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
-    "block_mask.find_tiles._with_kernels": "nothing",
+    "block_mask.in_graph._with_kernels": "nothing",
     "codegen.compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
-    "internals.triton._assembler_flags": "nothing",
-    "internals.triton._read_own_files": "nothing",
+    "runtime.private_triton._assembler_flags": "nothing",
+    "runtime.private_triton._read_own_files": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # from the top down: each imports only from those before it
 ORDER = """
 errors
-runtime.private_torch runtime.locks internals
+runtime.private_torch runtime.locks runtime.private_triton
 runtime.lazy_imports runtime.config
 runtime.transforms runtime.tensor_kinds
 ir.graph
@@ -51,16 +51,16 @@ codegen.compiled_kernels codegen.cache
 codegen.hopper
 codegen.compiler
 codegen.variant
-runtime.gluon runtime.direct runtime.jit runtime.machine_code runtime.compiler_bugs
+runtime.gluon runtime.direct runtime.machine_code runtime.compiler_bugs
 runtime.interpreter_language runtime.interpreter
 runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
 codegen.device_functions
 backends
 tools.explanation
-tools.ahead tools.warm
-tools.plan_text tools.quotes tools.standalone
-block_mask.generated block_mask.first_mask block_mask.find_tiles block_mask.in_graph block_mask.build
+tools.ahead
+tools.plan_text tools.standalone
+block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
 calls.checks
 calls.autograd
 calls.prepared
@@ -68,7 +68,7 @@ calls.library
 calls.attention
 tools.inspection calls.compiled
 masks mods
-calls.packed calls.sinks
+calls.packed
 integrations
 tools.mod_names
 tools.peers
@@ -86,7 +86,7 @@ KNOW_CHIPS = {
     "runtime.target",  # the table of chips
     "codegen.prelude",  # the table of operations that a chip has text of its own for
     "runtime.compiler_bugs",  # each with the chip that it is seen on
-    "internals.triton",  # a module of Triton is named for a chip
+    "runtime.private_triton",  # a module of Triton is named for a chip
     # the registration of families
     "backends.options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
@@ -96,11 +96,10 @@ KNOW_CHIPS = {
 }  # fmt: skip
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
-    "tools.ahead": ['head_dim=128), "sm_90"):'],
+    "tools.ahead": ['head_dim=128), "sm_90"):', 'targets=["sm_90"]):'],
     "tools.explanation": ['such as "hopper forward"', '("hopper forward")'],
     "ir.formulas": ["(sm_75 and newer;"],
     "tools.inspection": ['e.g. "sm_90".'],
-    "tools.warm": ['targets=["sm_90"]):'],
 }
 
 

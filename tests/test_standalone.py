@@ -18,7 +18,7 @@ from flexmod.codegen.spec import KernelName, Tile
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools.ahead import Built
-from flexmod.tools.quotes import example, quotes
+from flexmod.tools.plan_text import example, quotes
 from flexmod.tools.standalone import save, standalone
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")

@@ -15,8 +15,8 @@ from flexmod import masks, mods
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.errors.commands import WarmFolderError
 from flexmod.runtime import config, side_by_side
+from flexmod.tools.ahead import checked_folder, warm
 from flexmod.tools.cli import main
-from flexmod.tools.warm import checked_folder, warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +29,7 @@ import torch, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
-from flexmod.runtime import jit, side_by_side
+from flexmod.runtime import direct, side_by_side
 from flexmod.runtime.direct import COUNTER
 
 def compile_only(function, grid, device, arguments):
@@ -41,9 +41,9 @@ def compile_only(function, grid, device, arguments):
 stand_in_driver.install()
 batch, heads, length = {sizes}
 mask = {mask} and flexmod.create_block_mask({mask}, None, None, length, length, device="cpu")
-threads, compiled = side_by_side.threads, jit.compiled
+threads, compiled = side_by_side.threads, direct.compiled
 with (
-    on_an_h200(), mock.patch.multiple(jit, start=compile_only, compiled=compiled),
+    on_an_h200(), mock.patch.multiple(direct, start=compile_only, compiled=compiled),
     mock.patch.object(side_by_side, "threads", threads),
     mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
 ):
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.Monk
         f"compiled kernels cannot be kept in {tmp_path / 'folder'}: Permission denied.\n"
         "  Instead: name a folder that can be written, e.g. --into kernels."
     )
-    monkeypatch.setattr("flexmod.tools.warm.keeps_elsewhere", lambda: True)
+    monkeypatch.setattr("flexmod.tools.ahead.keeps_elsewhere", lambda: True)
     with pytest.raises(WarmFolderError) as caught:
         checked_folder(tmp_path / "folder")
     assert str(caught.value) == (

@@ -1,6 +1,4 @@
-"""Builds the arguments of kernels from a call's tensors and mask, and allocates results.
-
-The grids of attention's kernels: how many programs there are.
+"""Builds the arguments and grids of kernels from a call's tensors and mask, and allocates results.
 
 `codegen/device_functions/attention.py` decides which program computes which tile, and in which order.
 """

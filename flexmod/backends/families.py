@@ -119,7 +119,7 @@ def insert(family: Family) -> Callable[[], None]:
 def _set(known: Sequence[Family]) -> None:
     global _known
     _known = tuple(known)
-    kernel_options.set_names([family.name for family in _known])
+    kernel_options.set_family_names([family.name for family in _known])
     CONSTANTS.version = object()  # invalidates cached calls
 
 

@@ -3,11 +3,8 @@
 The names are torch's, except BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic. Each name may have the
 prefix `fwd_` or `bwd_`, which overrides the bare name for that direction's kernels.
 
-Names the kernel families, for options and commands that select one.
-
-`backends/families.py` has the families themselves; its `insert` adds a name here.
-
-Names the orders of dimensions that query, key, value and output may have.
+`families.py` has the families of kernels; its `insert` adds a name here. A Layout is an order of the
+dimensions that query, key, value and output may have.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ PORTABLE = "portable"  # the last family, whose kernels run on every chip
 _names: tuple[str, ...] = ("hopper", PORTABLE)
 
 
-def names() -> tuple[str, ...]:
-    """Returns all names, in the order in which flexmod tries the families."""
+def family_names() -> tuple[str, ...]:
+    """Returns the families of kernels, in the order in which flexmod tries them."""
     return _names
 
 
-def set_names(known: Sequence[str]) -> None:
+def set_family_names(known: Sequence[str]) -> None:
     global _names
     _names = tuple(known)
 

@@ -3,7 +3,7 @@
 It is slow and takes any float dtype and any device. torch's autograd computes gradients of every order, also
 of captured tensors. It needs memory for several copies of the whole score matrix.
 
-Lays out heads by the keys that they share.
+Heads are laid out by the keys that they share:
 
     [Z, G, length, dim]     Z: heads of the keys, one for each batch unless the batches share them
                             G: the query heads, over all batches, that share these keys

@@ -1,4 +1,4 @@
-"""Builds a BlockMask from a mask_mod: finds the runs of its tiles (`find_tiles.py`) and stores them."""
+"""Builds a BlockMask from a mask_mod: finds the runs of its tiles (`in_graph.py`) and stores them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexmod.block_mask import in_graph
 from flexmod.block_mask.combine import Dense
-from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
+from flexmod.block_mask.in_graph import check_captures, find_tiles
 from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
 from flexmod.errors import DenseMaskError, MaskExtentError

@@ -3,11 +3,9 @@
 The tiles of the operands decide most tiles of the result: a & b is empty where either mask is empty. Only
 undecided tiles are evaluated, as in the builder (`refine.py`).
 
-The mask_mods of combined block masks (`a & b`, `a | b`, `~a`, `BlockMask.cat`) and of dense masks.
-
-Cuts parts out of a block mask: some batches, heads and rows of tiles, or the upper left corner.
-
-A part's tiles come from the table of tiles. No element is evaluated, so a user's own lists stay as they are.
+`sliced` and `cropped` cut parts out of a block mask: some batches, heads and rows of tiles, or the upper left
+corner. A part's tiles come from the table of tiles. No element is evaluated, so a user's own lists stay as
+they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Validates the parts of a block mask, and that they fit together.
-
-Traces the mask_mod of a block mask.
-"""
+"""Validates the parts of a block mask, and that they fit together; traces its mask_mod."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 
 So the work grows with the boundary of the mask. No step stores more than AT_ONCE numbers of a kind.
 
-Decides tiles by the bounds of their mask, in torch.
+`Axes` decides tiles by the bounds of their mask:
 
     axes = Axes(analysis, tensors, (B, H, Q_LEN, KV_LEN), device)
     rows, columns = axes.tiles("row", 128), axes.tiles("column", 128)

@@ -1,6 +1,6 @@
 """Reads the index of mask[b, h, q]: which numbers it selects on each axis.
 
-Lets a sliced block mask keep its mask_mod: the slice passes the whole mask's positions to the mod.
+`Rebased` lets a sliced block mask keep its mask_mod: the slice passes the whole mask's positions to the mod.
 
         mask[1:3]             b -> b + 1
         mask[:, [4, 0, 2]]    h -> entries[h], a captured table

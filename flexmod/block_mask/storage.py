@@ -4,7 +4,7 @@ The builder makes runs. torch's eight lists are quadratic in the number of tiles
 runs at its first use. A user's lists stay lists, in their order. A `TileStorage` never changes: assigning
 lists gives the mask another one, and earlier calls keep theirs.
 
-A snapshot of a block mask at a call, so that the call's backward reads the same mask.
+A `MaskSnapshot` is taken at a call, so that the call's backward reads the same mask.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 All functions use a bounded number of 64-bit positions at a time, so converting a very long mask takes little
 memory beyond the result.
 
-Stores tiles as runs: each run is a range of consecutive tiles of one kind, partial or full, in a row.
+`Runs` stores tiles as runs: each run is a range of consecutive tiles of one kind, partial or full, in a row.
 
         rows     int32 [..., R, 2, 3]   for a row's partial tiles, then for its full tiles: the number of
                                         tiles, the number of runs, and the place of the first run in `spans`

@@ -1,6 +1,6 @@
 """Writes the texts that build block masks: the bounds of a rectangle, and the terms that the bounds use.
 
-The kernels that build the block masks of one mask_mod. The compiler passes them to their launcher.
+`BuilderKernels` are the kernels for one mask_mod. The compiler passes them to their launcher.
 """
 
 from __future__ import annotations

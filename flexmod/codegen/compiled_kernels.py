@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 
 import triton
 
-from flexmod.internals.triton import Compile, add_compiled, around_compiles, compiles_always
 from flexmod.runtime import config
 from flexmod.runtime.locks import Lock, file_lock
+from flexmod.runtime.private_triton import Compile, add_compiled, around_compiles, compiles_always
 
 _locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, for compiles in progress
 _guard = Lock()

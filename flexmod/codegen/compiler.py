@@ -16,10 +16,9 @@ For the generated kernels a mod is widened and optimized once more, with its pro
 All caches after `trace` use the traced graph as key, never the identity of a function, so a changed closure
 never runs a stale kernel.
 
-Compiles a mask_mod's graph into the kernels that build its block mask.
-
-The first graph of a skeleton bounds its tiles with its own numbers as constants. If the skeleton returns with
-other numbers, these become arguments of the kernels, and one analysis serves all of them.
+A mask_mod's graph is compiled into the kernels that build its block mask. The first graph of a skeleton
+bounds its tiles with its own numbers as constants. If the skeleton returns with other numbers, these become
+arguments of the kernels, and one analysis serves all of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Expressions of the Triton text: numbers, casts, and only the necessary parentheses.
+"""Expressions of the Triton text, and the device function that they go into.
 
-The cost of a node's value for the threads that need it.
-
-A device function under construction: its lines, its names, and the user's lines above them.
-
-Finds the products of a mod that the compiler must not fuse into a multiply-add.
+Expressions have numbers, casts, and only the necessary parentheses. A function under construction has lines,
+names, and the user's lines above them.
 """
 
 from __future__ import annotations

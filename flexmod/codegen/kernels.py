@@ -1,11 +1,11 @@
 """The kernels of one compiled attention. The compiler passes them to the launcher.
 
-Finds indices outside of captured tensors, with FLEXMOD_CHECK_BOUNDS=1.
+With FLEXMOD_CHECK_BOUNDS=1, kernels report indices outside of captured tensors. A kernel never reads outside
+of a tensor: such an index loads 0. Kernels that check write such indices to memory, and the host reads them
+after the kernels have run.
 
-A kernel never reads outside of a tensor: such an index loads 0. Kernels that check write such indices to
-memory, and the host reads them after the kernels have run.
-
-A mod as Triton text: the pieces that kernel templates insert, and the kernel parameters they need.
+A `ModText` is a mod as Triton text: the pieces that kernel templates insert, and the kernel parameters they
+need.
 
         text            the device functions, complete
         program         a statement that reads neither q_idx nor kv_idx, for the place where b and h are known

@@ -2,7 +2,8 @@
 
 Everything else (lengths, head counts, strides, the scale's size, captured sizes) is a run-time argument.
 
-Chooses a kernel's tile from a ladder: the same search for every family, in launches and ahead of time.
+`choose` chooses a kernel's tile from a ladder: the same search for every family, in launches and ahead of
+time.
 
 Each rung is compiled and judged, and none runs. The search takes the first rung that passes, or else the best
 acceptable one.

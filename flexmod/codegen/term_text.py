@@ -1,4 +1,4 @@
-"""Writes the derivative of a score_mod by its loaded elements, as device functions.
+"""Writes device functions: the derivative of a score_mod by its loaded elements, and its exponent of exp2.
 
 The main function's results depend on the direction of the sums (see `ir/derivative.py`):
 
@@ -6,8 +6,6 @@ The main function's results depend on the direction of the sums (see `ir/derivat
         diagonal        a term for each load; with `reduce_in_backward`, `column` has these terms
         element         for each load a term, its place in a contiguous tensor of the capture's sizes
                         (int64), and whether it has a place: an index outside of the tensor has none
-
-Writes a score_mod's exponent of exp2, see `ir/exponents.py`, as device functions.
 """
 
 from __future__ import annotations

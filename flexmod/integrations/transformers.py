@@ -22,7 +22,7 @@ from flexmod import masks, mods
 from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
-from flexmod.calls.sinks import apply_sink
+from flexmod.calls.packed import apply_sink
 from flexmod.errors import TransformersArgumentError
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.

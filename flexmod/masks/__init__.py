@@ -11,13 +11,11 @@ An invalid argument raises LibraryArgumentError when you make the mask.
 
 from flexmod.ir.composed import Mask
 from flexmod.masks.checks import MaskMod
-from flexmod.masks.heads import by_head
 from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross
-from flexmod.masks.orders import morton_order, reordered, tile_order
+from flexmod.masks.orders import morton_order, reordered, tile_order, tree
 from flexmod.masks.packed import document, jagged, segments, shared_prefix
 from flexmod.masks.text import block_diffusion, causal, padding, prefix_lm
-from flexmod.masks.trees import tree
-from flexmod.masks.windows import dilated_window, global_window, sliding_window
+from flexmod.masks.windows import by_head, dilated_window, global_window, sliding_window
 
 __all__ = [
     "Mask",

@@ -9,9 +9,7 @@ LibraryArgumentError when you make the mod.
 """
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.mods.graphs import graphormer_edge, graphormer_spatial
-from flexmod.mods.latent import mla_rope
-from flexmod.mods.packed import jagged
+from flexmod.mods.graphs import graphormer_edge, graphormer_spatial, jagged
 from flexmod.mods.positions import (
     alibi,
     alibi_slopes,
@@ -21,7 +19,7 @@ from flexmod.mods.positions import (
     sandwich,
     t5_bias,
 )
-from flexmod.mods.scores import chain, sink, softcap, temperature
+from flexmod.mods.scores import chain, mla_rope, sink, softcap, temperature
 
 __all__ = [
     "ScoreMod",

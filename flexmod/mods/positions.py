@@ -11,8 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size
-from flexmod.masks.checks import check_number, is_int
-from flexmod.mods.checks import check_float
+from flexmod.masks.checks import check_float, check_number, is_int
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:

@@ -5,10 +5,11 @@ descriptors. A launch that differs from an earlier one only in pointers of equal
 
 Only this file knows how Triton 3.6 and 3.9 call their launchers in C.
 
-Gives a launch a counter in memory, which is zero before and after the launch.
+`counter` gives a launch a counter in memory, which is zero before and after the launch. Each stream has its
+own counter, since launches of one stream run in order and other streams may run at the same time. So a call
+neither allocates nor clears a counter.
 
-Each stream has its own counter, since launches of one stream run in order and other streams may run at the
-same time. So a call neither allocates nor clears a counter.
+`start` compiles and launches kernels with Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.internals.triton import CompiledKernel, knobs
 from flexmod.runtime.gluon import TensorDescriptor
 from flexmod.runtime.private_torch import current_device, current_stream, is_stream_capturing
+from flexmod.runtime.private_triton import CompiledKernel, build_launcher, knobs
 
 # Descriptors in a launch's cache, by pointer: the allocator often returns the same addresses.
 KEPT = 64
@@ -227,3 +228,35 @@ def _made_outside(device: int) -> Tensor:
 
 def _zero(device: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+
+
+def start(function: Any, grid: tuple[int], device: torch.device | None, arguments: Mapping[str, Any]) -> Any:
+    """Runs function[grid](**arguments) on the device, or in the interpreter if the device is None.
+
+    Returns Triton's compiled kernel.
+    """
+    if device is None:
+        return function[grid](**arguments)
+    with torch.cuda.device(device):
+        return function[grid](**_ready(arguments, device))
+
+
+def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
+    """Returns the compiled kernel for a launch with these arguments."""
+    with torch.cuda.device(device):
+        return function.warmup(grid=(1,), **_ready(arguments, device))
+
+
+def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> None:
+    """Compiles the kernel for a launch, and its launcher in C, without loading or allocating anything.
+
+    Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
+    """
+    counter = torch.empty(1, dtype=torch.int32, device="meta")
+    given = {name: counter if value is COUNTER else value for name, value in arguments.items()}
+    build_launcher(compiled(function, device, given))
+
+
+def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Enables the fusion of products with sums explicitly, since Triton's default will change."""
+    return {"enable_fp_fusion": True, **filled(arguments, device)}

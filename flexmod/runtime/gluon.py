@@ -19,7 +19,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
-from flexmod.internals.triton import add_tile as add_tile
+from flexmod.runtime.private_triton import add_tile as add_tile
 
 if hasattr(tma, "async_load"):
     load_tile = tma.async_load

@@ -7,19 +7,15 @@ kernel runs. An ordinary process imports the compiled kind and must keep it. So 
 `sys.modules`, and patches these copies once. The originals never change, so one thread may compile while
 another interprets.
 
-`Copies.import_module` is `__import__` in the copies' builtins. `interpreter_numbers` corrects the copies'
-arithmetic.
+`Copies.import_module` is `__import__` in the copies' builtins. `correct` corrects the copies' arithmetic.
 
-Rewrites the source of `@triton.jit` functions, so that plain Python runs it like Triton's compiler.
-
-The compiler turns each assigned number and each run-time loop variable into a tensor. It applies `and`, `or`,
+The source of `@triton.jit` functions is rewritten, so that plain Python runs it like Triton's compiler. The
+compiler turns each assigned number and each run-time loop variable into a tensor. It applies `and`, `or`,
 `not` and `if` to a block element by element, or raises. Python makes no tensors, and any block is true. The
 rewritten source calls functions that make the tensors, and raises where it would test a block's truth. File
 and line numbers do not change, so that tracebacks and debuggers show text that the user can open.
 
-Corrects the arithmetic of Triton's interpreter, in the private copy only.
-
-Triton 3.6 to 3.9 have these faults:
+Triton 3.6 to 3.9 have these faults of arithmetic, which `correct` corrects in the private copy only:
 
 - Operations on bfloat16 work on its raw 16 bits: a dot is wrong by orders of magnitude, a sum gives NaN.
 - The cast from float32 to bfloat16 truncates, but a chip rounds to nearest even.

@@ -1,8 +1,7 @@
 """Chooses the best tile of a kernel that fits the device, and launches kernels.
 
-Builds the arguments of a plan's launches for a compiler, and binds launches to kinds of tensors.
-
-The first run uses Triton's launcher; later runs use `direct.py` if it knows the launcher.
+`BoundLaunch` binds a launch to kinds of tensors. The first run uses Triton's launcher; later runs use
+`direct.py` if it knows the launcher.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from torch import Tensor
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Chosen, KernelName, Tile, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits
-from flexmod.internals.triton import OutOfResources
-from flexmod.runtime import compiler_bugs, config, jit, machine_code
+from flexmod.runtime import compiler_bugs, config, direct, machine_code
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.plan import Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
+from flexmod.runtime.private_triton import OutOfResources
 
 # kernel_options for AMD, which pass to Triton unchanged
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
@@ -90,7 +89,7 @@ def verdict(kernels: Made, kernel: str, device: torch.device, arguments: Mapping
     if kernels.interpreted:
         return Verdict()
     function = getattr(kernels.module, f"{kernel}_kernel")
-    return judged(kernels, jit.compiled(function, device, arguments), device)
+    return judged(kernels, direct.compiled(function, device, arguments), device)
 
 
 def judged(kernels: Made, compiled: Any, device: torch.device) -> Verdict:
@@ -171,9 +170,9 @@ def start(
     Returns Triton's compiled kernel, None in the interpreter.
     """
     if source.interpreted:
-        jit.start(getattr(interpreted(source.module), name), grid, None, arguments)
+        direct.start(getattr(interpreted(source.module), name), grid, None, arguments)
         return None
-    return jit.start(getattr(source.module, name), grid, device, arguments)
+    return direct.start(getattr(source.module, name), grid, device, arguments)
 
 
 def rung_arguments(step: Launch) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Locks that are free in a forked child, and locks between processes.
 
-Runs Python's parser in one thread at a time, since two threads may make it fail in CPython 3.11.
+`parse` runs Python's parser in one thread at a time, since two threads may make it fail in CPython 3.11.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.internals.triton import assembler, compile_for, disassembler
 from flexmod.runtime import machine_code
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
+from flexmod.runtime.private_triton import assembler, compile_for, disassembler
 from flexmod.runtime.target import MEASURED, Target, named
 
 TYPES = {

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.storage import is_captured
-from flexmod.internals.triton import after_writing, build_launcher_of, has_compiled, start_compiler
-from flexmod.runtime import config, jit
+from flexmod.runtime import config, direct
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Extents, Place, Plan, contiguous, extents_of, value_of
+from flexmod.runtime.private_triton import after_writing, build_launcher_of, has_compiled, start_compiler
 
 # ast.parse raises SystemError where two threads run it: https://github.com/python/cpython/issues/106905.
 # Compiles take turns at it; the user's own threads cannot.
@@ -155,7 +155,7 @@ def _compile(function: Any, device: torch.device, launches: Sequence[Mapping[str
     """Compiles a kernel's launches one after another, since they mostly share one compiled kernel."""
     with suppress(Exception):
         for arguments in launches:
-            jit.compile_ahead(function, device, arguments)
+            direct.compile_ahead(function, device, arguments)
 
 
 def stand_in(tensor: Tensor) -> Tensor:

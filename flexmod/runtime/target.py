@@ -17,7 +17,7 @@ from flexmod.errors import NotAGpuError, UnknownTarget
 from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from flexmod.internals.triton import GPUTarget
+    from flexmod.runtime.private_triton import GPUTarget
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Target:
     @property
     def triton(self) -> GPUTarget:
         with lazy_imports():
-            from flexmod.internals.triton import GPUTarget
+            from flexmod.runtime.private_triton import GPUTarget
         arch = int(self.name.removeprefix("sm_")) if self.backend == "cuda" else self.name
         return GPUTarget(self.backend, arch, self.warp_size)
 

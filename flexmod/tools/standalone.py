@@ -37,8 +37,7 @@ from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools.ahead import first_tile, portable_kernels
-from flexmod.tools.plan_text import PlanText
-from flexmod.tools.quotes import example, quotes
+from flexmod.tools.plan_text import PlanText, example, quotes
 
 # A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
 EXTENTS: Extents = (1 << 10, 1 << 10, 1 << 20, 1 << 20)

@@ -102,7 +102,7 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = explain(mods.softcap(5.0), masks.causal())
     assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
     assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
-    assert kernel_options.names() == tuple(family.name for family in families.families())
+    assert kernel_options.family_names() == tuple(family.name for family in families.families())
     doctor = importlib.import_module("flexmod.tools.cli.doctor")
     monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
     said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]

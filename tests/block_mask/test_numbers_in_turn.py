@@ -21,7 +21,7 @@ from flexmod import create_block_mask, create_mask, errors
 from flexmod.block_mask import generated
 from flexmod.block_mask.parts import trace_mask
 from flexmod.codegen import compiler
-from flexmod.runtime import jit
+from flexmod.runtime import direct
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 50, 70)
@@ -167,9 +167,9 @@ def test_launches_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later numbers of a kind go into launches that are there."""
     started, launched = [], []
     with host_path.on_an_h200(), monkeypatch.context() as inside:
-        start = jit.start
+        start = direct.start
         inside.setattr(host_path._Launch, "__call__", lambda self, *arguments: launched.append(arguments))
-        inside.setattr(jit, "start", lambda *given: started.append(given) or start(*given))
+        inside.setattr(direct, "start", lambda *given: started.append(given) or start(*given))
         for number, by_triton in ((4000, 3), (4001, 3), (4002, 0), (77777, 0), (2**31, 3), (1, 0)):
             started.clear()
             launched.clear()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from flexmod.codegen import cache
-from flexmod.internals.triton import settle_key
 from flexmod.runtime.locks import file_lock
+from flexmod.runtime.private_triton import settle_key
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

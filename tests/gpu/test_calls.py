@@ -16,7 +16,6 @@ from flexmod import create_block_mask, flex_attention, masks, mods
 from flexmod.calls import prepared
 from flexmod.codegen import compiler
 from flexmod.runtime import direct as counters
-from flexmod.runtime import jit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -187,9 +186,9 @@ def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.Monk
     )  # fmt: skip
     described = attend.source
     started: list[str] = []
-    start = jit.start
+    start = counters.start
     monkeypatch.setattr(
-        jit, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
+        counters, "start", lambda of, *rest: started.append(of.fn.__code__.co_filename) or start(of, *rest)
     )
     attend(*inputs(grad=True)).sum().backward()
     ran = {code(Path(file).read_text()) for file in started if "attention" in file}

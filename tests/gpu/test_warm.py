@@ -14,7 +14,7 @@ import torch
 from flexmod import masks, mods
 from flexmod.runtime import config
 from flexmod.runtime.target import NAMES, target_of
-from flexmod.tools.warm import warm
+from flexmod.tools.ahead import warm
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

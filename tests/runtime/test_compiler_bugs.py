@@ -16,7 +16,7 @@ ISSUE = re.compile(r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+")
 # A compiler with a version, as whoever writes about a bug of it does.
 VERSION = re.compile(r"\b(ptxas of|Triton|triton|CUDA|cuda|TorchDynamo of|torch|LLVM) (CUDA )?\d+\.\d+\b")
 # They name versions for what these call otherwise, or tell a user which one to install.
-OTHERS = {"internals.triton", "runtime.gluon", "runtime.direct", "errors.kernels"}
+OTHERS = {"runtime.private_triton", "runtime.gluon", "runtime.direct", "errors.kernels"}
 
 
 def place(name: str) -> tuple[str, object]:

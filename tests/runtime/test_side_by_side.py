@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod.internals.triton import after_writing
 from flexmod.runtime import config, side_by_side
 from flexmod.runtime.plan import Place, Size
+from flexmod.runtime.private_triton import after_writing
 from flexmod.runtime.side_by_side import beside, in_threads, later, stand_in, stand_in_of
 
 ROOT = Path(__file__).parents[2]
@@ -195,10 +195,10 @@ import torch, triton, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
-from flexmod.runtime import jit, launch, side_by_side
+from flexmod.runtime import direct, launch, side_by_side
 from flexmod.runtime.direct import COUNTER
 
-kernels, compiled, launchers, launched, real = [], [], [], [], jit.compiled
+kernels, compiled, launchers, launched, real = [], [], [], [], direct.compiled
 
 def filled(arguments):
     counter = torch.zeros(1, dtype=torch.int32)
@@ -227,7 +227,7 @@ with contextlib.ExitStack() as stack:
     threads = side_by_side.threads
     stack.enter_context(on_an_h200())
     for place, name, value in [
-        (jit, "start", compile_only), (jit, "compiled", real), (side_by_side, "threads", threads),
+        (direct, "start", compile_only), (direct, "compiled", real), (side_by_side, "threads", threads),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()), (launch, "verdict", verdict),
     ]:
         stack.enter_context(mock.patch.object(place, name, value))
@@ -392,7 +392,7 @@ def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: 
     """Its C text is what Triton writes for the compiled kernel."""
     body = """
     from types import SimpleNamespace
-    from flexmod.internals.triton import build_launcher
+    from flexmod.runtime.private_triton import build_launcher
     from triton.backends.nvidia import driver
     texts = []
     def built(src, **_):

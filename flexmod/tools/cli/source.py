@@ -8,7 +8,7 @@ from typing import get_args
 import click
 import torch
 
-from flexmod.backends.options import PORTABLE, names
+from flexmod.backends.options import PORTABLE, family_names
 from flexmod.codegen.spec import Direction
 from flexmod.errors.commands import NoSourceError
 from flexmod.runtime.target import NAMES, OLDEST
@@ -28,7 +28,7 @@ from flexmod.tools.standalone import standalone as standalone_text
 # by what the command calls a module, its family and direction
 TEMPLATES = {
     f"{name}-{direction}": (name, direction)
-    for name in names()
+    for name in family_names()
     if name != PORTABLE
     for direction in get_args(Direction)
 }

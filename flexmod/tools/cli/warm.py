@@ -12,7 +12,8 @@ from tabulate import tabulate
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.runtime import config
 from flexmod.runtime.target import MEASURED, NAMES
-from flexmod.tools.ahead import Built
+from flexmod.tools.ahead import Built, checked_folder
+from flexmod.tools.ahead import warm as fill
 from flexmod.tools.cli.options import (
     DTYPES,
     KERNEL_DTYPES,
@@ -22,8 +23,6 @@ from flexmod.tools.cli.options import (
     score_option,
 )
 from flexmod.tools.mod_names import choose
-from flexmod.tools.warm import checked_folder
-from flexmod.tools.warm import warm as fill
 
 COLUMNS = ("target", "D", "dtype", "kernel", "template", "tile", "")
 
