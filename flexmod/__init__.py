@@ -20,6 +20,7 @@ with paused_collections():
     from flexmod.explain import explain
     from flexmod.ir.approximate import tanh_approximate
     from flexmod.ir.offsets import Offset
+    from flexmod.kernel_options import FlexKernelOptions
     from flexmod.packed import nested_attention, varlen_attention
     from flexmod.sinks import apply_sink
 
@@ -30,6 +31,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "CompiledAttention",
+    "FlexKernelOptions",
     "Offset",
     "and_masks",
     "apply_sink",
