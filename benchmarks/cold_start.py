@@ -2,8 +2,9 @@
 
     python -m benchmarks.cold_start [--rows causal] [--rounds 3] [--out DIR] [--cpu-smoke]
 
-Each step has a process of its own, with empty caches of flexmod and Triton. A process first imports torch and
-starts CUDA, which is not counted. "floor" is the slowest kernel's own compile in turn, and 0.7 s.
+Each step has a process of its own, with empty caches of flexmod and Triton. A process first imports torch,
+starts CUDA and runs a backward of torch's own, for which torch imports sympy; this is not counted. "floor" is
+the slowest kernel's own compile in turn, and 0.7 s.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ Found = dict[str, Any]
 def measure(name: str, small: bool) -> Found:
     """The first step of this process: seconds by stage, and of each kernel's own compile."""
     device = torch.device("cpu" if small else "cuda")
-    torch.ones(1, device=device).sum().item()
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    (leaf * leaf).backward(torch.ones_like(leaf))
+    leaf.sum().item()
     found: Found = {}
     _stage(found, "import", lambda: importlib.import_module("flexmod"))
     from benchmarks.rows import find

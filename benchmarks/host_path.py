@@ -64,7 +64,8 @@ def make_tensordesc_arg(descriptor: Any, meta: object, *others: None) -> list[An
 
 def _compiled(*_: Any) -> Any:
     kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.function, kernel.packed_metadata, kernel._run = 1, (4, 1, 0), CudaLauncher()
+    kernel.module, kernel.function, kernel.packed_metadata = None, 1, (4, 1, 0)
+    kernel._run = CudaLauncher()
     kernel.metadata, kernel.n_spills, kernel.asm = SimpleNamespace(tensordesc_meta=[object()] * 16), 0, {}
     return kernel
 

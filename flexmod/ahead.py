@@ -30,7 +30,7 @@ from flexmod.errors import (
     NoTileFits,
     RoundedProductsError,
 )
-from flexmod.explain import Named
+from flexmod.explanation import Named
 from flexmod.plan import Launch
 from flexmod.runtime import compiler_bugs, machine_code, offline
 from flexmod.runtime.launch import refusal_in_words

@@ -13,7 +13,7 @@ import torch
 from flexmod import errors
 from flexmod.checks import KERNEL_DTYPES
 from flexmod.codegen.spec import Direction, KernelSpec
-from flexmod.explain import Named, graphs_of
+from flexmod.explanation import Named, graphs_of
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace

@@ -30,6 +30,13 @@ class Lock:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
+    def take(self) -> bool:
+        """Takes the lock if it is free; leave it with `release`."""
+        return bool(self._lock.acquire(blocking=False))
+
+    def release(self) -> None:
+        self._lock.release()
+
     def renew(self) -> None:
         self._lock = self._make()
 

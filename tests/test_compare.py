@@ -10,7 +10,7 @@ from named_mods import NAMED
 
 from flexmod import errors
 from flexmod.command_errors import UnknownModName
-from flexmod.compare import compare
+from flexmod.comparison import compare
 from flexmod.mod_names import usual_setting
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}

@@ -198,7 +198,7 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_whoever_catches_torchs_exception_catches_ours(name: str) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: B017
+    with pytest.raises(Exception) as raised:
         MISTAKES[name](theirs)
     with pytest.raises(errors.FlexmodError) as ours:
         MISTAKES[name](flexmod)

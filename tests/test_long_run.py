@@ -23,6 +23,7 @@ import flexmod
 from benchmarks import long_run
 from benchmarks.host_path import on_an_h200
 from flexmod import calls, compiler, flex_attention
+from flexmod.block_mask import first_mask
 from flexmod.codegen import cache
 from flexmod.ir import fingerprint, kept, traces
 from flexmod.ir.trace import trace
@@ -43,17 +44,19 @@ FINITE = {
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
-    "block_mask.find_tiles._generated": "nothing",
+    "block_mask.find_tiles._with_kernels": "nothing",
     "mask_compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
     "internals.triton._assembler_flags": "nothing",
+    "internals.triton._read_own_files": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
     "calls._without_mask": calls.KNOWN,
     "ir.traces._known": traces.REMEMBERED,
+    "block_mask.first_mask._known": first_mask.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
     "ir.kept._KNOWN": kept.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,

@@ -13,7 +13,7 @@ from named_mods import NAMED
 from flexmod import command_errors, create_mask, masks, mods
 from flexmod.bench import Benchmark
 from flexmod.errors import FlexmodError, ModArityError
-from flexmod.explain import explain
+from flexmod.explanation import explain
 from flexmod.mod_names import KNOWN, Setting, choose, choose_mask, fitting
 
 SETTING = Setting(1, 4, 64, 16, torch.float32, torch.device("cpu"))

@@ -66,10 +66,10 @@ variant
 runtime
 device_functions
 backends
-explain
+explanation
 ahead warm
 plan_text quotes standalone
-block_mask.generated block_mask.find_tiles block_mask.in_graph block_mask.build
+block_mask.generated block_mask.first_mask block_mask.find_tiles block_mask.in_graph block_mask.build
 layouts
 checks
 saved
@@ -84,7 +84,7 @@ sinks
 integrations
 mod_names
 peers
-compare
+comparison
 bench
 tune
 cli
@@ -109,7 +109,7 @@ KNOW_CHIPS = {
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
     "ahead": ['head_dim=128), "sm_90"):'],
-    "explain": ['such as "hopper forward"', '("hopper forward")'],
+    "explanation": ['such as "hopper forward"', '("hopper forward")'],
     "ir.approximate": ["(sm_75 and newer;"],
     "inspection": ['e.g. "sm_90".'],
     "warm": ['targets=["sm_90"]):'],

@@ -111,8 +111,8 @@ font-family="sans-serif" font-size="12">
 SETTING = """```python
 import torch
 from flexmod import (
-    Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain, flex_attention,
-    masks, mods, nested_attention, or_masks, varlen_attention,
+    BlockMask, Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain,
+    flex_attention, masks, mods, nested_attention, or_masks, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))

@@ -194,7 +194,7 @@ class MaskData:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys. With fewer queries assigned, only the first rows of tiles remain."""
+        """Numbers of queries and of keys. If you assign fewer queries, the first rows of tiles remain."""
         return self._seq_lengths
 
     @seq_lengths.setter

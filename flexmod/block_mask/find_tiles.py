@@ -2,6 +2,7 @@
 
 The bounds of the mask decide whole tiles, from coarse to fine. Only the elements of undecided tiles are
 evaluated (`generated.py`, `refine.py`). A mask that is the same for each batch entry or head is built once.
+On a GPU, torch finds the tiles of the first mask of a mask_mod, while its kernels compile (`first_mask.py`).
 """
 
 from __future__ import annotations
@@ -35,21 +36,37 @@ def find_tiles(
     """
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
-    if has_kernels(device):
-        by_axis = _generated().build(moved, sizes, block, device, separate)
-        grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-        return TileStorage(sizes[:2], grid, by_axis, {}, separate)
-    table = refine.classify(Traced(fitted(moved.graph, sizes), moved.tensors), sizes, block, device)
+    if not has_kernels(device):
+        return _in_torch(moved, sizes, block, device, separate)
+    first_mask, generated = _with_kernels()
+    if first_mask.is_first(moved, sizes, block, device, separate):
+        # without captured tensors, the host is faster: a GPU's kernels of torch are loaded one by one
+        place = device if moved.tensors else torch.device("cpu")
+        found = _in_torch(moved, sizes, block, place, separate).to(device)
+        return found.in_order() if moved.tensors and generated.is_ordered(block, device) else found
+    by_axis = generated.build(moved, sizes, block, device, separate)
+    grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+    return TileStorage(sizes[:2], grid, by_axis, {}, separate)
+
+
+def _in_torch(
+    traced: Traced,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> TileStorage:
+    table = refine.classify(Traced(fitted(traced.graph, sizes), traced.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)
     return TileStorage.of_table(table, sizes[:2], separate)
 
 
 @cache
-def _generated() -> ModuleType:
+def _with_kernels() -> tuple[ModuleType, ModuleType]:
     with lazy_imports():
-        from flexmod.block_mask import generated
-    return generated
+        from flexmod.block_mask import first_mask, generated
+    return first_mask, generated
 
 
 def has_kernels(device: torch.device) -> bool:

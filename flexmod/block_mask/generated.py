@@ -67,23 +67,49 @@ def build(
 
     A batch dimension is 1 if the graph does not read it. `separate` False makes full tiles partial.
     """
-    batch, heads, queries, keys = sizes
-    reads = traced.graph.reads
-    found = builder(traced.graph, (batch, heads, queries, keys))
-    batch, heads = batch if "b" in reads else 1, heads if "h" in reads else 1
-    grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
-    numbers = found.run_numbers()
-    step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
-    ordered = (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
+    batch, heads = groups_of(traced, sizes)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        parts = []
-        for first in range(0, batch * heads, step):
-            groups = min(step, batch * heads - first)
-            group = heads, first, groups, ordered
-            part = _builder_part(found.kernels, (queries, keys), block, grid, *group, device, interpreted)
-            parts.append(part.runs(traced.tensors, numbers, separate))
-    kv, q = parts[0] if len(parts) == 1 else map(runs_of_parts, zip(*parts, strict=True))
+        parts, numbers = _parts(traced, sizes, block, device, interpreted)
+        found = [part.runs(traced.tensors, numbers, separate) for part in parts]
+    kv, q = found[0] if len(found) == 1 else map(runs_of_parts, zip(*found, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
+
+
+def compile_ahead(
+    traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device, separate: bool
+) -> None:
+    """Compiles the kernels of a `build` with these arguments, in threads; it loads and launches none."""
+    with torch.cuda.device(device):
+        parts, numbers = _parts(traced, sizes, block, device, False)
+        parts[0].compile(traced.tensors, numbers, separate)
+
+
+def groups_of(traced: Traced, sizes: Sequence[int]) -> tuple[int, int]:
+    """Returns the numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
+    reads = traced.graph.reads
+    return sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1
+
+
+def is_ordered(block: tuple[int, int], device: torch.device, interpreted: bool = False) -> bool:
+    """Are the rows and columns of a mask that captures tensors sorted by their number of tiles?"""
+    return (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
+
+
+def _parts(
+    traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device, interpreted: bool
+) -> tuple[list[_BuilderPart], list[Any]]:
+    """Returns the parts of a build, and the numbers that their kernels take."""
+    queries, keys = sizes[2:]
+    batch, heads = groups_of(traced, sizes)
+    found = builder(traced.graph, (sizes[0], sizes[1], queries, keys))
+    grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
+    step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
+    ordered = is_ordered(block, device, interpreted)
+    parts = []
+    for first in range(0, batch * heads, step):
+        group = heads, first, min(step, batch * heads - first), ordered
+        parts.append(_builder_part(found.kernels, (queries, keys), block, grid, *group, device, interpreted))
+    return parts, list(found.run_numbers())
 
 
 def runs_of_parts(parts: Sequence[Runs]) -> Runs:
@@ -154,9 +180,7 @@ class _BuilderPart:
         key = (separate, watched, self._counts(), *kinds)
         bound = None if None in key else self.bound.get(key)
         if bound is None:
-            plan = self._plan(tensors, separate, watched)
-            known = {number.name: value for number, value in zip(plan.numbers, numbers, strict=True)}
-            in_threads(compiles(plan, tensors, self.device, known))
+            plan = self.compile(tensors, numbers, separate)
             bound = Bound(plan, tensors, self.device)
             if None not in key:
                 remember(self.bound, key, bound, PLANS)
@@ -166,6 +190,13 @@ class _BuilderPart:
             made = Bound(self._counted_plan(counts.tolist(), bool(tensors)), found, self.device).run(found)
         half = len(made) // 2
         return Runs(*made[:half]), Runs(*made[half:])
+
+    def compile(self, tensors: Sequence[Tensor], numbers: Sequence[Any], separate: bool) -> Plan:
+        """Returns the plan of `runs`. Compiles its kernels that this process lacks, if threads can help."""
+        plan = self._plan(tensors, separate, config.check_bounds())
+        known = {number.name: value for number, value in zip(plan.numbers, numbers, strict=True)}
+        in_threads(compiles(plan, tensors, self.device, known))
+        return plan
 
     def _plan(self, tensors: Sequence[Tensor], separate: bool, watched: bool) -> Plan:
         """The plan from captured tensors to runs, or to the inputs of `_counted_plan` and the counts."""

@@ -60,12 +60,19 @@ class Runs:
         return table[:, :columns].view(*lead, columns)
 
     def with_fixed_sizes(self) -> Runs:
-        """Tells torch.compile which sizes are the same in each mask. With dynamic=True it would expect them to
-        change, and to stay equal to sizes of the first call: compiled for a batch of 2, for no other.
+        """Tells torch.compile which sizes are the same in each mask.
+
+        With dynamic=True it would expect them to change, and to stay equal to other sizes of the first call:
+        what it compiles for a batch of 2 would serve no other batch.
         """
         fix_sizes(self.rows, 2)
         fix_sizes(self.spans, 1)
         return self
+
+    def in_order(self) -> Runs:
+        """Returns the runs with `order`; of equally long rows the first comes first."""
+        longest_first = self.rows[..., 0].sum(-1).argsort(dim=-1, descending=True, stable=True)
+        return Runs(self.rows, self.spans, longest_first.int())
 
     def to(self, device: torch.device | str) -> Runs:
         return Runs(*(tensor.to(device) for tensor in self.tensors())).with_fixed_sizes()

@@ -261,6 +261,11 @@ class TileStorage:
         moved = {axis: None if runs is None else runs.to(device) for axis, runs in (self._runs or {}).items()}
         return TileStorage(self.batch, self.grid, moved, {}, self.separate)
 
+    def in_order(self) -> TileStorage:
+        """Returns the runs with the order of their rows and columns."""
+        runs: dict[Axis, Runs | None] = {axis: self._by_axis(axis).in_order() for axis in ("kv", "q")}
+        return TileStorage(self.batch, self.grid, runs, {}, self.separate)
+
     def _by_axis(self, axis: Axis) -> Runs:
         runs = self.runs(axis)
         assert runs is not None

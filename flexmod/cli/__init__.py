@@ -1,36 +1,89 @@
-"""Runs the command line, `flexmod` or `python -m flexmod`. Each file here is a command."""
+"""Runs the command line, `flexmod` or `python -m flexmod`. Each file here is a command.
+
+A command's file is imported when the command runs: the others' imports and torch's take seconds.
+"""
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
-from flexmod.cli.bench import bench
-from flexmod.cli.build import build
-from flexmod.cli.compare import compare
-from flexmod.cli.doctor import doctor
-from flexmod.cli.explain import explain
-from flexmod.cli.show import show
-from flexmod.cli.source import source
-from flexmod.cli.tune import tune
-from flexmod.cli.warm import warm
 from flexmod.errors import FlexmodError
 
+# Each command, and its line in `flexmod --help`.
+COMMANDS = {
+    "show": "Draw a mask; print its sparsity and facts.",
+    "explain": "Print the graphs of mods, and which kernels serve them.",
+    "source": "Print the kernels, or write a file that runs without flexmod.",
+    "compare": "Compare results and times with SDPA's.",
+    "bench": "Time masks over lengths, beside SDPA.",
+    "build": "Compile kernels for chips; report registers and spills.",
+    "warm": "Fill a folder with compiled kernels to ship.",
+    "tune": "Search for the fastest tiles on this GPU.",
+    "doctor": "Check the installation; say which kernels run here.",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Commands(click.Group):
+    """Lists commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"flexmod.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            close = f" Did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"No such command {name!r}.{close}")
+        return super().resolve_command(ctx, args)
+
+
+def print_version(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+    if given and not context.resilient_parsing:
+        click.echo(f"flexmod {import_module('flexmod').__version__}")
+        context.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version,
+    help="Print the version and exit.",
+)  # fmt: skip
 def flexmod() -> None:
     """A compiler for attention variants.
 
-    MASK is a mask of the library (causal), with parameters (sliding_window:1024), several of them
-    ("causal & sliding_window(1024)"), a score mod (softcap:30), noop for none, or a function of your
-    own (file.py:function).
+    \b
+    MASK is one of
+      causal                                a mask of the library
+      sliding_window:1024                   with parameters
+      "causal & sliding_window(1024)"       several masks
+      softcap:30                            a score mod, with the causal mask
+      my_mods.py:near                       a function of your own
+      noop                                  no mask
+
+    \b
+    Try these first:
+      flexmod doctor
+      flexmod show "causal & sliding_window(1024)"
+      flexmod compare causal
     """
-
-
-for _command in (show, explain, source, compare, bench, build, warm, tune, doctor):
-    flexmod.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from flexmod.cli.options import POSITIVE, score_option, size_options
-from flexmod.compare import compare as compare_mods
+from flexmod.comparison import compare as compare_mods
 
 
 @click.command()

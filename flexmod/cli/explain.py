@@ -13,7 +13,7 @@ from flexmod.cli.options import (
     mask_argument,
     score_option,
 )
-from flexmod.explain import explain as explain_mods
+from flexmod.explanation import explain as explain_mods
 from flexmod.mod_names import choose
 
 

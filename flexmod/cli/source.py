@@ -19,7 +19,7 @@ from flexmod.cli.options import (
 )
 from flexmod.codegen.spec import Direction
 from flexmod.command_errors import NoSourceError
-from flexmod.explain import explain
+from flexmod.explanation import explain
 from flexmod.family_names import PORTABLE, names
 from flexmod.mod_names import choose
 from flexmod.runtime.target import NAMES, OLDEST

@@ -11,11 +11,11 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs as knobs
@@ -101,7 +101,8 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
         return
 
     def compile_one(kind: str, signature: Any, device: int, *arguments: Any, **options: Any) -> Any:
-        settle_key(function)
+        with _in_python:
+            settle_key(function)
         facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
         key = hashlib.sha256(str(facts).encode()).hexdigest()
 
@@ -109,14 +110,13 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
             known = function.device_caches[device][0].get(kind)
             if known is not None:  # another thread made it while this one waited
                 return known
+            start_compiler()
+            _write_in_turn(function)
             return plain(kind, signature, device, *arguments, **options)
 
         return run(key, compile_kernel)
 
     function._do_compile = compile_one
-    make = getattr(function, "ASTSource", None)
-    if make is not None:
-        function.ASTSource = lambda *given: _written_in_turn(make(*given))
 
 
 # Parsing and writing IR is Python, which one thread runs at a time in any case. Python 3.11.0 to 3.11.7 raise
@@ -148,9 +148,29 @@ def has_compiled(function: Any, device: int | None) -> bool:
     return caches is not None and bool(caches[0])
 
 
-def start_driver() -> None:
-    """Has Triton find its driver, which threads that all need it first would each build."""
-    driver.active.get_current_target()
+def start_compiler() -> None:
+    """Has Triton find its driver and read its own files for keys, once; threads would each do both.
+
+    Each takes some tenths of a second, mostly outside of Python, so a thread reads the files.
+    """
+    with _starting:
+        reader = threading.Thread(target=_read_own_files)
+        with suppress(RuntimeError):  # no thread can be started
+            reader.start()
+        driver.active.get_current_target()
+        if reader.ident is not None:
+            reader.join()
+
+
+_starting = Lock()
+
+
+@cache
+def _read_own_files() -> None:
+    with suppress(ImportError):  # later versions may keep it elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def build_launcher(compiled: Any) -> None:
@@ -159,28 +179,65 @@ def build_launcher(compiled: Any) -> None:
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
+def build_launcher_of(source: Any) -> None:
+    """Builds the launcher in C for a kernel that is not compiled yet, from its written source.
+
+    The C text depends on the source and on the kind of its tensor descriptors. Gluon's are the GPU's own.
+    """
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in source.signature.values())
+    unknown = dict.fromkeys(
+        ["global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"], 0
+    )
+    gluon = isinstance(source, GluonASTSource)
+    metadata = SimpleNamespace(
+        **unknown,
+        tensordesc_meta=[{}] * descriptors if gluon else None,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+    )
+    driver.active.launcher_cls(source, metadata)
+
+
 _of_thread = threading.local()  # `begin`: see `after_writing`
 
 
 @contextmanager
-def after_writing(begin: Callable[[], object]) -> Iterator[None]:
+def after_writing(begin: Callable[[Any], object]) -> Iterator[None]:
     """Calls `begin` once: when this thread has written the IR of a kernel that it compiles inside.
 
-    To write IR is Python, in which other threads would slow it down; the rest of a compile is not. Where no
-    IR is written, `begin` is called at the end; where the body raises, perhaps never.
+    To write IR is Python, in which other threads would slow it down; the rest of a compile is not. `begin`
+    gets the kernel's source. Where no IR is written, it gets None at the end; where the body raises, perhaps
+    it is not called.
     """
     _of_thread.begin = begin
     try:
         yield
-        _begin()
+        _begin(None)
     finally:
         _of_thread.begin = None
 
 
-def _begin() -> None:
+def _begin(source: Any) -> None:
     begin, _of_thread.begin = getattr(_of_thread, "begin", None), None
     if begin is not None:
-        begin()
+        begin(source)
+
+
+def _write_in_turn(function: Any) -> None:
+    """Has the IR of a jit function's kernels be written in turn.
+
+    Triton sets `ASTSource` before the first compile for each device.
+    """
+    make = getattr(function, "ASTSource", None)
+    if make is not None and not isinstance(make, _InTurn):
+        function.ASTSource = _InTurn(make)
+
+
+class _InTurn(NamedTuple):
+    make: Any
+
+    def __call__(self, *given: Any) -> Any:
+        return _written_in_turn(self.make(*given))
 
 
 def _written_in_turn(source: Any) -> Any:
@@ -190,7 +247,7 @@ def _written_in_turn(source: Any) -> Any:
     def make_ir(*given: Any) -> Any:
         with _in_python:
             written = write(*given)
-        _begin()
+        _begin(source)
         return written
 
     source.make_ir = make_ir

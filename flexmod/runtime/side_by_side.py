@@ -10,9 +10,9 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmod import config
 from flexmod.block_mask.launched import is_captured
-from flexmod.internals.triton import after_writing, has_compiled, start_driver
+from flexmod.internals.triton import after_writing, build_launcher_of, has_compiled, start_compiler
 from flexmod.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 from flexmod.runtime import jit
 from flexmod.runtime.bound import NO_EXTENTS
@@ -91,11 +91,19 @@ def _work(left: deque[_Task]) -> None:
             left.popleft().run()
 
 
-@contextmanager
-def beside(job: Job | None) -> Iterator[None]:
-    """Runs a job in a thread while this one compiles; starts it once it does not slow this thread down."""
-    with nullcontext() if job is None else after_writing(partial(later, job)):
-        yield
+def beside(job: Job | None) -> AbstractContextManager[None]:
+    """Runs a job in a thread while this one compiles a kernel inside, and builds its launcher in another.
+
+    Starts both once they do not slow this thread down.
+    """
+
+    def begin(source: Any) -> None:
+        if source is not None:
+            later(partial(build_launcher_of, source))
+        if job is not None:
+            later(job)
+
+    return nullcontext() if job is None and threads() == 1 else after_writing(begin)
 
 
 def later(job: Job) -> threading.Thread:
@@ -134,7 +142,7 @@ def compiles(
             missing.setdefault((id(function), step.name), (function, []))[1].append(step)
     if not missing:
         return []
-    start_driver()
+    start_compiler()
     inputs = zip(plan.inputs, tensors, strict=True)
     named = {place.name: stand_in(tensor) for place, tensor in inputs if place and tensor is not None}
     known = {**extents_of(plan.inputs, tensors), **extents}

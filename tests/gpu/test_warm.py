@@ -29,7 +29,6 @@ triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append(
 made = {"dtype": torch.float16, "device": "cuda", "requires_grad": True}
 q, k, v = (torch.randn(2, 4, 1000, 64, **made) for _ in range(3))
 mask = flexmod.create_block_mask(masks.causal(), None, None, 1000, 1000)
-found.clear()
 results = []
 for options in ({}, {"BACKEND": "REFERENCE"}):
     out = flexmod.flex_attention(q, k, v, mods.softcap(30.0), mask, kernel_options=options)
@@ -59,4 +58,5 @@ def test_a_call_finds_its_kernels(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert "forward_kernel" in dict(found)
-    assert [name for name, hit in found if not hit] == []
+    of_masks = {"squares_kernel", "elements_kernel", "runs_kernel"}  # a thread compiles them
+    assert [name for name, hit in found if not hit and name not in of_masks] == []

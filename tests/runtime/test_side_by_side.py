@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,9 @@ def test_a_job_begins_at_the_end_where_nothing_is_compiled(job: str | None) -> N
 
 def test_a_job_does_not_begin_after_an_error() -> None:
     began: list[int] = []
-    with pytest.raises(ZeroDivisionError), after_writing(lambda: began.append(1)):
+    with pytest.raises(ZeroDivisionError), after_writing(lambda source: began.append(1)):
         1 / 0  # noqa: B018  raises
-    with after_writing(lambda: None):
+    with after_writing(lambda source: None):
         pass
     assert began == []
 
@@ -195,10 +196,18 @@ import torch, triton, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
-from flexmod.runtime import jit, side_by_side
+from flexmod.runtime import jit, launch, side_by_side
 from flexmod.runtime.counters import COUNTER
 
-compiled, launchers, launched, real = [], [], [], jit.compiled
+kernels, compiled, launchers, launched, real = [], [], [], [], jit.compiled
+
+def filled(arguments):
+    counter = torch.zeros(1, dtype=torch.int32)
+    return {{name: counter if value is COUNTER else value for name, value in arguments.items()}}
+
+def verdict(made, kernel, device, arguments):
+    kernels.append(real(getattr(made.module, kernel + "_kernel"), device, filled(arguments)))
+    return launch.Verdict()
 
 def listen(*, src, metadata, metadata_group, cache_hit, **_):
     text = open(next(path for name, path in metadata_group.items() if name.endswith(".cubin")), "rb").read()
@@ -208,9 +217,7 @@ def listen(*, src, metadata, metadata_group, cache_hit, **_):
 
 def compile_only(function, grid, device, arguments):
     launched.append(function.__name__)
-    counter = torch.zeros(1, dtype=torch.int32)
-    given = {{name: counter if value is COUNTER else value for name, value in arguments.items()}}
-    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **given}})
+    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **filled(arguments)}})
     return _compiled()
 
 stand_in_driver.install()
@@ -222,7 +229,7 @@ with contextlib.ExitStack() as stack:
     stack.enter_context(on_an_h200())
     for place, name, value in [
         (jit, "start", compile_only), (jit, "compiled", real), (side_by_side, "threads", threads),
-        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()), (launch, "verdict", verdict),
     ]:
         stack.enter_context(mock.patch.object(place, name, value))
     made = lambda: torch.randn(1, 2, 256, 64, dtype=torch.float16, requires_grad=True)
@@ -230,6 +237,7 @@ with contextlib.ExitStack() as stack:
     slopes = torch.rand(2, requires_grad=True)
     attend = lambda: flexmod.flex_attention(q, k, v, {score}, mask, kernel_options={options})
     {body}
+    [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
 print(json.dumps([compiled, launchers, launched]))
 """
 STEP = """
@@ -288,7 +296,7 @@ def test_a_backward_is_compiled_beside_its_forward(
     assert {by_thread[name] for name in kernels if name != "forward_kernel"} <= {
         "flexmod compiles", "flexmod compiles ahead"
     }  # fmt: skip
-    assert sorted(launchers) == [name for name in kernels if name != "forward_kernel"]
+    assert sorted(launchers) == kernels
     in_turn, launchers, _ = python(tmp_path, STEP.format(then=""), 1, score=score, options=options)
     assert {thread for _, thread, *_ in in_turn} == {"main"} and launchers == []
     assert {name: code for name, _, code, _ in found} == {name: code for name, _, code, _ in in_turn}
@@ -351,6 +359,55 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
 """
     found, *_ = python(tmp_path, body)
     assert sorted(name for name, *_ in found) == HOPPER
+
+
+def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
+    """The backward's compile begins when the forward's IR is written, before the forward is compiled."""
+    body = """
+    from triton.compiler.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+    import time
+    inside, most, begun, later = [], [], [], side_by_side.later
+    def watched(make):
+        def make_ir(*given):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.1)
+            inside.pop()
+            return make(*given)
+        return make_ir
+    for kind in (ASTSource, GluonASTSource):
+        kind.make_ir = watched(kind.make_ir)
+    side_by_side.later = lambda job: (begun.append(len(compiled)), later(job))[1]
+    attend()
+    [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
+    assert most == [1] * 4, most
+    assert begun == [0, 0], begun  # the launcher and the backward
+"""
+    assert len(python(tmp_path, body)[0]) == 4
+
+
+@pytest.mark.skipif(version("triton") > "3.6.9", reason="this version of Triton writes no launcher in C")
+@pytest.mark.parametrize("options", ["None", "{'TEMPLATE': 'portable'}"])
+def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: Path) -> None:
+    """Its C text is what Triton writes for the compiled kernel."""
+    body = """
+    from types import SimpleNamespace
+    from flexmod.internals.triton import build_launcher
+    from triton.backends.nvidia import driver
+    texts = []
+    def built(src, **_):
+        texts.append(src)
+        return SimpleNamespace(launch=None)
+    driver.compile_module_from_src, driver.library_dirs = built, lambda: []
+    stand_in_driver.Driver.launcher_cls = staticmethod(driver.CudaLauncher)
+    with torch.no_grad(): attend()
+    [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
+    assert len(texts) == len(kernels) == 1, (texts, kernels)
+    build_launcher(*kernels)
+    assert texts[0] == texts[1] and "PyObject" in texts[0]
+"""
+    python(tmp_path, body, options=options)
 
 
 def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:

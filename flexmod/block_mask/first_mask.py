@@ -1,0 +1,100 @@
+"""The first mask of a mask_mod on a GPU: torch finds its tiles, and a thread compiles its kernels.
+
+The kernels take a second or more to compile, torch takes some milliseconds. The thread starts late, since the
+first attention kernels are needed earlier. The second mask of the mask_mod waits until its kernels are
+compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from flexmod import config
+from flexmod.block_mask import generated
+from flexmod.block_mask.launched import is_captured
+from flexmod.block_mask.tiles import tile_count
+from flexmod.internals.triton import start_compiler
+from flexmod.ir.trace import Traced
+from flexmod.locks import Lock
+from flexmod.runtime.side_by_side import later, threads
+
+DELAY = 2.0  # seconds; by then the kernels of a forward and a backward are mostly past their Python part
+PAUSE = 0.05  # seconds; a waiting thread looks this often whether the process ends
+MOST_TILES = 1 << 22  # of a mask in torch; more would take it long, and much memory
+REMEMBERED = 1024
+
+
+_turn = Lock()  # held by a thread whose kernels nobody waits for; of many mask_mods, one compiles at a time
+
+
+class _Ahead:
+    """A thread that runs a job after DELAY seconds in its turn, or at once if its result is needed."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self.needed = threading.Event()
+        self.thread = later(partial(self._run, job))
+
+    def _run(self, job: Callable[[], object]) -> None:
+        start_compiler()
+        end = time.monotonic() + DELAY
+        while not self.needed.wait(PAUSE):
+            if not threading.main_thread().is_alive():
+                return
+            if time.monotonic() >= end and _turn.take():
+                try:
+                    job()
+                finally:
+                    _turn.release()
+                return
+        job()
+
+    def finish(self) -> None:
+        self.needed.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+
+_known: OrderedDict[object, _Ahead | None] = OrderedDict()  # by the graph without its numbers, and device
+_guard = Lock()
+
+
+def is_first(
+    traced: Traced,
+    sizes: tuple[int, int, int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    separate: bool,
+) -> bool:
+    """Should torch find the tiles, since this is the first mask of the mask_mod? Starts the kernels' compile.
+
+    If a thread compiles the kernels, waits for it. Kernels alone find tiles without reading values, check
+    indices, and find the tiles of very large masks.
+    """
+    key = traced.graph.skeleton[0], device.index
+    with _guard:
+        known = key in _known
+        ahead = _known[key] = _known.pop(key, None)
+        if not known and _torch_can(traced, sizes, block, device):
+            job = partial(generated.compile_ahead, traced, sizes, block, device, separate)
+            _known[key] = _Ahead(job)
+            return True
+        while len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    if ahead is not None:
+        ahead.finish()
+    return False
+
+
+def _torch_can(
+    traced: Traced, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+) -> bool:
+    if threads() == 1 or config.check_bounds() or is_captured(device) or torch.cuda.get_sync_debug_mode():
+        return False
+    batch, heads = generated.groups_of(traced, sizes)
+    return batch * heads * tile_count(sizes[2], block[0]) * tile_count(sizes[3], block[1]) <= MOST_TILES
