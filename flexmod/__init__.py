@@ -8,21 +8,21 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from flexmod import errors, masks, mods
-    from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.backends.options import FlexKernelOptions
     from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from flexmod.block_mask.format import BlockMask
-    from flexmod.comparison import compare
-    from flexmod.compiled import CompiledAttention, compile
-    from flexmod.explanation import explain
-    from flexmod.ir.approximate import tanh_approximate
+    from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.calls.compiled import CompiledAttention, compile
+    from flexmod.calls.packed import nested_attention, varlen_attention
+    from flexmod.calls.sinks import apply_sink
+    from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
-    from flexmod.kernel_options import FlexKernelOptions
-    from flexmod.packed import nested_attention, varlen_attention
-    from flexmod.sinks import apply_sink
+    from flexmod.tools.comparison import compare
+    from flexmod.tools.explanation import explain
 
 __version__ = "0.1.0"
 
@@ -53,17 +53,17 @@ __all__ = [
 
 # A module, and the public names that it defines.
 _DEFINED_IN = {
-    "attention": ("AuxOutput", "AuxRequest", "flex_attention"),
+    "backends.options": ("FlexKernelOptions",),
     "block_mask.build": ("and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"),
     "block_mask.format": ("BlockMask",),
-    "comparison": ("compare",),
-    "compiled": ("CompiledAttention", "compile"),
-    "explanation": ("explain",),
-    "ir.approximate": ("tanh_approximate",),
+    "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),
+    "calls.compiled": ("CompiledAttention", "compile"),
+    "calls.packed": ("nested_attention", "varlen_attention"),
+    "calls.sinks": ("apply_sink",),
+    "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),
-    "kernel_options": ("FlexKernelOptions",),
-    "packed": ("nested_attention", "varlen_attention"),
-    "sinks": ("apply_sink",),
+    "tools.comparison": ("compare",),
+    "tools.explanation": ("explain",),
 }
 _MODULES = ("errors", "masks", "mods")
 _NEED_TRITON = ("ahead", "standalone")
@@ -85,7 +85,7 @@ if not TYPE_CHECKING:  # type checkers must still report a misspelled name
             return import_module(f"flexmod.{name}")
         if name in _NEED_TRITON:
             with lazy_imports():
-                return import_module(f"flexmod.{name}")
+                return import_module(f"flexmod.tools.{name}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _import_public_names()

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, masks, mods, or_masks
+from flexmod.backends.options import OPTIONS
 from flexmod.block_mask.format import from_torch
-from flexmod.kernel_options import OPTIONS
 
 Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
 

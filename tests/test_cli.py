@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import flexmod
-from flexmod import ahead, cli, command_errors, config
-from flexmod.cli import COMMANDS, main
+from flexmod.errors import commands as command_errors
+from flexmod.runtime import config
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
+from flexmod.tools import ahead, cli
+from flexmod.tools.cli import COMMANDS, main
 
 PAGE = Path(__file__).parents[1] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -106,7 +108,7 @@ def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["flexmod.peers"]
+    module = sys.modules["flexmod.tools.peers"]
     attend = module.flex_attention
     monkeypatch.setattr(module, "flex_attention", lambda q, k, v, *a, **o: attend(q, k, 1.01 * v, *a, **o))
     assert main(["compare", *SIZES]) == 1
@@ -196,7 +198,7 @@ def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = Target("sm_90", "cuda", 227 << 10)
     rows = [(torch.device("cuda", 0), chip), (torch.device("cuda", 1), named("sm_80"))]
-    module = importlib.import_module("flexmod.cli.doctor")
+    module = importlib.import_module("flexmod.tools.cli.doctor")
     monkeypatch.setattr(module, "_targets", lambda: rows)
     runs = list(module._runs())
     why = "head dimensions of 32 and 32: the tiles are 64 wide"
@@ -241,7 +243,7 @@ def test_help_is_quick(arguments: list[str], parts: list[str]) -> None:
     """It imports no torch, and the processor works for less than 0.7 s."""
     script = f"""
 import resource, sys
-from flexmod.cli import main
+from flexmod.tools.cli import main
 assert main({arguments!r}) == 0
 assert not {{"torch", "rich", "jinja2", "tabulate", "triton"}} & set(sys.modules)
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -17,7 +17,8 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.utils import _pytree as pytree
 
 import flexmod
-from flexmod import BlockMask, create_block_mask, errors, flex_attention, kernel_options, masks
+from flexmod import BlockMask, create_block_mask, errors, flex_attention, masks
+from flexmod.backends import options as kernel_options
 from flexmod.block_mask.tiles import LISTS
 
 WINDOW = masks.sliding_window(90)

@@ -22,7 +22,7 @@ import pytest
 from test_rooms import MODULES, ROOT, longest_module
 
 import flexmod
-from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
+from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
 
@@ -137,7 +137,7 @@ assert flexmod.__version__ and flexmod.errors.FlexmodError and "flex_attention" 
 assert not {"torch", "click", "rich", "jinja2", "tabulate", "triton"} & set(sys.modules)
 from flexmod import *
 assert {*flexmod.__all__} <= {*globals()}
-assert flex_attention is sys.modules["flexmod.attention"].flex_attention
+assert flex_attention is sys.modules["flexmod.calls.attention"].flex_attention
 assert masks is sys.modules["flexmod.masks"] and "triton" not in sys.modules
 """)
 

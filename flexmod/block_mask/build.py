@@ -8,23 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import in_graph
-from flexmod.block_mask.derived import Dense
+from flexmod.block_mask.combine import Dense
 from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, length, positive
+from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
 from flexmod.errors import DenseMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import POSITIONS, dtype_name
+from flexmod.ir.graph import POSITIONS, check_sizes, dtype_name
 from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
+from flexmod.runtime import tensor_kinds, transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 

@@ -16,19 +16,24 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
-from flexmod.block_mask.mask_mod import MaskMod, trace_mask
-from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
-from flexmod.block_mask.storage import ListPart, TileStorage
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_lengths,
+    check_values,
+    checked_lists,
+    length,
+    trace_mask,
+)
+from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import FakeTensorError
 from flexmod.ir.composed import Derived, Mask
-from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.kept import numbered
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted
-from flexmod.ir.replay import leaves, replay
+from flexmod.ir.record import numbered
+from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched

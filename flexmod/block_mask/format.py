@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import combine, cuts, pictures, tiles
+from flexmod.block_mask import combine, pictures, tiles
+from flexmod.block_mask.combine import How
 from flexmod.block_mask.data import MaskData, fresh
-from flexmod.block_mask.derived import How
 from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, check_grid, check_values, checked_lists, length, table_of
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_grid,
+    check_values,
+    checked_lists,
+    length,
+    noop_mask,
+    table_of,
+    trace_mask,
+)
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
-from flexmod.internals.torch import GetAttrKey
 from flexmod.ir.composed import moved
+from flexmod.runtime.private_torch import GetAttrKey
 
 DEFAULT_BLOCK = 128
 
@@ -212,8 +221,8 @@ class BlockMask(MaskData):
         parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
         return (*lengths, *parts.values(), *block, self.mask_mod)
 
-    _TENSOR_ATTRS = (*LISTS, *FLASH_PARTS)
-    _CONTEXT_ATTRS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
+    _TENSOR_ATTRS: ClassVar[tuple[str, ...]] = (*LISTS, *FLASH_PARTS)
+    _CONTEXT_ATTRS: ClassVar[tuple[str, ...]] = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
 
     def _flatten(self) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """The lists that are not None, and everything else, for torch.utils._pytree, as torch's BlockMask."""
@@ -245,14 +254,14 @@ class BlockMask(MaskData):
 
         Raises BlockMaskIndexError.
         """
-        return cuts.sliced(fresh(self), index)
+        return combine.sliced(fresh(self), index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crops the mask to the first queries and keys, with the same mask_mod.
 
         Raises BlockMaskCropError if a length grows.
         """
-        return cuts.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
+        return combine.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
         """Makes the mask of the same mask_mod for other lengths, smaller or larger, and reuses known tiles.

@@ -1,17 +1,29 @@
-"""Validates the parts of a block mask, and that they fit together."""
+"""Validates the parts of a block mask, and that they fit together.
+
+Traces the mask_mod of a block mask.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
 from flexmod.block_mask.tiles import FULL, LISTS, Parts, tile_count
-from flexmod.errors import BlockMaskPartsError, BlockSizeError, DeviceMismatch, LengthError
+from flexmod.errors import (
+    BlockMaskPartsError,
+    BlockSizeError,
+    DeviceMismatch,
+    LengthError,
+    MaskCaptureGradientError,
+)
+from flexmod.ir.fingerprint import remembered
+from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds, transforms
 
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -210,3 +222,33 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             )
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)
+
+
+MaskMod = Callable[..., Any]
+
+
+def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
+    """The mask_mod that keeps every score."""
+    return batch.new_ones((), dtype=torch.bool)
+
+
+def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
+    """Traces a mask_mod. Unwraps its captures from torch.func's wrappers, which a mask outlives.
+
+    Raises every error of tracing, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
+    for a wrapper that requires a gradient.
+    """
+    return unwrapped(remembered(mask_mod, "mask", device))
+
+
+def unwrapped(traced: Traced) -> Traced:
+    """The traced mask with captures unwrapped from torch.func's wrappers. Raises as `trace_mask`."""
+    captured = []
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        if transforms.is_wrapped(tensor) and tensor.requires_grad:
+            raise MaskCaptureGradientError(name=capture.name)
+        name = f"{capture.name}, captured by mask_mod"
+        captured.append(tensor_kinds.as_plain_class(transforms.plain(tensor, name)))
+        if not tensor_kinds.has_no_values(captured[-1]):
+            tensor_kinds.check_readable({f"{name},": captured[-1]})
+    return replace(traced, tensors=tuple(captured))
