@@ -12,6 +12,7 @@ from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from flexmod import errors, masks, mods
+    from flexmod.backends.options import FlexKernelOptions
     from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from flexmod.block_mask.format import BlockMask
     from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
@@ -29,6 +30,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "CompiledAttention",
+    "FlexKernelOptions",
     "Offset",
     "and_masks",
     "apply_sink",
@@ -50,6 +52,7 @@ __all__ = [
 
 # A module, and the public names that it defines.
 _DEFINED_IN = {
+    "backends.options": ("FlexKernelOptions",),
     "block_mask.build": ("and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"),
     "block_mask.format": ("BlockMask",),
     "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),

@@ -10,9 +10,12 @@ dimensions that query, key, value and output may have.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
 
 from flexmod import errors
 from flexmod.errors import LayoutError
@@ -98,6 +101,38 @@ OPTIONS: dict[str, Option | Names] = {
 PREFIXES = ("fwd_", "bwd_")
 
 
+class FlexKernelOptions(TypedDict, total=False):
+    """The names of `kernel_options` and the types of their values, for type checkers.
+
+    docs/kernel_options.md explains each. Names with the prefixes `fwd_` and `bwd_` are not among them, as in
+    torch.
+    """
+
+    BACKEND: str
+    TEMPLATE: str
+    num_warps: int
+    num_stages: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_M1: int
+    BLOCK_N1: int
+    BLOCK_M2: int
+    BLOCK_N2: int
+    BLOCK_M3: int
+    BLOCK_N3: int
+    tuned: bool
+    deterministic: bool
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    BLOCKS_ARE_CONTIGUOUS: bool
+    WRITE_DQ: bool
+    FORCE_USE_FLEX_ATTENTION: bool
+    USE_TMA: bool
+    kpack: int
+    waves_per_eu: int
+    matrix_instr_nonkdim: int
+
+
 @dataclass(frozen=True)
 class KernelOptions:
     """Checked options. `tiles` has the options of launches, with prefixes, sorted by name."""
@@ -121,7 +156,8 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         raise errors.FlashBackendError()
     if backend == "TRITON_DECODE":
         raise errors.DecodeBackendError()
-    for name, value in options.items():
+    values = {name: _plain(value) for name, value in options.items()}
+    for name, value in values.items():
         bare = name[4:] if name.startswith(PREFIXES) else name
         option = OPTIONS.get(bare)
         if option is None or (bare == "BACKEND" and bare != name):
@@ -130,7 +166,13 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
         if not option.check(value):
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
-    return KernelOptions(backend, tuple(sorted((k, v) for k, v in options.items() if k != "BACKEND")))
+    return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values) if k != "BACKEND"]))
+
+
+def _plain(value: Any) -> Any:
+    """An integer that is a symbol of torch.compile becomes a number: a kernel is compiled for it."""
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return operator.index(value) if whole else value
 
 
 LayoutName = Literal["bhsd", "bshd"]

@@ -39,6 +39,8 @@ def create_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
     *,
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
@@ -52,8 +54,9 @@ def create_block_mask(
     `B` and `H` are the numbers of batch entries and query heads, None if the mask is the same for all.
     `Q_LEN` and `KV_LEN` are the numbers of queries and keys. `BLOCK_SIZE` is a tile's size, one number or
     (queries, keys). `device` None is the current accelerator, else the CPU. With `separate_full_blocks`
-    False, every tile is listed as partial. `_compile` has no effect. On the device "meta", or in a
-    FakeTensorMode, the mask has shapes only.
+    False, every tile is listed as partial. `_compile`, `compute_dq_write_order` and
+    `dq_kv_order` are torch's, and have no effect. On the device "meta", or in a FakeTensorMode, the mask has
+    shapes only.
 
     With offsets, the mask_mod sees shifted positions: the first query is q_offset, the first key kv_offset.
     Each is an integer up to 2^30, or an int32 or int64 tensor with one element for each of B batch entries or

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import moved
+from flexmod.runtime.private_torch import GetAttrKey
 
 DEFAULT_BLOCK = 128
 
@@ -50,8 +51,8 @@ class BlockMask(MaskData):
 
     Qb and KVb are the numbers of tiles. By row, counts are int32 [B, H, Qb] and indices int32
     [B, H, Qb, KVb]; by column, [B, H, KVb] and [B, H, KVb, Qb]. The first `count` entries of a row are valid,
-    and `create_block_mask` sorts them. Strides are free: a mask that is the same for each head is an expanded
-    view. A built mask stores runs of tiles (`runs.py`), and makes these lists at their first use.
+    and `create_block_mask` sorts them. Strides are free: lists may be expanded views. A built mask stores
+    runs of tiles (`runs.py`), and makes these lists at their first use.
 
     A built mask finds its tiles again (`refresh`) at its next use after a change of a tensor that its
     mask_mod captures or read (`t.item()`, `t.shape`): a write, or other memory. A user's own lists stay as
@@ -219,6 +220,30 @@ class BlockMask(MaskData):
         )
         parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
         return (*lengths, *parts.values(), *block, self.mask_mod)
+
+    _TENSOR_ATTRS: ClassVar[tuple[str, ...]] = (*LISTS, *FLASH_PARTS)
+    _CONTEXT_ATTRS: ClassVar[tuple[str, ...]] = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
+
+    def _flatten(self) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """The lists that are not None, and everything else, for torch.utils._pytree, as torch's BlockMask."""
+        parts = self._parts(self._TENSOR_ATTRS)
+        absent = tuple([name for name, part in parts.items() if part is None])
+        present = tuple([part for part in parts.values() if part is not None])
+        return present, (*[getattr(self, name) for name in self._CONTEXT_ATTRS], absent)
+
+    def _flatten_with_keys(self) -> tuple[tuple[tuple[Any, Tensor], ...], tuple[Any, ...]]:
+        """As `_flatten`, with a key for each list."""
+        present, context = self._flatten()
+        names = (name for name in self._TENSOR_ATTRS if name not in context[-1])
+        return tuple([(GetAttrKey(name), part) for name, part in zip(names, present, strict=True)]), context
+
+    @classmethod
+    def _unflatten(cls, leaves: Sequence[Any], context: tuple[Any, ...]) -> BlockMask:
+        """The inverse of `_flatten`. Raises the errors of BlockMask."""
+        *known, absent = context
+        names = (name for name in cls._TENSOR_ATTRS if name not in absent)
+        parts = dict.fromkeys(absent) | dict(zip(names, leaves, strict=True))
+        return cls(**parts, **dict(zip(cls._CONTEXT_ATTRS, known, strict=True)))
 
     def __getitem__(self, index: Any) -> BlockMask:
         """mask[b, h, q] selects batches, heads and rows of tiles. Dimensions stay: mask[0] has B=1.

@@ -122,7 +122,7 @@ def runs_of_parts(parts: Sequence[Runs]) -> Runs:
 
 def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
     order = None if runs.order is None else runs.order.view(batch, heads, -1)
-    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order)
+    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order).with_fixed_sizes()
 
 
 class _BuilderPart:

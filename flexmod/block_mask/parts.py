@@ -224,9 +224,9 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
 MaskMod = Callable[..., Any]
 
 
-def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
     """The mask_mod that keeps every score."""
-    return b.new_ones((), dtype=torch.bool)
+    return batch.new_ones((), dtype=torch.bool)
 
 
 def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:

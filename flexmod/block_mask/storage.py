@@ -72,7 +72,8 @@ class TileStorage:
     ) -> TileStorage:
         """Stores the runs of `table`, int8 [..., Qb, KVb]. Its batch dimensions are `batch`, or 1 each."""
         by_axis: dict[Axis, Runs | None] = {
-            "kv": runs_of_table(table), "q": runs_of_table(table.mT) if by_column else None
+            "kv": runs_of_table(table).with_fixed_sizes(),
+            "q": runs_of_table(table.mT).with_fixed_sizes() if by_column else None,
         }  # fmt: skip
         return cls(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
 
@@ -195,6 +196,11 @@ class TileStorage:
         found: Tensor | None = self._lists[name]
         return found
 
+    def first_rows(self, rows: int, columns: int) -> TileStorage:
+        """The tiles of the first rows."""
+        table = self.table(columns)[..., :rows, :]
+        return TileStorage.of_table(table, self.batch, self.separate, self.by_column)
+
     def written(self) -> tuple[object, ...]:
         """A value that changes with each write to a list that launches read.
 
@@ -279,11 +285,10 @@ class TileStorage:
         if runs is None or full and not self.separate:
             return None
         if name.endswith("num_blocks"):
-            made = runs.counts()[int(full)].contiguous()
-            return made.expand(*self.batch, -1)
+            return runs.counts()[int(full)].expand(*self.batch, -1).contiguous()
         table = runs.table(self.grid[axis == "kv"])
         _, indices = tiles.ordered(table == (FULL if full else PARTIAL))
-        return indices.expand(*self.batch, -1, -1)
+        return indices.expand(*self.batch, -1, -1).contiguous()
 
 
 class ListPart:

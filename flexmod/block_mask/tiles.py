@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.runtime.private_torch import fix_sizes
+
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
@@ -145,13 +147,23 @@ class Runs:
             table[group] = table[group].cumsum(-1, dtype=torch.int8)
         return table[:, :columns].view(*lead, columns)
 
+    def with_fixed_sizes(self) -> Runs:
+        """Tells torch.compile which sizes are the same in each mask.
+
+        With dynamic=True it would expect them to change, and to stay equal to other sizes of the first call:
+        what it compiles for a batch of 2 would serve no other batch.
+        """
+        fix_sizes(self.rows, 2)
+        fix_sizes(self.spans, 1)
+        return self
+
     def in_order(self) -> Runs:
         """Returns the runs with `order`; of equally long rows the first comes first."""
         longest_first = self.rows[..., 0].sum(-1).argsort(dim=-1, descending=True, stable=True)
         return Runs(self.rows, self.spans, longest_first.int())
 
     def to(self, device: torch.device | str) -> Runs:
-        return Runs(*(tensor.to(device) for tensor in self.tensors()))
+        return Runs(*(tensor.to(device) for tensor in self.tensors())).with_fixed_sizes()
 
 
 def of_table(table: Tensor) -> Runs:
@@ -172,13 +184,14 @@ def of_table(table: Tensor) -> Runs:
     row, first, length, kind = torch.cat(found, 1)
     order = kind.argsort(stable=True)
     place = (row * 2 + kind - PARTIAL)[order]
-    rows = torch.zeros(2 * len(flat), 3, dtype=torch.int32, device=table.device)
+    found_rows = torch.zeros(*lead, 2, 3, dtype=torch.int32, device=table.device)
+    rows = found_rows.view(-1, 3)
     rows[:, 0].index_add_(0, place, length[order].int())
     rows[:, 1].index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
     number = rows[:, 1].view(-1, 2).T.flatten()
     rows[:, 2] = (number.cumsum(0, dtype=torch.int32) - number).view(2, -1).T.flatten()
     spans = torch.stack([first, first + length], 1)[order].int()
-    return Runs(rows.view(*lead, 2, 3), spans)
+    return Runs(found_rows, spans)
 
 
 def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:

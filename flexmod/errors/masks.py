@@ -47,7 +47,7 @@ class BlockSizeError(FlexmodError, ValueError):
     instead = "use {advice}."
 
 
-class BlockMaskPartsError(FlexmodError, ValueError):
+class BlockMaskPartsError(FlexmodError, ValueError, AssertionError, RuntimeError):
     what = "{problem}."
     instead = "{advice}."
 

@@ -111,6 +111,8 @@ class Recorder(TorchFunctionMode):
                 self.captured.append(value)
             return ("captured", place)
         if isinstance(value, (tuple, list)):
+            if isinstance(value, torch.Size) and value == SHAPE:  # of an index: ()
+                return ("tuple", ())
             return ("tuple", tuple([self.noted(entry) for entry in value]))
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             self.integers.append(value)  # type: ignore[arg-type]

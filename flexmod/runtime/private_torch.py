@@ -19,6 +19,7 @@ from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -164,6 +165,16 @@ def assume_constant(function: Function) -> Function:
     """torch.compiler.assume_constant_result, without the import of TorchDynamo, which takes a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def fix_sizes(tensor: Tensor, last: int) -> None:
+    """torch._dynamo.mark_static of the last dimensions, of the tensor that this one views too.
+
+    It imports no TorchDynamo.
+    """
+    for known in (tensor, tensor._base):
+        if known is not None:
+            known._dynamo_static_indices = set(range(known.dim())[-last:])  # type: ignore[attr-defined]
 
 
 def _translator() -> Any:
