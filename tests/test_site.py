@@ -97,8 +97,9 @@ def test_the_picture_of_the_quickstart_shows_its_mask(request: pytest.FixtureReq
         ("[a](../masks.md)", "reference/masks.md", "[a](../masks.md)"),
         ("[a](https://a.org/b)", "masks.md", "[a](https://a.org/b)"),
         ("```python output", "masks.md", "```text"),
+        ("```output\n9.00% of all pairs\n```", "masks.md", "``` { .text .wrap }\n9.00% of all pairs\n```"),
         ("```console numbers", "masks.md", "```console"),
-        (r"| `a \| b` |", "masks.md", "| `a &#124; b` |"),
+        (r"| `a \| b` |", "masks.md", "| `a | b` |"),
     ],
 )
 def test_a_page_is_rewritten_for_the_site(written: str, page: str, read: str) -> None:

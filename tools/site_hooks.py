@@ -18,6 +18,7 @@ EXAMPLES = "examples/index.md"
 GENERATED = {EXAMPLES: "examples", "contributing.md": "CONTRIBUTING.md"}
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "examples": EXAMPLES}
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
+WIDE = re.compile(r"^```output$(?=[^`]*% of all pairs)", re.MULTILINE)  # facts of a mask, one long line
 REMOTE = re.compile(
     r"<(?:script|img|iframe)[^>]+src=\"(?:https?:)?//|<link[^>]+rel=\"(?:stylesheet|preconnect)\"[^>]+//"
 )
@@ -58,9 +59,10 @@ def for_site(markdown: str, page: str) -> str:
     source = GENERATED.get(page)
     folder = dirname(source or f"docs/{page}") or "."
     markdown = LINK.sub(lambda match: match[1] + target(match[2], folder, page), markdown)
+    markdown = WIDE.sub("``` { .text .wrap }", markdown)
     markdown = re.sub(r"^```(?:python )?output$", "```text", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) \w+$", r"```\1", markdown, flags=re.MULTILINE)
-    return re.sub(r"^\|.*\|$", lambda row: row[0].replace(r"\|", "&#124;"), markdown, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", lambda code: code[0].replace(r"\|", "|"), markdown)
 
 
 def target(link: str, folder: str, page: str) -> str:
