@@ -48,6 +48,37 @@ def test_recipe_equals_its_dense_twin(page: Path) -> None:
     torch.testing.assert_close(*found, atol=1e-10, rtol=1e-8)
 
 
+def moved(x: Any, device: str) -> Any:
+    """An input for kernels: float32 in place of float64, on a device."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach().to(device, torch.float32 if x.is_floating_point() else x.dtype)
+    return x.requires_grad_(x.is_floating_point())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_kernels_compute_the_recipe(page: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels, in the interpreter or on a GPU; selections by data may round otherwise."""
+    names = made(page)
+    inputs, sizes = names["inputs"], names.get("sizes", {})
+    options = {"BACKEND": "INTERPRET"} if device == "cpu" else {}
+    for name in ("flex_attention", "compile"):
+        if name in names:
+            monkeypatch.setitem(names, name, functools.partial(names[name], kernel_options=options))
+    given = [moved(x, device) for x in inputs]
+    outs = names["attend"](*given, **sizes), names["dense"](*inputs, **sizes)
+    torch.testing.assert_close(outs[0].cpu().double(), outs[1], atol=1e-4, rtol=1e-3)
+    weight = torch.randn(outs[1].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = [
+        gradients(out, learned, weight.to(out)) for out, learned in zip(outs, (given, inputs), strict=True)
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_has_its_parts(page: Path) -> None:
     text = page.read_text()

@@ -79,7 +79,11 @@ def target(link: str, folder: str, page: str) -> str:
 
 def examples() -> str:
     """The page of all examples."""
-    parts = ["# Examples", "Files of the folder `examples`: run one with `python examples/NAME.py`."]
+    parts = [
+        "---\nsearch:\n  boost: 0.5\n---",  # pages that explain come first
+        "# Examples",
+        "Files of the folder `examples`: run one with `python examples/NAME.py`.",
+    ]
     files = sorted((ROOT / "examples").glob("*.py"))
     parts += [f"## {path.name}\n\n```py\n{path.read_text()}```" for path in files]
     return "\n\n".join(parts) + "\n"
