@@ -24,12 +24,13 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import flexmod
-from flexmod import calls, masks, mods
+from flexmod import masks, mods
 from flexmod.backends import arguments, generated
 from flexmod.block_mask import find_tiles
 from flexmod.block_mask import generated as builder
-from flexmod.codegen.choose import Verdict
-from flexmod.runtime import counters, jit, launch, launches, side_by_side
+from flexmod.calls import prepared
+from flexmod.codegen.spec import Verdict
+from flexmod.runtime import direct, jit, launch, side_by_side
 from flexmod.runtime.direct import Direct
 from flexmod.runtime.target import Target
 
@@ -78,13 +79,13 @@ def on_an_h200() -> Iterator[None]:
     with mock.patch.multiple(torch._C, create=True, **made), mock.patch.multiple(
         jit, start=_compiled, compiled=_compiled
     ), mock.patch.object(
-        launches, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
-    ), mock.patch.object(calls, "_backend", lambda options, query: "triton"), mock.patch.object(
+        launch, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
+    ), mock.patch.object(prepared, "_backend", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(arguments, "processors", lambda device: H200.processors), mock.patch.object(
         launch, "verdict", lambda *_: Verdict()
     ), mock.patch.object(
-        counters, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
+        direct, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
     ), mock.patch.object(side_by_side, "threads", lambda: 1), mock.patch.object(
         find_tiles, "has_kernels", lambda device: True
     ), mock.patch.object(builder, "target_of", lambda device: H200):  # fmt: skip

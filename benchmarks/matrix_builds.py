@@ -17,13 +17,13 @@ import torch
 import triton
 
 from flexmod import masks, mods
-from flexmod.ahead import GIVES_WAY, Built, Job, jobs
 from flexmod.block_mask import generated
+from flexmod.codegen.variant import Variant, variant
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
-from flexmod.variant import Variant, variant
+from flexmod.tools.ahead import GIVES_WAY, Built, Job, jobs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))

@@ -22,10 +22,10 @@ from tabulate import tabulate
 
 from benchmarks import workers
 from benchmarks.rows import find
-from flexmod.ahead import compiled, portable_kernels
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.spec import KernelName, Tile
-from flexmod.variant import variant
+from flexmod.codegen.variant import variant
+from flexmod.tools.ahead import compiled, portable_kernels
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,25 @@ mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, No
 out = flexmod.flex_attention(q, k, v, block_mask=mask)
 """
 
+import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flexmod.lazy_imports import lazy_imports, paused_collections
+from flexmod.runtime.lazy_imports import lazy_imports
 
-with paused_collections():
+if TYPE_CHECKING:
     from flexmod import errors, masks, mods
-    from flexmod.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.backends.options import FlexKernelOptions
     from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from flexmod.block_mask.format import BlockMask
-    from flexmod.compare import compare
-    from flexmod.compiled import CompiledAttention, compile
-    from flexmod.explain import explain
-    from flexmod.ir.approximate import tanh_approximate
+    from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
+    from flexmod.calls.compiled import CompiledAttention, compile
+    from flexmod.calls.packed import nested_attention, varlen_attention
+    from flexmod.calls.sinks import apply_sink
+    from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
-    from flexmod.packed import nested_attention, varlen_attention
-    from flexmod.sinks import apply_sink
+    from flexmod.tools.comparison import compare
+    from flexmod.tools.explanation import explain
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "CompiledAttention",
+    "FlexKernelOptions",
     "Offset",
     "and_masks",
     "apply_sink",
@@ -49,11 +51,51 @@ __all__ = [
     "varlen_attention",
 ]
 
+# A module, and the public names that it defines.
+_DEFINED_IN = {
+    "backends.options": ("FlexKernelOptions",),
+    "block_mask.build": ("and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"),
+    "block_mask.format": ("BlockMask",),
+    "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),
+    "calls.compiled": ("CompiledAttention", "compile"),
+    "calls.packed": ("nested_attention", "varlen_attention"),
+    "calls.sinks": ("apply_sink",),
+    "ir.formulas": ("tanh_approximate",),
+    "ir.offsets": ("Offset",),
+    "tools.comparison": ("compare",),
+    "tools.explanation": ("explain",),
+}
+_MODULES = ("errors", "masks", "mods")
+_NEED_TRITON = ("ahead", "standalone")
+
+
+def _import_public_names() -> None:
+    """Imports the modules of all public names, and torch with them."""
+    with lazy_imports():
+        for module, names in _DEFINED_IN.items():
+            found = import_module(f"flexmod.{module}")
+            globals().update({name: getattr(found, name) for name in names})
+
+
 if not TYPE_CHECKING:  # type checkers must still report a misspelled name
 
-    def __getattr__(name: str) -> ModuleType:
-        """Imports `flexmod.standalone` and `flexmod.ahead`, which need Triton, at their first use."""
-        if name not in ("ahead", "standalone"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with lazy_imports():
+    def __getattr__(name: str) -> Any:
+        """Imports public names at their first use: `flexmod --help` would wait seconds for torch."""
+        if name in _MODULES:
             return import_module(f"flexmod.{name}")
+        if name in _NEED_TRITON:
+            with lazy_imports():
+                return import_module(f"flexmod.tools.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _import_public_names()
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# With torch there is nothing to wait for. A saved program finds flexmod's operations after this import.
+if "torch" in sys.modules:
+    _import_public_names()

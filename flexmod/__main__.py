@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from flexmod.cli import main
+from flexmod.tools.cli import main
 
 sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.spans import Axes, Spans
+from flexmod.block_mask.refine import Axes, Spans
 
 
 def decide_all(axes: Axes, rows: Spans, columns: Spans) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import runs, tiles
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.storage import TileStorage
-from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod.block_mask import tiles
+from flexmod.block_mask.storage import MaskSnapshot, TileStorage
+from flexmod.codegen.kernels import ModText, Parameter
 from flexmod.ir.graph import Capture, Graph
 from flexmod.ir.trace import Traced
 
@@ -120,7 +119,7 @@ class Lists:
         traced = Traced(Graph("mask", (), captures), tuple(captured))
         return MaskSnapshot(held, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, traced)
 
-    def _runs(self, axis: str) -> runs.Runs | None:
+    def _runs(self, axis: str) -> tiles.Runs | None:
         if getattr(self, f"{axis}_indices") is None:
             return None
         counts, indices = getattr(self, f"{axis}_num_blocks"), getattr(self, f"{axis}_indices")
@@ -129,7 +128,7 @@ class Lists:
         table = tiles.dense((counts, indices), columns).to(torch.int8)
         if full[0] is not None:
             table.masked_fill_(tiles.dense(full, columns), tiles.FULL)
-        return runs.of_table(table)
+        return tiles.of_table(table)
 
 
 def block_lists(dense: Tensor, block: tuple[int, int], separate_full: bool = True) -> Lists:

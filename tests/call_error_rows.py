@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, masks, mods, or_masks
+from flexmod.backends.options import OPTIONS
 from flexmod.block_mask.format import from_torch
-from flexmod.kernel_options import OPTIONS
 
 Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
 
@@ -219,6 +219,19 @@ BSHD: list[Row] = [
         errors.KeyValueHeadsMismatch,
         lambda: call(x(2, 32, 4, 16), value=x(2, 32, 2, 16), layout="bshd"),
         "key has 4 heads but value has 2.\n"
+        "  Instead: repeat each head of value, value.repeat_interleave(2, dim=2).",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(x(2, 32, 4, 16), value=x(2, 32, 8, 16), layout="bshd"),
+        "key has 4 heads but value has 8.\n"
+        "  Instead: put the 2 value heads of each key head side by side, "
+        "value.unflatten(2, (4, 2)).flatten(3): the output has theirs side by side too.",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(x(2, 32, 4, 16), value=x(2, 32, 3, 16), layout="bshd"),
+        "key has 4 heads but value has 3.\n"
         "  Instead: give key and value the same number of heads (dimension 2 of layout 'bshd').",
     ),
     (
@@ -514,6 +527,19 @@ TENSORS: list[Row] = [
         errors.KeyValueHeadsMismatch,
         lambda: call(value=x(2, 2, 32, 16)),
         "key has 4 heads but value has 2.\n"
+        "  Instead: repeat each head of value, value.repeat_interleave(2, dim=1).",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(value=x(2, 8, 32, 16)),
+        "key has 4 heads but value has 8.\n"
+        "  Instead: put the 2 value heads of each key head side by side, "
+        "value.unflatten(1, (4, 2)).transpose(2, 3).flatten(3): the output has theirs side by side too.",
+    ),
+    (
+        errors.KeyValueHeadsMismatch,
+        lambda: call(value=x(2, 3, 32, 16)),
+        "key has 4 heads but value has 3.\n"
         "  Instead: give key and value the same number of heads (dimension 1).",
     ),
     (
@@ -630,6 +656,46 @@ BLOCK_MASKS: list[Row] = [
         lambda: mask(length=0),
         "Q_LEN is 0; it must be a positive integer.\n"
         "  Instead: give the number of positions, e.g. Q_LEN=query.shape[2].",
+    ),
+    (
+        errors.DenseMaskError,
+        lambda: flexmod.create_block_mask(torch.zeros(4, 30, 30)),
+        "a dense mask, of shape (4, 30, 30), is float32, but it says True or False.\n"
+        "  Instead: compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
+        "lambda score, b, h, q_idx, kv_idx: score + dense[h, q_idx, kv_idx].",
+    ),
+    (
+        errors.DenseMaskError,
+        lambda: flexmod.create_block_mask(torch.zeros(30) > 0),
+        "a dense mask, of shape (30,), has the wrong number of dimensions.\n"
+        "  Instead: give [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN].",
+    ),
+    (
+        errors.DenseMaskError,
+        lambda: flexmod.create_block_mask(torch.zeros(2, 1, 30, 30) > 0, 3, None, 30, 30),
+        "a dense mask, of shape (2, 1, 30, 30), has B=2, but B=3 is given.\n"
+        "  Instead: leave B, H, Q_LEN and KV_LEN out: the tensor has them.",
+    ),
+    (
+        errors.LengthError,
+        lambda: flexmod.create_block_mask(flexmod.masks.causal(), 2, 4, 30),
+        "KV_LEN is None; it must be a positive integer.\n"
+        "  Instead: give the number of positions, e.g. KV_LEN=query.shape[2].",
+    ),
+    (
+        errors.BlockMaskPartsError,
+        lambda: flexmod.BlockMask.from_dense(torch.zeros(3)),
+        "tiles is torch.float32 of shape (3,); a table of tiles is bool or integers, of shape [B, H, Qb, "
+        "KVb].\n"
+        "  Instead: give one entry for each tile, e.g. block_mask.to_dense(); a dense mask of one entry for "
+        "each query and key goes to create_block_mask.",
+    ),
+    (
+        errors.BlockMaskPartsError,
+        lambda: flexmod.BlockMask.from_dense(torch.eye(3) > 0, seq_lengths=(300, 600)),
+        "tiles has 3 rows and 3 columns, but Q_LEN=300 and KV_LEN=600 have 3 and 5 with BLOCK_SIZE (128, "
+        "128).\n"
+        "  Instead: give the seq_lengths and the BLOCK_SIZE that the table was made for.",
     ),
     (
         errors.MaskExtentError,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiers import mark_long
 
-from flexmod import calls
-from flexmod import config as switches
+from flexmod.calls import prepared
+from flexmod.runtime import config as switches
 
 hypothesis.settings.register_profile("flexmod", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flexmod")
@@ -59,7 +59,7 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     """No test meets a call that another has made known: one that watches what runs would see it played."""
-    calls.forget()
+    prepared.forget()
 
 
 @pytest.fixture

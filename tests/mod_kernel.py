@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flexmod.codegen import cache, prelude
-from flexmod.codegen.exponent_text import write_exponent
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.kernels import ModText
+from flexmod.codegen.term_text import write_exponent
 from flexmod.codegen.triton_text import write
 from flexmod.ir.graph import Graph
 from flexmod.runtime.interpreter import interpreted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from flexmod.mod_names import KNOWN, MASKS, NOTHING, SCORES, USUAL
+from flexmod.tools.mod_names import KNOWN, MASKS, NOTHING, SCORES, USUAL
 
 NAMED = tuple(
     name

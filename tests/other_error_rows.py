@@ -14,18 +14,16 @@ from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 import flexmod
-from flexmod import compare, config, errors, masks
+from flexmod import compare, errors, masks
 from flexmod.block_mask import in_graph
 from flexmod.codegen import cache
-from flexmod.codegen.choose import Verdict
-from flexmod.ir import kept
-from flexmod.ir.constants import decoded, encoded
-from flexmod.ir.kept import graph_of, numbered
-from flexmod.ir.record import Recorder
+from flexmod.codegen.spec import Verdict
+from flexmod.ir import record
+from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered
 from flexmod.ir.trace import trace
-from flexmod.lazy_imports import lazy_imports
-from flexmod.runtime import launch, target
+from flexmod.runtime import config, launch, target
 from flexmod.runtime.interpreter import interpreted
+from flexmod.runtime.lazy_imports import lazy_imports
 
 
 def refused(refusal: object, **options: int) -> Any:
@@ -75,7 +73,7 @@ def behind_the_recorder() -> Any:
 
 
 def two_graphs_of_one_number() -> Any:
-    with mock.patch.object(kept, "digest", return_value=7):
+    with mock.patch.object(record, "digest", return_value=7):
         return [numbered(trace(lambda b, h, q, k, n=n: q + n > k, "mask").graph) for n in (77771, 77772)]
 
 

@@ -16,9 +16,9 @@ from flexmod.backends.families import Family, families
 from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.codegen.hopper import Shape
-from flexmod.ir.reductions import Along
-from flexmod.plan import PlanWriter
+from flexmod.ir.derivative import Along
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.plan import PlanWriter
 
 
 class Mod(NamedTuple):

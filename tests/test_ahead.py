@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, errors, masks, mods
-from flexmod.ahead import first_tile, jobs
+from flexmod import errors, masks, mods
 from flexmod.codegen.spec import Tile
+from flexmod.codegen.variant import variant
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
-from flexmod.variant import variant
+from flexmod.tools import ahead
+from flexmod.tools.ahead import first_tile, jobs
 
 
 def kernels(*arguments: Any, target: str = "sm_80", **options: Any) -> list[tuple[str, str]]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import flexmod
 from flexmod import create_block_mask, flex_attention, masks, mods, tanh_approximate
-from flexmod.ahead import jobs
+from flexmod.codegen.variant import variant
 from flexmod.ir.fingerprint import fingerprint
 from flexmod.runtime.target import family_of
-from flexmod.variant import variant
+from flexmod.tools.ahead import jobs
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}

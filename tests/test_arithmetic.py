@@ -16,8 +16,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention
-from flexmod.ir.constants import encoded
-from flexmod.ir.record import record_of
+from flexmod.ir.record import encoded, record_of
 
 SIZES = (1, 4, 24, 40)
 ON_CPU = ("AUTO", "INTERPRET", "REFERENCE")

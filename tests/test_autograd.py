@@ -260,8 +260,8 @@ def test_without_gradients_nothing_is_made_for_them(options: Any, mode: Any, lau
     refuse = mock.Mock(side_effect=AssertionError("something was saved"))
     with (
         mock.patch.object(type(backend), "forward", watch),
-        mock.patch("flexmod.compiler.render", watch_render),
-        mock.patch("flexmod.autograd.Attention.apply", refuse),
+        mock.patch("flexmod.codegen.compiler.render", watch_render),
+        mock.patch("flexmod.calls.autograd.Attention.apply", refuse),
         torch.autograd.graph.saved_tensors_hooks(refuse, refuse),
         mode(),
     ):

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexmod
-from flexmod import compiler, create_block_mask, create_mask, errors, flex_attention, masks, mods
+from flexmod import create_block_mask, create_mask, errors, flex_attention, masks, mods
+from flexmod.codegen import compiler
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import trace
 

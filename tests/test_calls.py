@@ -17,17 +17,9 @@ import torch
 from reference_case import make_case
 from torch import Tensor
 
-from flexmod import (
-    AuxRequest,
-    BlockMask,
-    calls,
-    config,
-    create_block_mask,
-    errors,
-    flex_attention,
-    masks,
-    mods,
-)
+from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
+from flexmod.calls import prepared
+from flexmod.runtime import config
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -68,13 +60,13 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    attend = calls._attend_anew
+    attend = prepared._attend_anew
 
     def checked(*arguments: Any) -> Any:
         found.anew += arguments[4].options.backend != "REFERENCE"
         return attend(*arguments)
 
-    monkeypatch.setattr(calls, "_attend_anew", checked)
+    monkeypatch.setattr(prepared, "_attend_anew", checked)
     found.again = planned.reruns(monkeypatch)
     return found
 
@@ -398,7 +390,7 @@ def test_captured_tensors_are_not_kept_alive(seen: Seen) -> None:
 
 
 def test_the_oldest_call_is_forgotten(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "KNOWN", 2)
+    monkeypatch.setattr(prepared, "KNOWN", 2)
     for length in (3, 4, 5, 5, 4, 3):
         flex_attention(*inputs(q_len=length), kernel_options=INTERPRET)
     assert seen.anew == 4

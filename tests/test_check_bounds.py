@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import config
-from flexmod.ahead import jobs
 from flexmod.block_mask import generated
 from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.variant import variant
 from flexmod.errors import CaptureBoundsError
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
-from flexmod.variant import variant
+from flexmod.runtime import config
+from flexmod.tools.ahead import jobs
 
 LENGTH = 40
 BLOCK_SIZE = (16, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, command_errors, config
-from flexmod.cli import main
+import flexmod
+from flexmod.errors import commands as command_errors
+from flexmod.runtime import config
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
+from flexmod.tools import ahead, cli
+from flexmod.tools.cli import COMMANDS, main
 
 PAGE = Path(__file__).parents[1] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -88,10 +92,12 @@ def test_transcripts(
         assert printed == shown, f"{PAGE} differs; if the new text is right: pytest --update-golden"
 
 
-def test_every_command_has_a_section() -> None:
+def test_every_command_has_a_section_and_a_file() -> None:
     page = PAGE.read_text()
-    for name in ("show", "explain", "source", "compare", "bench", "build", "warm", "tune", "doctor"):
+    for name in COMMANDS:
         assert f"\n## {name}\n" in page and f"| `{name}` |" in page
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")}
+    assert files - {*COMMANDS} == {"__init__", "options"}
 
 
 def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +108,7 @@ def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["flexmod.peers"]
+    module = sys.modules["flexmod.tools.peers"]
     attend = module.flex_attention
     monkeypatch.setattr(module, "flex_attention", lambda q, k, v, *a, **o: attend(q, k, 1.01 * v, *a, **o))
     assert main(["compare", *SIZES]) == 1
@@ -116,6 +122,7 @@ def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["show"], "MASK"),
         (["build", "causal", "--target", "sm_9000"], "--target"),
         (["draw"], "draw"),
+        (["shwo"], "Error: No such command 'shwo'. Did you mean 'show'?"),
     ],
 )
 def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +198,7 @@ def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = Target("sm_90", "cuda", 227 << 10)
     rows = [(torch.device("cuda", 0), chip), (torch.device("cuda", 1), named("sm_80"))]
-    module = sys.modules["flexmod.cli.doctor"]
+    module = importlib.import_module("flexmod.tools.cli.doctor")
     monkeypatch.setattr(module, "_targets", lambda: rows)
     runs = list(module._runs())
     why = "head dimensions of 32 and 32: the tiles are 64 wide"
@@ -226,3 +233,23 @@ def test_python_dash_m() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "compare" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [(["--help"], [*COMMANDS, "--version", "Try these first:"]), (["--version"], [flexmod.__version__])],
+)
+def test_help_is_quick(arguments: list[str], parts: list[str]) -> None:
+    """It imports no torch, and the processor works for less than 0.7 s."""
+    script = f"""
+import resource, sys
+from flexmod.tools.cli import main
+assert main({arguments!r}) == 0
+assert not {{"torch", "rich", "jinja2", "tabulate", "triton"}} & set(sys.modules)
+used = resource.getrusage(resource.RUSAGE_SELF)
+assert used.ru_utime + used.ru_stime < 0.7, used
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert all(part in result.stdout for part in parts)
+    assert max(map(len, result.stdout.splitlines())) <= 80

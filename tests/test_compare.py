@@ -9,9 +9,9 @@ import torch
 from named_mods import NAMED
 
 from flexmod import errors
-from flexmod.command_errors import UnknownModName
-from flexmod.compare import compare
-from flexmod.mod_names import usual_setting
+from flexmod.errors.commands import UnknownModName
+from flexmod.tools.comparison import compare
+from flexmod.tools.mod_names import usual_setting
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
 
@@ -73,7 +73,7 @@ def test_rows_with_nothing_to_attend_to() -> None:
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["flexmod.peers"]
+    module = sys.modules["flexmod.tools.peers"]
     attend = module.flex_attention
 
     def wrong(q, k, v, *rest, **options):

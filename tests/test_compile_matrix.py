@@ -24,8 +24,8 @@ from benchmarks.matrix_builds import (
 )
 from benchmarks.workers import Outcome
 from flexmod import masks, mods
-from flexmod.ahead import GIVES_WAY, Built, Job
-from flexmod.variant import variant
+from flexmod.codegen.variant import variant
+from flexmod.tools.ahead import GIVES_WAY, Built, Job
 
 NO_MASKS = {"Mask", "MaskMod", "morton_order", "tile_order"}
 NO_MODS = {"ScoreMod", "alibi_slopes"}

@@ -11,7 +11,8 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import AuxRequest, calls, create_block_mask, errors, flex_attention, masks, mods
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod.calls import prepared
 from flexmod.ir import trace as tracing
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -54,8 +55,8 @@ def test_its_plan_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_known_call_looks_at_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another kind of tensor, a mask that is given, autocast, what a mod captures: these are looked into."""
     looked = []
-    attend = calls.attend
-    monkeypatch.setattr(calls, "attend", lambda *given: looked.append(given) or attend(*given))
+    attend = prepared.attend
+    monkeypatch.setattr(prepared, "attend", lambda *given: looked.append(given) or attend(*given))
     slopes, documents = torch.rand(2), torch.arange(LENGTH) // 9
     handle = flexmod.compile(mods.alibi(slopes), masks.document(documents), kernel_options=INTERPRET)
     mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device="cpu")
@@ -145,7 +146,7 @@ def test_masks_by_lengths_batch_and_heads(monkeypatch: pytest.MonkeyPatch) -> No
         built.append(sizes)
         return create(mask_mod, *sizes, **other)
 
-    monkeypatch.setattr("flexmod.compiled.create_block_mask", watch)
+    monkeypatch.setattr("flexmod.calls.compiled.create_block_mask", watch)
     windows = torch.tensor([1, 4])
     attend = flexmod.compile(mask_mod=masks.sliding_window(windows))
     for length in (LENGTH, 17, LENGTH, 17):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod import compiler, create_block_mask, flex_attention
-from flexmod.compiler import Constants, compile_mod, lower
+from flexmod import create_block_mask, flex_attention
+from flexmod.codegen import compiler
+from flexmod.codegen.compiler import Constants, compile_mod, lower
 from flexmod.ir.passes import needs_int64
 from flexmod.ir.trace import trace
 

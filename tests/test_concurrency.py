@@ -13,7 +13,7 @@ from concurrent_calls import WORKERS, of_threads, results
 from tiers import long_but
 from torch import Tensor
 
-from flexmod import config
+from flexmod.runtime import config
 
 CPU, INTERPRET = "cpu", "INTERPRET"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flexmod import config
 from flexmod.errors import EnvironmentSwitchError
+from flexmod.runtime import config
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

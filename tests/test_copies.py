@@ -36,7 +36,7 @@ from torch.nn.attention import flex_attention as torch_attention
 import flexmod
 from flexmod import create_block_mask, errors, flex_attention, masks, mods
 from flexmod.ir.graph import Graph, GraphBuilder
-from flexmod.ir.kept import digest
+from flexmod.ir.record import digest
 from flexmod.ir.trace import trace
 
 # what other backends run too; the CPU runs all
@@ -211,9 +211,10 @@ def test_a_mask_that_captures_a_tensor_twice_captures_one() -> None:
 
 # what pickles of masks name; one that was written before finds it under the same name
 NAMED = {
-    "block_mask.derived.Combined", "block_mask.derived.Complement", "block_mask.derived.Listed",
-    "block_mask.format.BlockMask", "block_mask.storage.TileStorage", "block_mask.rebase.Affine",
-    "block_mask.rebase.Rebased", "block_mask.rebase.Same", "block_mask.runs.Runs", "errors.Where",
+    "block_mask.combine.Combined", "block_mask.combine.Complement", "block_mask.combine.Dense",
+    "block_mask.combine.Listed", "block_mask.combine.OfBatch",
+    "block_mask.format.BlockMask", "block_mask.storage.TileStorage", "block_mask.selection.Affine",
+    "block_mask.selection.Rebased", "block_mask.selection.Same", "block_mask.tiles.Runs", "errors.Where",
     "ir.composed.Mask", "ir.graph.Capture", "ir.graph.ExpectedSize", "ir.graph._unpickled",
     "ir.offsets.MaskAt", "ir.offsets.Positions", "ir.replay.MaskReplay", "ir.trace.Traced",
 }  # fmt: skip
@@ -238,6 +239,7 @@ def test_pickles_of_masks_name_what_they_always_did() -> None:
     found = set()
     for mask in (
         built, lists, block_mask(masks.causal()), built[:, :, 1:], by_head[:, 1:], built & lists, ~built,
+        create_block_mask(torch.eye(LENGTH) > 0), type(built).cat([built, lists]),
     ):  # fmt: skip
         names = Names(io.BytesIO(pickle.dumps(mask)))
         assert torch.equal(names.load().to_dense(), mask.to_dense())

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import flexmod
 from flexmod import errors, flex_attention, masks, mods
-from flexmod.ir import traces
-from flexmod.locks import _LOCKS
+from flexmod.ir import fingerprint
+from flexmod.runtime.locks import _LOCKS
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 200
@@ -80,7 +80,7 @@ def test_a_mistake_in_a_worker_has_its_class() -> None:
 def test_a_child_finds_no_lock_held() -> None:
     """A fork while another thread holds every lock: the child traces, builds, compiles and interprets."""
     locks, forked, held = [*_LOCKS], threading.Event(), threading.Event()
-    assert len(locks) >= 7 and traces._lock in locks
+    assert len(locks) >= 7 and fingerprint._lock in locks
 
     def hold() -> None:
         for lock in locks:
@@ -227,8 +227,7 @@ def test_another_process_runs_an_exported_program(tmp_path: Path) -> None:
 
 
 def test_a_program_names_only_what_a_trace_knows() -> None:
-    from flexmod.ir.constants import encoded
-    from flexmod.ir.record import record_of
+    from flexmod.ir.record import encoded, record_of
 
     for name in ("load", "save", "compile", "system", "_C", "classes"):
         steps = ((name, (("value", 0),), ()),)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import AuxRequest, masks, mods
-from flexmod.codegen.schedule import grid
+from flexmod.backends.arguments import grid
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 BACKENDS = ["AUTO", "INTERPRET", "REFERENCE"]

@@ -18,7 +18,7 @@ import torch
 from flexmod import create_block_mask, explain, flex_attention
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.ir.trace import trace
-from flexmod.standalone import standalone
+from flexmod.tools.standalone import standalone
 
 KERNELS: tuple[KernelName, ...] = ("forward", "delta", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(32, 32, 4, 1) for name in KERNELS}

@@ -1,4 +1,4 @@
-"""What `import flexmod` and calls on CPU tensors leave out: Triton, above all.
+"""What `import flexmod` and calls on CPU tensors leave out: torch at first, and Triton.
 
 The modules that compile, launch or interpret kernels import Triton. They are imported inside functions, by
 `lazy_imports`, as are the packages that write kernels and tables.
@@ -10,6 +10,7 @@ import ast
 import gc
 import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from test_rooms import MODULES, ROOT, longest_module
 
 import flexmod
-from flexmod.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
+from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
 
@@ -125,6 +126,78 @@ def test_no_other_name_is_there() -> None:
         flexmod.attend  # noqa: B018  raises
 
 
+# public names, which wait for torch
+
+
+def test_the_import_waits_for_torch() -> None:
+    python("""
+import sys, flexmod
+
+assert flexmod.__version__ and flexmod.errors.FlexmodError and "flex_attention" in dir(flexmod)
+assert not {"torch", "click", "rich", "jinja2", "tabulate", "triton"} & set(sys.modules)
+from flexmod import *
+assert {*flexmod.__all__} <= {*globals()}
+assert flex_attention is sys.modules["flexmod.calls.attention"].flex_attention
+assert masks is sys.modules["flexmod.masks"] and "triton" not in sys.modules
+""")
+
+
+@pytest.mark.parametrize("module", sorted(flexmod._DEFINED_IN))
+def test_a_module_may_be_imported_first(module: str) -> None:
+    """Its public names are the same objects, and no module hides a function of its name."""
+    python(f"""
+import flexmod.{module} as module
+import flexmod, pickle, types
+
+for name in {flexmod._DEFINED_IN[module]!r}:
+    assert getattr(flexmod, name) is getattr(module, name), name
+    assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
+found = {{name for name in flexmod.__all__ if isinstance(getattr(flexmod, name), types.ModuleType)}}
+assert found == {{"errors", "masks", "mods"}}, found
+""")
+
+
+def test_operations_are_registered_if_torch_is_there() -> None:
+    """A process that loads an exported program needs no name of flexmod."""
+    python("import torch, flexmod; assert torch.ops.flexmod.attention")
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    """They read the imports under TYPE_CHECKING; a call reads _DEFINED_IN."""
+    tree = ast.parse(MODULES["__init__"].read_text())
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE" in ast.unparse(node.test)
+                  and not isinstance(node.test, ast.UnaryOp))  # fmt: skip
+    seen = {
+        (node.module or "").removeprefix("flexmod."): tuple(alias.name for alias in node.names)
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert seen.pop("flexmod") == flexmod._MODULES
+    assert seen == flexmod._DEFINED_IN
+    names = [name for names in flexmod._DEFINED_IN.values() for name in names]
+    assert sorted([*names, *flexmod._MODULES]) == sorted(flexmod.__all__)
+
+
+TYPED = """
+import flexmod
+from flexmod import masks
+
+block_mask = flexmod.create_block_mask(masks.causal(), None, None, 64, 64)
+reveal_type(block_mask)
+flexmod.flex_atention
+"""
+
+
+def test_mypy_sees_the_public_names(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert 'Revealed type is "flexmod.block_mask.format.BlockMask"' in done.stdout, done.stdout + done.stderr
+    assert 'Module has no attribute "flex_atention"' in done.stdout
+    assert "Found 1 error" in done.stdout
+
+
 # the rule, read off the text
 
 
@@ -153,8 +226,8 @@ def ours(name: str) -> str | None:
 
 
 def at_import() -> set[str]:
-    """The modules that `import flexmod` runs."""
-    found, open_ones = set[str](), {"__init__"}
+    """The modules that `import flexmod` runs after `import torch`."""
+    found, open_ones = set[str](), {"__init__", *flexmod._DEFINED_IN}
     while open_ones:
         module = open_ones.pop()
         found.add(module)

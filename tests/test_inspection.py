@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import ahead, calls, errors, explain, masks, mods
+from flexmod import errors, explain, masks, mods
+from flexmod.calls import prepared
 from flexmod.runtime import target
 from flexmod.runtime.offline import Report
+from flexmod.tools import ahead
 
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32}
 
@@ -108,7 +110,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_a_gpu")
 def test_modules_before_a_call(dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a call with this dtype and these head dimensions; then the latest call decides."""
-    monkeypatch.setattr(calls, "float32_precision", lambda: "tf32")
+    monkeypatch.setattr(prepared, "float32_precision", lambda: "tf32")
 
     def handle(**described: Any) -> flexmod.CompiledAttention:
         return flexmod.compile(mods.softcap(15.0), None, scale=-1.0, enable_gqa=heads == 1, **described)

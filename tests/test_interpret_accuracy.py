@@ -17,7 +17,8 @@ import torch
 from reference_case import Case, Limit, assert_within, eager_error_bound, expected, make_case
 from torch import Tensor
 
-from flexmod import AuxRequest, BlockMask, compiler, create_block_mask, flex_attention, masks, mods
+from flexmod import AuxRequest, BlockMask, create_block_mask, flex_attention, masks, mods
+from flexmod.codegen import compiler
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, flex_attention
-from flexmod.compiler import lower
+from flexmod.codegen.compiler import lower
 from flexmod.ir.trace import trace
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexmod
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention, library, masks, mods
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.backends import arguments, hopper
-from flexmod.plan import fixed
+from flexmod.calls import library
 from flexmod.runtime import jit
+from flexmod.runtime.plan import fixed
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}

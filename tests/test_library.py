@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask import generated, in_graph
-from flexmod.ir.kept import REMEMBERED, graph_of, numbered
-from flexmod.ir.record import record, record_of
+from flexmod.ir.record import REMEMBERED, graph_of, numbered, record, record_of
 from flexmod.ir.trace import trace
 
 HEADS = 4

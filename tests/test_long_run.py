@@ -22,21 +22,22 @@ from tiers import long_but
 import flexmod
 from benchmarks import long_run
 from benchmarks.host_path import on_an_h200
-from flexmod import calls, compiler, flex_attention
+from flexmod import flex_attention
 from flexmod.block_mask import first_mask
-from flexmod.codegen import cache
-from flexmod.ir import fingerprint, kept, traces
+from flexmod.calls import prepared
+from flexmod.codegen import cache, compiler
+from flexmod.ir import fingerprint, record
 from flexmod.ir.trace import trace
 
 # Functions with a cache that no limit holds, and what their arguments are: few in a process.
 FINITE = {
-    "config.config": "nothing",
-    "ir.names.draws": "names of torch's functions",
-    "ir.names.writes": "names of torch's functions",
+    "runtime.config.config": "nothing",
+    "ir.formulas.draws": "names of torch's functions",
+    "ir.formulas.writes": "names of torch's functions",
     "ir.trace._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
-    "internals.torch.ask_modes_of_unary_operators": "nothing",
+    "runtime.private_torch.ask_modes_of_unary_operators": "nothing",
     "codegen.prelude.module_text": "files of device functions",
     "codegen.prelude.functions": "files of device functions",
     "codegen.prelude._calls": "nothing",
@@ -45,7 +46,7 @@ FINITE = {
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
     "block_mask.find_tiles._with_kernels": "nothing",
-    "mask_compiler.runs_module": "nothing",
+    "codegen.compiler.runs_module": "nothing",
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
     "internals.triton._assembler_flags": "nothing",
@@ -54,11 +55,11 @@ FINITE = {
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
-    "calls._without_mask": calls.KNOWN,
-    "ir.traces._known": traces.REMEMBERED,
+    "calls.prepared._without_mask": prepared.KNOWN,
+    "ir.fingerprint._known": fingerprint.REMEMBERED,
     "block_mask.first_mask._known": first_mask.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
-    "ir.kept._KNOWN": kept.REMEMBERED + 1,
+    "ir.record._KNOWN": record.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,
     "codegen.cache._users": cache.KEPT,
     "codegen.cache._dead": cache.KEPT,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import flexmod
 from flexmod import create_block_mask, create_mask, errors, flex_attention
 from flexmod.block_mask import generated, refine
-from flexmod.block_mask.mask_mod import trace_mask
-from flexmod.ir import host_numbers
+from flexmod.block_mask.parts import trace_mask
+from flexmod.ir import evaluate
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
 
@@ -348,13 +348,13 @@ def another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_device(tensor: Tensor, device: torch.device) -> Tensor:
         if not is_host_number(tensor, device):
             return tensor
-        made = tensor.clone() if host_numbers._is_differentiated(tensor) else torch.full_like(tensor, tensor)
+        made = tensor.clone() if evaluate._is_differentiated(tensor) else torch.full_like(tensor, tensor)
         brought[made.data_ptr()] = made.detach()
         return made
 
-    monkeypatch.setattr(host_numbers, "is_host_number", is_host_number)
-    monkeypatch.setattr(host_numbers, "on_device", on_device)
-    monkeypatch.setattr("flexmod.calls.is_host_number", is_host_number)
+    monkeypatch.setattr(evaluate, "is_host_number", is_host_number)
+    monkeypatch.setattr(evaluate, "on_device", on_device)
+    monkeypatch.setattr("flexmod.calls.prepared.is_host_number", is_host_number)
 
 
 @pytest.fixture

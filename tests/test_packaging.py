@@ -79,7 +79,7 @@ def test_the_installed_wheel_runs_a_kernel(wheel: Path, tmp_path: Path) -> None:
 def test_the_wheel_names_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "flexmod = flexmod.cli:main" in archive.read(entry).decode()
+        assert "flexmod = flexmod.tools.cli:main" in archive.read(entry).decode()
 
 
 def test_the_oldest_triton_is_what_tests_run_with() -> None:

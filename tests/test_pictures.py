@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmod import compiler
+from flexmod.codegen import compiler
 from tools import pictures
 from tools.pictures import groups
 

@@ -17,9 +17,9 @@ from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import BackwardInputs, Problem
-from flexmod.compiler import kernels_for, lower
+from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
-from flexmod.plan import (
+from flexmod.runtime.plan import (
     Launch,
     Place,
     Plan,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flexmod.codegen.spec import Tile
-from flexmod.plan import Place, PlanWriter, Size, bits, cdiv, if_several
-from flexmod.plan_text import PlanText
+from flexmod.runtime.plan import Place, PlanWriter, Size, bits, cdiv, if_several
+from flexmod.tools.plan_text import PlanText
 
 SOURCE: Any = SimpleNamespace(module=None, interpreted=False)
 STRIDES = tuple(Size(f"query_stride{dim}") for dim in range(3))

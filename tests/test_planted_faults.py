@@ -6,8 +6,8 @@ import pytest
 from planted_faults import FAULTS, ROOT, Fault
 
 ROOMS = {
-    "ir", "block_mask", "backends", "runtime", "mods", "masks", "errors", "cli", "integrations", "library",
-    "autograd", "saved", "templates", "codegen", "device_functions",
+    "ir", "block_mask", "backends", "runtime", "mods", "masks", "errors", "tools", "integrations", "calls",
+    "templates", "codegen",
 }  # fmt: skip
 
 

@@ -16,18 +16,10 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexmod
-from flexmod import (
-    Offset,
-    compiler,
-    config,
-    create_block_mask,
-    create_mask,
-    errors,
-    flex_attention,
-    masks,
-    mods,
-)
+from flexmod import Offset, create_block_mask, create_mask, errors, flex_attention, masks, mods
+from flexmod.codegen import compiler
 from flexmod.ir.trace import trace
+from flexmod.runtime import config
 
 LENGTH, HEADS, BLOCK = 96, 2, 32
 BACKENDS: dict[str, dict[str, Any]] = {

@@ -11,12 +11,14 @@ import pytest
 import torch
 from reference_case import make_case
 
-from flexmod import calls, compiler, flex_attention
+from flexmod import flex_attention
+from flexmod.calls import prepared
+from flexmod.codegen import compiler
 
 
 def specs(dtype: torch.dtype) -> list[tuple[str, bool]]:
     """(precision, backward) of the kernels that a call asks for."""
-    calls.forget()  # one that is known asks for none
+    prepared.forget()  # one that is known asks for none
     found = []
     kernels_for = compiler.kernels_for
     q, k, v = (x.requires_grad_() for x in make_case(q_len=16, dtype=dtype).inputs)

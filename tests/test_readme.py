@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from table_walk import DIFFERENCES
 
-from flexmod import config, masks
-from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.names import CASTS, FILLS
+from flexmod import masks
+from flexmod.backends.options import OPTIONS
+from flexmod.ir.formulas import CASTS, COMPOSED, FILLS
 from flexmod.ir.ops import OPS, Op
-from flexmod.kernel_options import OPTIONS
+from flexmod.runtime import config
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -21,73 +21,61 @@ ROOT = Path(__file__).parents[1]
 
 # from the top down: each imports only from those before it
 ORDER = """
-errors command_errors
-locks lazy_imports internals
-config syntax
-family_names
-kernel_options
-transforms tensor_kinds
+errors
+runtime.private_torch runtime.locks internals
+runtime.lazy_imports runtime.config
+runtime.transforms runtime.tensor_kinds
 ir.graph
 ir.bounds
-ir.divisions ir.ops ir.formulas
-ir.sizes ir.approximate ir.source ir.advice ir.names ir.proxy ir.torch_calls ir.eager ir.trace ir.copies
-ir.host_numbers
+ir.formulas ir.ops
+ir.source ir.advice ir.proxy ir.torch_calls ir.trace
 ir.evaluate
 ir.replay ir.composed ir.offsets
-ir.fingerprint ir.traces ir.watched
-ir.integers
-ir.positions
+ir.fingerprint ir.watched
+ir.linear ir.integers
 ir.passes
-ir.tanhs
 ir.exponents
-ir.ends ir.linear ir.parameters ir.casts ir.sources ir.intervals
-ir.ranges
+ir.ends ir.intervals
 ir.derivative
-ir.reductions
-ir.constants ir.kept ir.record
-plan
-block_mask.tiles block_mask.runs block_mask.mask_mod block_mask.parts block_mask.storage block_mask.rebase
-block_mask.selection block_mask.spans block_mask.refine block_mask.derived block_mask.launched
-block_mask.data block_mask.combine block_mask.cuts block_mask.facts block_mask.pictures
+ir.record
+runtime.plan
+block_mask.tiles block_mask.parts block_mask.storage
+block_mask.selection block_mask.refine
+block_mask.data block_mask.combine block_mask.facts block_mask.pictures
 block_mask.format
-codegen.mod_text codegen.prelude codegen.expressions codegen.functions codegen.costs codegen.rounding
-codegen.triton_text codegen.exponent_text codegen.term_text codegen.torch_text codegen.builder_text
-codegen.spec
-codegen.choose
-codegen.schedule
+codegen.spec codegen.kernels
+codegen.prelude codegen.expressions
+codegen.triton_text codegen.term_text codegen.torch_text codegen.builder_text
 codegen.render
-codegen.watch
-codegen.kernels codegen.builder_kernels
 codegen.compiled_kernels codegen.cache
 codegen.hopper
-compiler
-mask_compiler
-variant
-runtime
-device_functions
+codegen.compiler
+codegen.variant
+runtime.gluon runtime.direct runtime.jit runtime.machine_code runtime.compiler_bugs
+runtime.interpreter_language runtime.interpreter
+runtime.target runtime.offline runtime.tuned
+runtime.launch runtime.bound runtime.side_by_side
+codegen.device_functions
 backends
-explain
-ahead warm
-plan_text quotes standalone
+tools.explanation
+tools.ahead tools.warm
+tools.plan_text tools.quotes tools.standalone
 block_mask.generated block_mask.first_mask block_mask.find_tiles block_mask.in_graph block_mask.build
-layouts
-checks
-saved
-autograd
-calls
-library
-attention
-inspection compiled
+calls.checks
+calls.autograd
+calls.prepared
+calls.library
+calls.attention
+tools.inspection calls.compiled
 masks mods
-packed
-sinks
+calls.packed calls.sinks
 integrations
-mod_names
-peers
-compare
-bench
-tune
-cli
+tools.mod_names
+tools.peers
+tools.comparison
+tools.bench
+tools.tune
+tools.cli
 __init__ __main__
 """
 ROOMS = tuple(ORDER.split())
@@ -100,19 +88,19 @@ KNOW_CHIPS = {
     "runtime.compiler_bugs",  # each with the chip that it is seen on
     "internals.triton",  # a module of Triton is named for a chip
     # the registration of families
-    "family_names", "backends.families",
+    "backends.options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
     "codegen.hopper", "backends.hopper", "runtime.gluon", "runtime.machine_code",
-    "device_functions.hopper", "device_functions.hopper_arithmetic",
-    "device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
+    "codegen.device_functions.hopper", "codegen.device_functions.hopper_arithmetic",
+    "codegen.device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
 }  # fmt: skip
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
-    "ahead": ['head_dim=128), "sm_90"):'],
-    "explain": ['such as "hopper forward"', '("hopper forward")'],
-    "ir.approximate": ["(sm_75 and newer;"],
-    "inspection": ['e.g. "sm_90".'],
-    "warm": ['targets=["sm_90"]):'],
+    "tools.ahead": ['head_dim=128), "sm_90"):'],
+    "tools.explanation": ['such as "hopper forward"', '("hopper forward")'],
+    "ir.formulas": ["(sm_75 and newer;"],
+    "tools.inspection": ['e.g. "sm_90".'],
+    "tools.warm": ['targets=["sm_90"]):'],
 }
 
 

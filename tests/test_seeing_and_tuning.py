@@ -15,10 +15,10 @@ import pytest
 import torch
 from reference_case import make_case
 
-import flexmod
-from flexmod import config, create_block_mask, errors, explain, flex_attention
-from flexmod.runtime import launch
-from flexmod.variant import variant
+from flexmod import create_block_mask, errors, explain, flex_attention
+from flexmod.backends import options
+from flexmod.codegen.variant import variant
+from flexmod.runtime import config, launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -290,4 +290,4 @@ def test_debug_says_why_the_portable_template_runs(
 
 def test_every_option_is_documented() -> None:
     page = (ROOT / "docs" / "kernel_options.md").read_text()
-    assert [name for name in flexmod.kernel_options.OPTIONS if f"`{name}`" not in page] == []
+    assert [name for name in options.OPTIONS if f"`{name}`" not in page] == []

@@ -14,12 +14,12 @@ import torch
 from tiers import long_but
 
 from flexmod import and_masks, errors, masks, mods
-from flexmod.ahead import Built
 from flexmod.codegen.spec import KernelName, Tile
-from flexmod.quotes import example, quotes
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
-from flexmod.standalone import save, standalone
+from flexmod.tools.ahead import Built
+from flexmod.tools.quotes import example, quotes
+from flexmod.tools.standalone import save, standalone
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}
@@ -139,7 +139,7 @@ def test_an_unknown_chip() -> None:
 
 def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report(named("sm_86"), 200_000, 255, 0, 0, {})
-    module = sys.modules["flexmod.standalone"]
+    module = sys.modules["flexmod.tools.standalone"]
     monkeypatch.setattr(module, "first_tile", lambda *_: Built("dq", "portable", SMALL["dq"], report))
     with pytest.raises(errors.NoTileFits) as raised:
         standalone(head_dim=16, target="sm_86")

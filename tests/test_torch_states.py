@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import flexmod
-from flexmod import compiler, create_block_mask, errors, flex_attention, masks, mods
+from flexmod import create_block_mask, errors, flex_attention, masks, mods
+from flexmod.codegen import compiler
 from flexmod.ir.proxy import mentions_traced
 
 LENGTH, BLOCK = 32, 16

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import command_errors, config, flex_attention
-from flexmod import tune as tune_module
+from flexmod import flex_attention
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
-from flexmod.mod_names import Setting, choose
-from flexmod.runtime import launch, tuned
-from flexmod.tune import tune
+from flexmod.errors import commands
+from flexmod.runtime import config, launch, tuned
+from flexmod.tools import tune as tune_module
+from flexmod.tools.mod_names import Setting, choose
+from flexmod.tools.tune import tune
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 SETTING = Setting(1, 1, 64, 16, torch.float16, torch.device("cpu"))
@@ -110,7 +111,7 @@ def test_what_is_found_is_kept_and_used_where_it_is_asked_for(
 
 
 def test_a_variant_that_was_not_tuned(folder: Path) -> None:
-    with pytest.raises(command_errors.NotTunedError) as raised:
+    with pytest.raises(commands.NotTunedError) as raised:
         attend(tuned=True)
     assert str(raised.value) == (
         "kernel option tuned is True, but nothing was tuned for the forward of this variant on Triton's "
@@ -155,7 +156,7 @@ def test_tiles_divide_the_blocks_of_the_mask() -> None:
 
 
 def test_on_the_cpu_it_says_why_it_cannot() -> None:
-    with pytest.raises(command_errors.TuneDeviceError) as raised:
+    with pytest.raises(commands.TuneDeviceError) as raised:
         tune(choose("causal", SETTING), SETTING)
     assert str(raised.value) == (
         "tune times kernels on a GPU, and cpu is none.\n"
@@ -176,7 +177,7 @@ def test_a_shape_for_hopper_comes_back_from_its_file() -> None:
 
 
 def _spec() -> Any:
-    from flexmod.variant import variant
+    from flexmod.codegen.variant import variant
 
     return variant(head_dim=64).spec_of("forward")
 
@@ -187,10 +188,10 @@ def test_a_damaged_file_counts_as_none(folder: Path, launched: dict[str, Any], d
     keys = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "read", lambda key, kinds: keys.append(key))
-        with pytest.raises(command_errors.NotTunedError):
+        with pytest.raises(commands.NotTunedError):
             attend(tuned=True)
     folder.mkdir()
     keys[0].path.write_text(damage)
     tuned._read.cache_clear()
-    with pytest.raises(command_errors.NotTunedError):
+    with pytest.raises(commands.NotTunedError):
         attend(tuned=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexmod import config, masks, mods
-from flexmod.cli import main
+from flexmod import masks, mods
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.command_errors import WarmFolderError
-from flexmod.runtime import side_by_side
-from flexmod.warm import checked_folder, warm
+from flexmod.errors.commands import WarmFolderError
+from flexmod.runtime import config, side_by_side
+from flexmod.tools.cli import main
+from flexmod.tools.warm import checked_folder, warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
 from flexmod.runtime import jit, side_by_side
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 
 def compile_only(function, grid, device, arguments):
     counter = torch.zeros(1, dtype=torch.int32)
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.Monk
         f"compiled kernels cannot be kept in {tmp_path / 'folder'}: Permission denied.\n"
         "  Instead: name a folder that can be written, e.g. --into kernels."
     )
-    monkeypatch.setattr("flexmod.warm.keeps_elsewhere", lambda: True)
+    monkeypatch.setattr("flexmod.tools.warm.keeps_elsewhere", lambda: True)
     with pytest.raises(WarmFolderError) as caught:
         checked_folder(tmp_path / "folder")
     assert str(caught.value) == (

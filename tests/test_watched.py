@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import flexmod
-from flexmod import BlockMask, calls, compiled, create_block_mask, flex_attention, masks
+from flexmod import BlockMask, create_block_mask, flex_attention, masks
+from flexmod.calls import compiled, prepared
 from flexmod.ir.trace import trace
 from flexmod.ir.watched import Watched
 
@@ -460,7 +461,7 @@ def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     state = [False]
-    for module in (compiled, calls):
+    for module in (compiled, prepared):
         monkeypatch.setattr(module, "is_captured", lambda device: state[0])
     return state
 
@@ -530,10 +531,10 @@ def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], way:
         return torch.where(q - k <= far, s, -math.inf)
 
     attend = attending(way, near_ones)
-    calls._remembered_mask.cache_clear()
+    prepared._remembered_mask.cache_clear()
     attend(*tensors)
     attend(*tensors)
-    (mask,) = (ready.own for ready in calls._without_mask.values())
+    (mask,) = (ready.own for ready in prepared._without_mask.values())
     tiles = tiles_of(mask)
     del mask
     capturing[0] = True
@@ -541,8 +542,8 @@ def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], way:
     capturing[0] = False
     if way == "handle":
         attend._bound = {}  # as after other calls
-    calls.forget()
-    calls._remembered_mask.cache_clear()
+    prepared.forget()
+    prepared._remembered_mask.cache_clear()
     gc.collect()
     assert all(tile() is not None for tile in tiles)
 
@@ -555,7 +556,7 @@ def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: 
 
     capturing[0] = True
     attending(way, near_ones)(*inputs())
-    assert not calls._without_mask
+    assert not prepared._without_mask
 
 
 # attributes of the objects that a mod reads are assigned

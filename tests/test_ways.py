@@ -22,4 +22,4 @@ def test_the_ways_of_a_call() -> None:
         assert len(entered) == len(set(entered)) == files == steps + 1 - returns
     assert "attention.py" in lists["query"] and "runtime/interpreter.py" in lists["query"]
     assert "ir/trace.py" in lists["score_mod"] and "codegen/triton_text.py" in lists["score_mod"]
-    assert "block_mask/build.py" in lists["mask_mod"] and "block_mask/runs.py" in lists["block_mask"]
+    assert "block_mask/build.py" in lists["mask_mod"] and "block_mask/tiles.py" in lists["block_mask"]

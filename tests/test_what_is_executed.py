@@ -21,10 +21,10 @@ LOADERS = {
 
 EXPECTED = {
     ("codegen/cache.py", "compile"), ("codegen/cache.py", "exec"),
-    ("runtime/interpreter_source.py", "compile"), ("runtime/interpreter_language.py", "exec"),
+    ("runtime/interpreter_language.py", "compile"), ("runtime/interpreter_language.py", "exec"),
     ("runtime/interpreter_language.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
-    ("mod_names.py", "exec_module"),
+    ("tools/mod_names.py", "exec_module"),
     ("errors/mods.py", "pickle"),
 }  # fmt: skip
 

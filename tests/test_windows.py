@@ -12,7 +12,7 @@ from transformers import masking_utils
 import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention, masks, mods
 from flexmod.integrations.transformers import attention
-from flexmod.mod_names import choose_mask, usual_setting
+from flexmod.tools.mod_names import choose_mask, usual_setting
 
 LENGTH = 20
 BACKENDS = ({}, {"BACKEND": "INTERPRET"}, {"BACKEND": "REFERENCE"})

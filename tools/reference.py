@@ -102,8 +102,8 @@ CALLS = (
 )  # fmt: skip
 RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask, flexmod.Offset)
 METHODS = (
-    "from_kv_blocks", "resize", "sparsity", "facts", "to_string", "to_svg", "plot", "to_dense", "to",
-    "as_tuple",
+    "from_kv_blocks", "from_dense", "cat", "resize", "sparsity", "facts", "to_string", "to_svg", "plot",
+    "to_dense", "to", "as_tuple",
 )  # fmt: skip
 CANVAS = """<svg xmlns="http://www.w3.org/2000/svg" width="320" height="350" viewBox="0 0 320 350"
 font-family="sans-serif" font-size="12">
@@ -111,8 +111,8 @@ font-family="sans-serif" font-size="12">
 SETTING = """```python
 import torch
 from flexmod import (
-    Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain, flex_attention,
-    masks, mods, nested_attention, or_masks, varlen_attention,
+    BlockMask, Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain,
+    flex_attention, masks, mods, nested_attention, or_masks, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))
@@ -303,7 +303,7 @@ def calls() -> str:
     sections = [section("", name, getattr(flexmod, name)) for name in CALLS]
     sections += [f"## {documented.__name__}\n\n{written(documented)}\n" for documented in RESULTS]
     for name in METHODS:
-        owner = "BlockMask." if name == "from_kv_blocks" else "block_mask."
+        owner = "BlockMask." if name in ("from_kv_blocks", "from_dense", "cat") else "block_mask."
         sections.append(section(owner, name, getattr(flexmod.BlockMask, name)))
     contents = "\n".join(f"- [`{name}`](#{name.lower()})" for name in (*CALLS, *results, *METHODS))
     return "\n".join(("# Attention\n", "In the examples:\n", SETTING, f"{contents}\n", *sections))

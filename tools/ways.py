@@ -25,11 +25,10 @@ from torch import Tensor
 
 import flexmod
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.storage import TileStorage
-from flexmod.codegen.mod_text import ModText
-from flexmod.compiler import Lowered
+from flexmod.block_mask.storage import MaskSnapshot, TileStorage
+from flexmod.block_mask.tiles import Runs
+from flexmod.codegen.compiler import Lowered
+from flexmod.codegen.kernels import ModText
 from flexmod.ir.graph import Graph
 
 PACKAGE = Path(flexmod.__file__).parent

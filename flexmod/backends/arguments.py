@@ -1,4 +1,9 @@
-"""Builds the arguments of kernels from a call's tensors and mask, and allocates results."""
+"""Builds the arguments of kernels from a call's tensors and mask, and allocates results.
+
+The grids of attention's kernels: how many programs there are.
+
+`codegen/device_functions/attention.py` decides which program computes which tile, and in which order.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,22 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.interface import BackwardInputs, Problem
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.storage import Axis
+from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.trace import Traced
-from flexmod.plan import Call, Extent, Place, PlanWriter, Size, contiguous, fixed, if_several, named
+from flexmod.runtime.plan import (
+    Call,
+    Extent,
+    Place,
+    PlanWriter,
+    Size,
+    cdiv,
+    contiguous,
+    fixed,
+    if_several,
+    named,
+)
 from flexmod.runtime.target import target_of
 
 Arguments = dict[str, object]
@@ -260,3 +275,13 @@ def mask_strides(shape: Sequence[Extent]) -> Arguments:
 def processors(device: torch.device) -> int:
     """Returns a GPU's number of processors; 1 for any other device."""
     return target_of(device).processors or 1 if device.type == "cuda" else 1
+
+
+def diagonal_count(length: Extent, keys: Extent, block_m: int, block_n: int) -> Extent:
+    """The number of diagonals of tiles, of `block_m` queries by `block_n` keys, a divisor."""
+    return cdiv(keys, block_n) + (cdiv(length, block_m) - 1) * (block_m // block_n)
+
+
+def grid(batch: Extent, heads: Extent, length: Extent, block: int) -> Extent:
+    """The number of programs for `length` rows in tiles of `block`, for each head of each batch entry."""
+    return batch * heads * cdiv(length, block)

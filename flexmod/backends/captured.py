@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.interface import Problem
+from flexmod.ir.derivative import Along, GradientTerm
 from flexmod.ir.evaluate import evaluate, wrapped
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents
-from flexmod.ir.reductions import Along, GradientTerm
 
 Sums = Mapping[Along, Sequence[Tensor]]
 """What kernels make of terms, float32, for each term in order:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.captured import CaptureSums
-from flexmod.backends.heads import Heads, as_slice, chunks, in_order_of
 from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.reference import Heads, as_slice, chunks, in_order_of
 from flexmod.backends.tiles import TileStep, shared_part, steps_of_table, steps_without_mask
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexmod import family_names
+from flexmod.backends import options as kernel_options
 from flexmod.backends import triton
 from flexmod.backends.arguments import Operands
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Direction, KernelSpec, template
-from flexmod.compiler import CONSTANTS
 from flexmod.errors import TemplateError
-from flexmod.plan import Place, PlanWriter
+from flexmod.runtime.plan import Place, PlanWriter
 
 Places = tuple[Place | None, ...]
 
@@ -81,7 +81,7 @@ class Family(Protocol):
 
 
 class _Portable:
-    name, title, target, reduce_in_backward = family_names.PORTABLE, "portable Triton kernels", "", False
+    name, title, target, reduce_in_backward = kernel_options.PORTABLE, "portable Triton kernels", "", False
     forward = staticmethod(triton.forward)
     backward = staticmethod(triton.backward)
 
@@ -119,7 +119,7 @@ def insert(family: Family) -> Callable[[], None]:
 def _set(known: Sequence[Family]) -> None:
     global _known
     _known = tuple(known)
-    family_names.set_names([family.name for family in _known])
+    kernel_options.set_names([family.name for family in _known])
     CONSTANTS.version = object()  # invalidates cached calls
 
 

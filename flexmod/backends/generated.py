@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import config
 from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
 from flexmod.backends.arguments import Operands, incoming, operands
@@ -23,16 +22,15 @@ from flexmod.backends.captured import gradients
 from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
-from flexmod.codegen.kernels import Kernels, Made
+from flexmod.codegen.compiler import Mod, capture_terms, compile_mod, kernels_for
+from flexmod.codegen.kernels import IndexWatch, Kernels, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option
-from flexmod.codegen.watch import IndexWatch
-from flexmod.compiler import Mod, capture_terms, compile_mod, kernels_for
+from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import Graph
-from flexmod.ir.reductions import GradientTerm
-from flexmod.plan import Launch, Place, Plan, PlanWriter, contiguous, extents_of
-from flexmod.runtime import launch, side_by_side, tuned
+from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
-from flexmod.runtime.launches import sample
+from flexmod.runtime.launch import sample
+from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, contiguous, extents_of
 from flexmod.runtime.side_by_side import Job
 from flexmod.runtime.target import family_of, target_of
 

@@ -17,14 +17,14 @@ from flexmod.backends.arguments import (
     Operands,
     block_of,
     copied,
+    grid,
     mask_arguments,
     sizes,
     strided,
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.storage import Axis
+from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
     NAME,
     TARGET,
@@ -36,8 +36,8 @@ from flexmod.codegen.hopper import (
     sum_row,
     wide,
 )
-from flexmod.codegen.schedule import grid
-from flexmod.plan import (
+from flexmod.runtime.direct import COUNTER
+from flexmod.runtime.plan import (
     Descriptor,
     Extent,
     Place,
@@ -49,7 +49,6 @@ from flexmod.plan import (
     least,
     product,
 )
-from flexmod.runtime.counters import COUNTER
 
 # The most queries in a backward's tile.
 TALLEST = 128

@@ -11,10 +11,10 @@ from torch import Tensor
 from flexmod.backends import cpu, reference
 from flexmod.backends.arguments import captured_places, order_of, places_of_mask, results
 from flexmod.backends.interface import BackwardInputs, Forward, Gradients, Problem
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.ir.trace import Traced
-from flexmod.plan import MASK, Place, PlanWriter, named
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.plan import MASK, Place, PlanWriter, named
 
 Tensors = Sequence[Tensor | None]
 CALL = ("query", "key", "value")

@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.ir.derivative import CaptureGrad
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced

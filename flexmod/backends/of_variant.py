@@ -15,16 +15,14 @@ from flexmod.backends.families import families, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import BackwardFacts, Rungs
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import LISTS
+from flexmod.block_mask.storage import MaskSnapshot, TileStorage
+from flexmod.block_mask.tiles import LISTS, Runs
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import Variant
 from flexmod.ir.trace import Traced
-from flexmod.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
-from flexmod.runtime.launches import sample
-from flexmod.variant import Variant
+from flexmod.runtime.launch import sample
+from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
 
 LENGTH = 512  # of the stand-in call; plans have a name for it
 OF_A_CALL = {"PROCESSORS": 128}  # values of names that do not follow from tensors' sizes

@@ -2,19 +2,120 @@
 
 It is slow and takes any float dtype and any device. torch's autograd computes gradients of every order, also
 of captured tensors. It needs memory for several copies of the whole score matrix.
+
+Lays out heads by the keys that they share.
+
+    [Z, G, length, dim]     Z: heads of the keys, one for each batch unless the batches share them
+                            G: the query heads, over all batches, that share these keys
+
+Keys and values are [Z, length, dim]. So batched products run over Z for any ratio of heads. A product also
+sums key gradients over a group of heads, or over a batch that shares its keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from flexmod.backends.heads import in_order_of
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.tiles import element_table
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import FULL, PARTIAL
 from flexmod.ir.evaluate import evaluate
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The layout of one call. `real` is the dtype of its computation."""
+
+    batch: int
+    query_heads: int
+    key_batch: int
+    key_heads: int
+    real: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Heads:
+        """Returns the layout for q [B, Hq, M, D] and k [B or 1, Hkv, N, D]."""
+        real = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return cls(q.shape[0], q.shape[1], k.shape[0], k.shape[1], real, q.device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The sizes Z and G."""
+        z = self.key_batch * self.key_heads
+        return z, self.batch * self.query_heads // z
+
+    def split_query(self, x: Tensor) -> Tensor:
+        """Returns [B, Hq, ...] as contiguous [Z, G, ...] in `real`."""
+        return self._split(x).to(self.real).contiguous()
+
+    def split_key(self, x: Tensor) -> Tensor:
+        """Returns [B or 1, Hkv, ...] as contiguous [Z, ...] in `real`."""
+        return x.flatten(0, 1).to(self.real).contiguous()
+
+    def join_query(self, x: Tensor) -> Tensor:
+        """Returns [Z, G, ...] as [B, Hq, ...]."""
+        lead, rest = self.batch // self.key_batch, x.shape[2:]
+        x = x.reshape(self.key_batch, self.key_heads, lead, -1, *rest).movedim(2, 1)
+        return x.reshape(self.batch, self.query_heads, *rest)
+
+    def join_key(self, x: Tensor) -> Tensor:
+        """Returns [Z, ...] as [B or 1, Hkv, ...]."""
+        return x.unflatten(0, (self.key_batch, self.key_heads))
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Returns b and h of each query head, both int64 [Z, G]."""
+        b = torch.arange(self.batch, device=self.device)[:, None].expand(-1, self.query_heads)
+        h = torch.arange(self.query_heads, device=self.device).expand(self.batch, -1)
+        return self._split(b), self._split(h)
+
+    def where(self, b: int | None, h: int | None) -> tuple[range, range]:
+        """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
+        batches, query_heads = self.positions()
+        hits = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        if b is not None:
+            hits &= batches == b
+        if h is not None:
+            hits &= query_heads == h
+        return _as_range(hits.any(1)), _as_range(hits.any(0))
+
+    def _split(self, x: Tensor) -> Tensor:
+        rest = x.shape[2:]
+        lead = self.batch // self.key_batch
+        x = x.reshape(self.key_batch, lead, self.key_heads, -1, *rest).movedim(1, 2)
+        return x.reshape(*self.shape, *rest)
+
+
+def in_order_of(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x [B, heads, length, dim] without gaps, with like's order of the first three dimensions."""
+    order = sorted((2, 1, 0), key=like.stride)[::-1]
+    return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
+
+
+def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
+    """Splits z and g into pairs of ranges with at most `count` heads (at least one); keeps groups whole."""
+    if count >= len(g):
+        step = count // len(g)
+        yield from ((z[i : i + step], g) for i in range(0, len(z), step))
+    else:
+        step = max(1, count)
+        yield from ((z[i : i + 1], g[j : j + step]) for i in range(len(z)) for j in range(0, len(g), step))
+
+
+def as_slice(numbers: range) -> slice:
+    """Returns the range as a slice, so that indexing gives a view."""
+    return slice(numbers.start, numbers.stop, numbers.step)
+
+
+def _as_range(hits: Tensor) -> range:
+    numbers = hits.nonzero().flatten().tolist()
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    return range(numbers[0], numbers[-1] + 1, step)
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:

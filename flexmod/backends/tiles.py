@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
 # Steps join small q blocks and cut large ones to about this many rows, enough for a fast product.

@@ -18,19 +18,18 @@ from flexmod.backends.arguments import (
     Operands,
     block_of,
     grad_lse_arguments,
+    grid,
     mask_arguments,
     sizes,
     strided,
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
-from flexmod.block_mask.launched import MaskSnapshot
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import ModText
-from flexmod.codegen.schedule import grid
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
-from flexmod.ir.reductions import Along
-from flexmod.plan import Extent, Place, PlanWriter
+from flexmod.ir.derivative import Along
+from flexmod.runtime.plan import Extent, Place, PlanWriter
 
 # Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.
 NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import Arguments, Operands, mask_strides
-from flexmod.block_mask.launched import MaskSnapshot, columns_of
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.storage import Form, TileStorage
-from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, ordered, tile_count
+from flexmod.backends.arguments import Arguments, Operands, diagonal_count, grid, mask_strides
+from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
+from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.schedule import diagonal_count, grid
 from flexmod.codegen.spec import Tile, option
-from flexmod.plan import Extent, Place, PlanWriter, bits
+from flexmod.runtime.plan import Extent, Place, PlanWriter, bits
 
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
@@ -183,7 +180,7 @@ def sums_of_elements(
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
-    """Adds fixed-point sums and `rest` in float32. See `add_elements` in device_functions/attention.py."""
+    """Adds fixed-point sums and `rest` in float32. See `add_elements` in `device_functions`."""
     shift = (room + 126 - (largest >> 23)).clamp(max=126)
     unit = (1023 - shift.long() << 52).view(torch.float64)
     return (rest + (fixed.double() * unit).float(),)

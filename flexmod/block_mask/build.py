@@ -8,22 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
 from flexmod.block_mask import in_graph
+from flexmod.block_mask.combine import Dense
 from flexmod.block_mask.find_tiles import check_captures, find_tiles
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, length, positive
+from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
-from flexmod.errors import MaskExtentError
+from flexmod.errors import DenseMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import POSITIONS
+from flexmod.ir.graph import POSITIONS, check_sizes, dtype_name
 from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
+from flexmod.runtime import tensor_kinds, transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -31,26 +30,33 @@ Device = torch.device | str | int | None
 
 
 def create_block_mask(
-    mask_mod: MaskMod,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
+    mask_mod: MaskMod | Tensor,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
     device: Device = None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
     _compile: bool = False,
     separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
     *,
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
 ) -> BlockMask:
-    """Builds the BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool.
+    """Builds the BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool, or of a dense mask.
+
+    A dense mask is a tensor, bool [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN], True where a
+    query attends to a key, as in scaled_dot_product_attention. It has the sizes and the device of the mask.
+    Calls read it, so a later write to it counts.
 
     `B` and `H` are the numbers of batch entries and query heads, None if the mask is the same for all.
     `Q_LEN` and `KV_LEN` are the numbers of queries and keys. `BLOCK_SIZE` is a tile's size, one number or
     (queries, keys). `device` None is the current accelerator, else the CPU. With `separate_full_blocks`
-    False, every tile is listed as partial. `_compile` has no effect. On the device "meta", or in a
-    FakeTensorMode, the mask has shapes only.
+    False, every tile is listed as partial. `_compile`, `compute_dq_write_order` and
+    `dq_kv_order` are torch's, and have no effect. On the device "meta", or in a FakeTensorMode, the mask has
+    shapes only.
 
     With offsets, the mask_mod sees shifted positions: the first query is q_offset, the first key kv_offset.
     Each is an integer up to 2^30, or an int32 or int64 tensor with one element for each of B batch entries or
@@ -58,8 +64,9 @@ def create_block_mask(
     the same positions. After a write to such a tensor, the next use finds the tiles again.
 
     Raises LengthError, MaskExtentError, BlockSizeError, OffsetTypeError, OffsetValueError, OffsetShapeError,
-    OffsetMismatchError, MaskCaptureGradientError, and every error of tracing. DeviceMismatch if a captured
-    tensor is on another device; TensorKindError and FreedStorageError if a kernel cannot read one.
+    OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of tracing.
+    DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError if a
+    kernel cannot read one.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -69,6 +76,9 @@ def create_block_mask(
         print(block_mask)
     """
     block = block_pair(BLOCK_SIZE)
+    if isinstance(mask_mod, Tensor):
+        device = mask_mod.device if device is None else device
+        mask_mod, (B, H, Q_LEN, KV_LEN) = _dense(mask_mod, (B, H, Q_LEN, KV_LEN))
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
@@ -85,6 +95,35 @@ def create_block_mask(
     with transforms.paused():
         tiles = find_tiles(traced, sizes, block, here, separate_full_blocks)
         return BlockMask.of_storage(tiles, sizes[2:], block, mask_mod, traced)
+
+
+def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
+    """The mask_mod that reads a dense mask, and the mask's sizes. Raises DenseMaskError.
+
+    Sizes that are given must be those of the tensor, or broadcast from 1.
+    """
+    shape = tuple(dense.shape)
+    if dense.dtype != torch.bool:
+        positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-len(shape) :])
+        raise DenseMaskError(
+            shape=shape, problem=f"is {dtype_name(dense.dtype)}, but it says True or False",
+            advice="compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
+            f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]",
+        )  # fmt: skip
+    if not 2 <= len(shape) <= 4:
+        raise DenseMaskError(
+            shape=shape, problem="has the wrong number of dimensions",
+            advice="give [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN]",
+        )  # fmt: skip
+    whole = (1,) * (4 - len(shape)) + shape
+    for axis, (name, size, own) in enumerate(zip(("B", "H", "Q_LEN", "KV_LEN"), given, whole, strict=True)):
+        if size is not None and size != own and (axis > 1 or own != 1):
+            raise DenseMaskError(
+                shape=shape, problem=f"has {name}={own}, but {name}={size} is given",
+                advice="leave B, H, Q_LEN and KV_LEN out: the tensor has them",
+            )  # fmt: skip
+    sizes = [own if size is None else size for size, own in zip(given, whole, strict=True)]
+    return Dense(dense.view(whole)), tuple(sizes)
 
 
 def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
@@ -138,7 +177,7 @@ def _places(sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
     return places
 
 
-def _sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
+def _sizes(B: int | None, H: int | None, Q_LEN: int | None, KV_LEN: int | None) -> tuple[int, int, int, int]:
     counts = []
     for axis, (name, value) in enumerate((("B", B), ("H", H))):
         count = 1 if value is None else positive(value)

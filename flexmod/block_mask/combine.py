@@ -1,25 +1,154 @@
-"""Combines block masks: a & b, a | b, ~a, and a mask for other lengths.
+"""Combines block masks: a & b, a | b, ~a, masks one after another, and a mask for other lengths.
 
 The tiles of the operands decide most tiles of the result: a & b is empty where either mask is empty. Only
 undecided tiles are evaluated, as in the builder (`refine.py`).
+
+The mask_mods of combined block masks (`a & b`, `a | b`, `~a`, `BlockMask.cat`) and of dense masks.
+
+Cuts parts out of a block mask: some batches, heads and rows of tiles, or the upper left corner.
+
+A part's tiles come from the table of tiles. No element is evaluated, so a user's own lists stay as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import is_
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import refine
+from flexmod.block_mask import refine, selection, tiles
 from flexmod.block_mask.data import AnyMask, MaskData
-from flexmod.block_mask.derived import Combined, Complement, How, Listed
-from flexmod.block_mask.mask_mod import MaskMod, trace_mask
+from flexmod.block_mask.parts import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
+from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
-from flexmod.errors import BlockMaskCombineError, BlockMaskResizeError
-from flexmod.ir.offsets import NO_OFFSETS, of_positions
+from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
+from flexmod.ir.composed import Derived, moved
+from flexmod.ir.graph import check_sizes, expect_size
+from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
+
+How = Literal["and", "or"]
+
+
+@dataclass(frozen=True, eq=False)
+class Combined(Derived):
+    """A mask_mod that keeps the elements that both of two mask_mods keep, or that either keeps."""
+
+    how: How
+    first: MaskMod
+    second: MaskMod
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        first, second = (mask_mod(b, h, q_idx, kv_idx) for mask_mod in (self.first, self.second))
+        return first & second if self.how == "and" else first | second
+
+    @property
+    def __name__(self) -> str:
+        return f"({_name(self.first)} {self.how} {_name(self.second)})"
+
+    def to(self, device: torch.device | str) -> Combined:
+        return Combined(self.how, moved(self.first, device), moved(self.second, device))
+
+
+@dataclass(frozen=True, eq=False)
+class Complement(Derived):
+    """A mask_mod that keeps the elements that another mask_mod drops."""
+
+    mask_mod: MaskMod
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kept = self.mask_mod(b, h, q_idx, kv_idx)
+        return not kept if isinstance(kept, bool) else ~kept
+
+    @property
+    def __name__(self) -> str:
+        return f"(not {_name(self.mask_mod)})"
+
+    def to(self, device: torch.device | str) -> Complement:
+        return Complement(moved(self.mask_mod, device))
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Derived):
+    """A mask_mod for a mask with a user's own lists. It keeps all elements of full tiles, and in partial
+    tiles the elements that the mask's mask_mod keeps.
+
+    `tiles` int8 [B or 1, H or 1, Qb, KVb].
+    """
+
+    mask_mod: MaskMod
+    tiles: Tensor
+    block: tuple[int, int]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        batch, heads = self.tiles.shape[:2]
+        place = (
+            b if batch > 1 else 0, h if heads > 1 else 0, q_idx // self.block[0], kv_idx // self.block[1]
+        )  # fmt: skip
+        kind = self.tiles[place]
+        return (kind == FULL) | ((kind == PARTIAL) & self.mask_mod(b, h, q_idx, kv_idx))
+
+    @property
+    def __name__(self) -> str:
+        return _name(self.mask_mod)
+
+    def to(self, device: torch.device | str) -> Listed:
+        return Listed(moved(self.mask_mod, device), self.tiles.to(device), self.block)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Derived):
+    """A mask_mod that reads a dense mask. `dense` bool [B or 1, H or 1, Q_LEN, KV_LEN]."""
+
+    dense: Tensor
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        batch, heads, queries, keys = self.dense.shape
+        b = expect_size(b, batch, "a dense mask", "shape[0]") if batch > 1 else 0
+        h = expect_size(h, heads, "a dense mask", "shape[1]") if heads > 1 else 0
+        q_idx = expect_size(q_idx, queries, "a dense mask", "shape[2]")
+        return self.dense[b, h, q_idx, expect_size(kv_idx, keys, "a dense mask", "shape[3]")]
+
+    __name__ = "dense"
+
+    def to(self, device: torch.device | str) -> Dense:
+        return Dense(self.dense.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class OfBatch(Derived):
+    """The mask_mod of masks concatenated along the batch: the first `batch` entries are those of `first`, all
+    others those of `second`, which counts them from 0.
+    """
+
+    first: MaskMod
+    second: MaskMod
+    batch: int
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        # both run for every b, so each needs a batch entry of its own mask
+        first = self.first(b.clamp(max=self.batch - 1), h, q_idx, kv_idx)
+        second = self.second((b - self.batch).clamp(min=0), h, q_idx, kv_idx)
+        return ((b < self.batch) & first) | ((b >= self.batch) & second)
+
+    @property
+    def __name__(self) -> str:
+        return f"cat({_name(self.first)}, {_name(self.second)})"
+
+    def to(self, device: torch.device | str) -> OfBatch:
+        return OfBatch(moved(self.first, device), moved(self.second, device), self.batch)
+
+
+def _name(mask_mod: MaskMod) -> str:
+    return getattr(mask_mod, "__name__", type(mask_mod).__name__)
+
 
 Lengths = tuple[int, int]
 
@@ -33,7 +162,40 @@ def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
     table = torch.where(a == keeps, b, torch.where(b == keeps, a, OPEN))
     table.masked_fill_((a == ends) | (b == ends), ends)
     mask_mod = _at(first, Combined(how, _elements(first), _elements(second)))
-    return _finished(first, table, batch, first.seq_lengths, mask_mod, second)
+    return _finished(first, table, batch, first.seq_lengths, mask_mod, [second])
+
+
+def concatenated(masks: Sequence[AnyMask]) -> AnyMask:
+    """The mask of all batch entries of `masks`, one mask after another. Raises BlockMaskCombineError."""
+    if not masks:
+        raise BlockMaskCombineError(problem="there are none", advice="give one mask at least")
+    for mask in masks:
+        _check_dimensions(mask)
+        _check_alike(masks[0], mask)
+    for name, (offset, _) in (masks[0].positions or NO_OFFSETS).tensors().items():
+        if offset.numel() > 1:
+            raise BlockMaskCombineError(
+                problem=f"{name} has one element for each batch entry",
+                advice=f"build one mask, with the elements of all entries in {name}",
+            )
+    heads = _common_size(masks, 1)
+    batch = 0
+    mask_mod = _elements(masks[0])
+    for previous, mask in pairwise(masks):
+        batch += _batch(previous)[0]
+        if not _same_for_each_entry(previous, mask):
+            mask_mod = OfBatch(mask_mod, _elements(mask), batch)
+    batch += _batch(masks[-1])[0]
+    table = torch.cat([mask.table().expand(_batch(mask)[0], heads, -1, -1) for mask in masks])
+    first, others = masks[0], masks[1:]
+    return _finished(first, table, (batch, heads), first.seq_lengths, _at(first, mask_mod), others)
+
+
+def _same_for_each_entry(first: MaskData, second: MaskData) -> bool:
+    """Do both masks keep the same elements in every batch entry?"""
+    one, other = first._traced, second._traced
+    same = one.graph.key == other.graph.key and all(map(is_, one.tensors, other.tensors))
+    return same and "b" not in one.graph.reads and first.classified and second.classified
 
 
 def complement(mask: AnyMask) -> AnyMask:
@@ -73,16 +235,16 @@ def _finished(
     batch: tuple[int, ...],
     lengths: Lengths,
     mask_mod: MaskMod,
-    other: AnyMask | None = None,
+    others: Sequence[AnyMask] = (),
 ) -> AnyMask:
-    """Decides the OPEN tiles of a table, and makes a mask like `mask` (and `other`) from it."""
+    """Decides the OPEN tiles of a table, and makes a mask like `mask` and `others` from it."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
         sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
         check_sizes(traced.graph, sizes, "the block mask")
         fits = Traced(fitted(traced.graph.of_any_size(), sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
-    alike = [m for m in (mask, other) if m is not None]
+    alike = (mask, *others)
     separate = all(m.storage.separate for m in alike)
     keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
     made = type(mask).of_table(
@@ -134,6 +296,12 @@ def _check_dimensions(mask: MaskData) -> None:
 
 def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
     """Checks that the masks fit together, and returns their common batch dimensions."""
+    _check_alike(first, second)
+    return _common_size((first, second), 0), _common_size((first, second), 1)
+
+
+def _check_alike(first: MaskData, second: MaskData) -> None:
+    """Checks that two masks have the same lengths, tile sizes, device and offsets."""
     for name in ("seq_lengths", "BLOCK_SIZE", "device"):
         values = getattr(first, name), getattr(second, name)
         if values[0] != values[1]:
@@ -149,16 +317,71 @@ def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
         )
     _check_dimensions(first)
     _check_dimensions(second)
-    found = []
-    for axis, index, sizes in zip("BH", "bh", zip(_batch(first), _batch(second), strict=True), strict=True):
-        size = max(sizes)
-        for mask, own in zip((first, second), sizes, strict=True):
-            reads = index in mask.traced.graph.reads
-            if own != size and (own != 1 or reads):
-                why = f", and its mask_mod reads {index}" if own == 1 else ""
-                raise BlockMaskCombineError(
-                    problem=f"one has {axis}={own}{why}; the other has {axis}={size}",
-                    advice=f"build both with {axis}={size}",
-                )
-        found.append(size)
-    return found[0], found[1]
+
+
+def _common_size(masks: Sequence[MaskData], dimension: int) -> int:
+    """The common number of batch entries (dimension 0) or heads (1). A size of 1 broadcasts."""
+    axis, index = "BH"[dimension], "bh"[dimension]
+    size = max(_batch(mask)[dimension] for mask in masks)
+    for mask in masks:
+        own = _batch(mask)[dimension]
+        reads = index in mask.traced.graph.reads
+        if own != size and (own != 1 or reads):
+            why = f", and its mask_mod reads {index}" if own == 1 else ""
+            raise BlockMaskCombineError(
+                problem=f"one has {axis}={own}{why}; the other has {axis}={size}",
+                advice=f"build both with {axis}={size}",
+            )
+    return size
+
+
+def sliced(mask: AnyMask, index: Any) -> AnyMask:
+    """The part mask[b, h, q]; its mask_mod sees the positions of the whole. Raises BlockMaskIndexError."""
+    shape = (*mask.storage.batch, mask.storage.grid[0])
+    b, h, q = selection.of(index, shape)
+    size = mask.BLOCK_SIZE[0]
+    query = selection.length_of(q, shape[-1], mask.seq_lengths[0], size)
+    found = _positions_of(mask, b, block_positions(q, size, mask.device))
+    moves = {"b": positions(b, shape[0], mask.device), "h": positions(h, shape[1], mask.device)}
+    needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
+    mask_mod = of_positions(mask.mask_mod)
+    if any(move != KEPT for move in needed.values()):
+        mask_mod = Rebased(mask_mod, *needed.values())
+    mask_mod = mask_mod if found is None else found.mask(mask_mod)
+    table = mask.table()
+    chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
+    part = selection.take(table, (*chosen, q))
+    return _of_table(mask, part, (len(b), len(h)), (query, mask.seq_lengths[1]), mask_mod)
+
+
+def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
+    """The positions of a slice: the offsets of batch entries `b` and of its rows."""
+    known = mask.positions or NO_OFFSETS
+    if rows != KEPT and (known.rows is not None or not isinstance(rows, Affine)):
+        known = replace(known, rows=rows if known.rows is None else Composed(known.rows, rows))
+        return known.part(b, 0)
+    return known.part(b, rows.start if isinstance(rows, Affine) else 0)
+
+
+def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
+    """The mask for the first queries and keys. Raises BlockMaskCropError if a length grows."""
+    mask_q, mask_kv = mask.seq_lengths
+    if lengths[0] > mask_q or lengths[1] > mask_kv:
+        raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
+    rows, columns = map(tiles.tile_count, lengths, mask.BLOCK_SIZE)
+    table = mask.table()[..., :rows, :columns].clone()
+    tiles.keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
+    return _of_table(mask, table, mask.storage.batch, lengths, mask.mask_mod)
+
+
+def _of_table(
+    mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
+) -> AnyMask:
+    """Makes a part of `mask` from that part of its table."""
+    traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
+    part = type(mask).of_table(
+        table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.storage.separate,
+        by_column=mask.storage.by_column, full_tiles_padded=mask.full_tiles_padded,
+    )  # fmt: skip
+    part._classified = mask.classified
+    return part

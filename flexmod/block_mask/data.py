@@ -16,19 +16,24 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.launched import MaskSnapshot, columns_of, is_captured
-from flexmod.block_mask.mask_mod import MaskMod, trace_mask
-from flexmod.block_mask.parts import block_pair, check_lengths, check_values, checked_lists, length
-from flexmod.block_mask.storage import ListPart, TileStorage
-from flexmod.block_mask.tiles import LISTS, Parts
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_lengths,
+    check_values,
+    checked_lists,
+    length,
+    trace_mask,
+)
+from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
+from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import FakeTensorError
 from flexmod.ir.composed import Derived, Mask
-from flexmod.ir.copies import deep_copied_traces
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.kept import numbered
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted
-from flexmod.ir.replay import leaves, replay
+from flexmod.ir.record import numbered
+from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched
@@ -194,12 +199,16 @@ class MaskData:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
+        """Numbers of queries and of keys. If you assign fewer queries, the first rows of tiles remain."""
         return self._seq_lengths
 
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
+        rows = tile_count(pair[0], self.BLOCK_SIZE[0])
+        if rows < self.storage.grid[0]:
+            columns = columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE)
+            self._storage = self.storage.first_rows(rows, columns)
         self._check_lists(pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 

@@ -16,11 +16,11 @@ from flexmod.block_mask import refine
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import PARTIAL, tile_count
 from flexmod.errors import DeviceMismatch
-from flexmod.ir.host_numbers import captures_on_device, is_host_number
+from flexmod.ir.evaluate import captures_on_device, is_host_number
+from flexmod.ir.graph import check_sizes
 from flexmod.ir.passes import fitted
-from flexmod.ir.sizes import check_sizes
 from flexmod.ir.trace import Traced
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime.lazy_imports import lazy_imports
 
 
 def find_tiles(

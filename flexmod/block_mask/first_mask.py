@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 
-from flexmod import config
 from flexmod.block_mask import generated
-from flexmod.block_mask.launched import is_captured
+from flexmod.block_mask.storage import is_captured
 from flexmod.block_mask.tiles import tile_count
 from flexmod.internals.triton import start_compiler
 from flexmod.ir.trace import Traced
-from flexmod.locks import Lock
+from flexmod.runtime import config
+from flexmod.runtime.locks import Lock
 from flexmod.runtime.side_by_side import later, threads
 
 DELAY = 2.0  # seconds; by then the kernels of a forward and a backward are mostly past their Python part

@@ -7,21 +7,32 @@ slicing, and its constructor checks that its parts fit together.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import combine, cuts, pictures, tiles
+from flexmod.block_mask import combine, pictures, tiles
+from flexmod.block_mask.combine import How
 from flexmod.block_mask.data import MaskData, fresh
-from flexmod.block_mask.derived import How
 from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask, trace_mask
-from flexmod.block_mask.parts import block_pair, check_values, checked_lists, length
+from flexmod.block_mask.parts import (
+    MaskMod,
+    block_pair,
+    check_grid,
+    check_values,
+    checked_lists,
+    length,
+    noop_mask,
+    table_of,
+    trace_mask,
+)
 from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, Parts
+from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import moved
+from flexmod.runtime.private_torch import GetAttrKey
 
 DEFAULT_BLOCK = 128
 
@@ -40,8 +51,8 @@ class BlockMask(MaskData):
 
     Qb and KVb are the numbers of tiles. By row, counts are int32 [B, H, Qb] and indices int32
     [B, H, Qb, KVb]; by column, [B, H, KVb] and [B, H, KVb, Qb]. The first `count` entries of a row are valid,
-    and `create_block_mask` sorts them. Strides are free: a mask that is the same for each head is an expanded
-    view. A built mask stores runs of tiles (`runs.py`), and makes these lists at their first use.
+    and `create_block_mask` sorts them. Strides are free: lists may be expanded views. A built mask stores
+    runs of tiles (`runs.py`), and makes these lists at their first use.
 
     A built mask finds its tiles again (`refresh`) at its next use after a change of a tensor that its
     mask_mod captures or read (`t.item()`, `t.shape`): a write, or other memory. A user's own lists stay as
@@ -140,6 +151,60 @@ class BlockMask(MaskData):
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
 
+    @classmethod
+    def from_dense(
+        cls,
+        tiles: Tensor,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+    ) -> BlockMask:
+        """Makes a BlockMask from a table of tiles, bool or integers [B, H, Qb, KVb]; the inverse of to_dense.
+
+        A tile is listed where `tiles` is not 0. Missing dimensions for H and B are 1. With `mask_mod` None
+        the mask keeps every score of the listed tiles, else the scores that mask_mod keeps there.
+        `seq_lengths` (queries, keys) None: the lengths end with the last tiles.
+
+        Raises BlockMaskPartsError, BlockSizeError, LengthError, and every error of tracing a mask_mod.
+
+        Example:
+
+            last_two = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+            block_mask = BlockMask.from_dense(last_two, BLOCK_SIZE=64)
+            assert torch.equal(block_mask.to_dense()[0, 0], last_two)
+        """
+        block = block_pair(BLOCK_SIZE)
+        table = table_of(tiles)
+        rows, columns = table.shape[-2:]
+        given = seq_lengths or (rows * block[0], columns * block[1])
+        lengths = (length("Q_LEN", given[0]), length("KV_LEN", given[1]))
+        check_grid((rows, columns), lengths, block)
+        table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
+        mod = mask_mod or noop_mask
+        made = cls.of_table(
+            table, tuple(table.shape[:2]), lengths, block, mod, trace_mask(mod, table.device),
+            separate=mask_mod is None,
+        )  # fmt: skip
+        made._classified = False
+        return made
+
+    @classmethod
+    def cat(cls, masks: Sequence[BlockMask]) -> BlockMask:
+        """Concatenates masks along the batch: entry 0 of the second mask follows the last of the first.
+
+        A mask with H=1 broadcasts, unless its mask_mod reads h. Raises BlockMaskCombineError.
+
+        Example:
+
+            one, other = (create_block_mask(masks.sliding_window(n), 1, None, 512, 512) for n in (64, 100))
+            both = BlockMask.cat([one, other])
+            assert both.shape == (2, 1, 512, 512)
+        """
+        for mask in masks:
+            if not isinstance(mask, BlockMask):
+                raise NotABlockMask.of(mask)
+        return combine.concatenated([fresh(mask) for mask in masks])
+
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
         self.refresh()
@@ -156,6 +221,30 @@ class BlockMask(MaskData):
         parts = self._parts((*LISTS, *FLASH_PARTS, "dq_kv_order_spt"))
         return (*lengths, *parts.values(), *block, self.mask_mod)
 
+    _TENSOR_ATTRS: ClassVar[tuple[str, ...]] = (*LISTS, *FLASH_PARTS)
+    _CONTEXT_ATTRS: ClassVar[tuple[str, ...]] = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
+
+    def _flatten(self) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """The lists that are not None, and everything else, for torch.utils._pytree, as torch's BlockMask."""
+        parts = self._parts(self._TENSOR_ATTRS)
+        absent = tuple([name for name, part in parts.items() if part is None])
+        present = tuple([part for part in parts.values() if part is not None])
+        return present, (*[getattr(self, name) for name in self._CONTEXT_ATTRS], absent)
+
+    def _flatten_with_keys(self) -> tuple[tuple[tuple[Any, Tensor], ...], tuple[Any, ...]]:
+        """As `_flatten`, with a key for each list."""
+        present, context = self._flatten()
+        names = (name for name in self._TENSOR_ATTRS if name not in context[-1])
+        return tuple([(GetAttrKey(name), part) for name, part in zip(names, present, strict=True)]), context
+
+    @classmethod
+    def _unflatten(cls, leaves: Sequence[Any], context: tuple[Any, ...]) -> BlockMask:
+        """The inverse of `_flatten`. Raises the errors of BlockMask."""
+        *known, absent = context
+        names = (name for name in cls._TENSOR_ATTRS if name not in absent)
+        parts = dict.fromkeys(absent) | dict(zip(names, leaves, strict=True))
+        return cls(**parts, **dict(zip(cls._CONTEXT_ATTRS, known, strict=True)))
+
     def __getitem__(self, index: Any) -> BlockMask:
         """mask[b, h, q] selects batches, heads and rows of tiles. Dimensions stay: mask[0] has B=1.
 
@@ -165,14 +254,14 @@ class BlockMask(MaskData):
 
         Raises BlockMaskIndexError.
         """
-        return cuts.sliced(fresh(self), index)
+        return combine.sliced(fresh(self), index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crops the mask to the first queries and keys, with the same mask_mod.
 
         Raises BlockMaskCropError if a length grows.
         """
-        return cuts.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
+        return combine.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
         """Makes the mask of the same mask_mod for other lengths, smaller or larger, and reuses known tiles.

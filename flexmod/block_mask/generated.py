@@ -21,22 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod import config
 from flexmod.backends.families import reads_order
 from flexmod.block_mask import tiles
-from flexmod.block_mask.launched import is_captured
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.storage import Axis
-from flexmod.codegen.builder_kernels import BuilderKernels
-from flexmod.codegen.builder_text import BuilderTerm
-from flexmod.codegen.watch import IndexWatch
-from flexmod.ir.fingerprint import tensor_key
+from flexmod.block_mask.storage import Axis, is_captured
+from flexmod.block_mask.tiles import Runs
+from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
+from flexmod.codegen.compiler import builder, runs_module
+from flexmod.codegen.kernels import IndexWatch
+from flexmod.ir.fingerprint import remember, tensor_key
 from flexmod.ir.trace import Traced
-from flexmod.ir.traces import remember
-from flexmod.mask_compiler import builder, runs_module
-from flexmod.plan import Place, Plan, PlanWriter, named
+from flexmod.runtime import config
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.direct import kind_of_number
+from flexmod.runtime.plan import Place, Plan, PlanWriter, named
 from flexmod.runtime.side_by_side import compiles, in_threads
 from flexmod.runtime.target import target_of
 
@@ -125,7 +122,7 @@ def runs_of_parts(parts: Sequence[Runs]) -> Runs:
 
 def _by_head(runs: Runs, batch: int, heads: int) -> Runs:
     order = None if runs.order is None else runs.order.view(batch, heads, -1)
-    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order)
+    return Runs(runs.rows.view(batch, heads, -1, 2, 3), runs.spans, order).with_fixed_sizes()
 
 
 class _BuilderPart:

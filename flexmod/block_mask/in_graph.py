@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexmod import tensor_kinds
 from flexmod.block_mask.find_tiles import find_tiles
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.mask_mod import MaskMod, noop_mask
-from flexmod.block_mask.runs import Runs
+from flexmod.block_mask.parts import MaskMod, noop_mask
 from flexmod.block_mask.storage import Axis, TileStorage
-from flexmod.block_mask.tiles import tile_count
+from flexmod.block_mask.tiles import Runs, tile_count
 from flexmod.errors import InGraphMaskError
 from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.ir.offsets import Positions
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds
 
 # A graph needs the runs' size before the runs are known, and each tile might be one. On a GPU, a line of
 # tiles has room for as many runs of each kind.

@@ -1,17 +1,29 @@
-"""Validates the parts of a block mask, and that they fit together."""
+"""Validates the parts of a block mask, and that they fit together.
+
+Traces the mask_mod of a block mask.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from flexmod import tensor_kinds, transforms
-from flexmod.block_mask.tiles import LISTS, Parts, tile_count
-from flexmod.errors import BlockMaskPartsError, BlockSizeError, DeviceMismatch, LengthError
+from flexmod.block_mask.tiles import FULL, LISTS, Parts, tile_count
+from flexmod.errors import (
+    BlockMaskPartsError,
+    BlockSizeError,
+    DeviceMismatch,
+    LengthError,
+    MaskCaptureGradientError,
+)
+from flexmod.ir.fingerprint import remembered
+from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds, transforms
 
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -26,7 +38,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def length(name: str, value: SupportsIndex) -> int:
+def length(name: str, value: SupportsIndex | None) -> int:
     """A number of positions as an int. Raises LengthError."""
     number = positive(value)
     if number is None:
@@ -129,6 +141,34 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
         )
 
 
+def table_of(given: Any) -> Tensor:
+    """A user's table of tiles, as int8 [B, H, Qb, KVb]: FULL where it is not 0.
+
+    Raises BlockMaskPartsError.
+    """
+    found = plain_list("tiles", given)
+    if found is None or found.is_floating_point() or found.is_complex() or not 2 <= found.dim() <= 4:
+        what = "None" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        raise BlockMaskPartsError(
+            problem=f"tiles is {what}; a table of tiles is bool or integers, of shape [B, H, Qb, KVb]",
+            advice="give one entry for each tile, e.g. block_mask.to_dense(); a dense mask of one entry for "
+            "each query and key goes to create_block_mask",
+        )
+    table = (found != 0).to(torch.int8) * FULL
+    return table.reshape(*(1,) * (4 - table.dim()), *table.shape)
+
+
+def check_grid(grid: tuple[int, int], lengths: tuple[int, int], block: tuple[int, int]) -> None:
+    """Raises BlockMaskPartsError if a table of tiles does not cover the lengths exactly."""
+    expected = tuple(map(tile_count, lengths, block))
+    if grid != expected:
+        raise BlockMaskPartsError(
+            problem=f"tiles has {grid[0]} rows and {grid[1]} columns, but Q_LEN={lengths[0]} and "
+            f"KV_LEN={lengths[1]} have {expected[0]} and {expected[1]} with BLOCK_SIZE {block}",
+            advice="give the seq_lengths and the BLOCK_SIZE that the table was made for",
+        )
+
+
 def check_lengths(
     lengths: tuple[int, int], by_row: Tensor, by_column: Tensor | None, block: tuple[int, int]
 ) -> None:
@@ -182,3 +222,33 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             )
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)
+
+
+MaskMod = Callable[..., Any]
+
+
+def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
+    """The mask_mod that keeps every score."""
+    return batch.new_ones((), dtype=torch.bool)
+
+
+def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
+    """Traces a mask_mod. Unwraps its captures from torch.func's wrappers, which a mask outlives.
+
+    Raises every error of tracing, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
+    for a wrapper that requires a gradient.
+    """
+    return unwrapped(remembered(mask_mod, "mask", device))
+
+
+def unwrapped(traced: Traced) -> Traced:
+    """The traced mask with captures unwrapped from torch.func's wrappers. Raises as `trace_mask`."""
+    captured = []
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        if transforms.is_wrapped(tensor) and tensor.requires_grad:
+            raise MaskCaptureGradientError(name=capture.name)
+        name = f"{capture.name}, captured by mask_mod"
+        captured.append(tensor_kinds.as_plain_class(transforms.plain(tensor, name)))
+        if not tensor_kinds.has_no_values(captured[-1]):
+            tensor_kinds.check_readable({f"{name},": captured[-1]})
+    return replace(traced, tensors=tuple(captured))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmod.block_mask.cuts import sliced
+from flexmod.block_mask.combine import sliced
 from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count

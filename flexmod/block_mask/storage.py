@@ -3,12 +3,16 @@
 The builder makes runs. torch's eight lists are quadratic in the number of tiles; each is computed from the
 runs at its first use. A user's lists stay lists, in their order. A `TileStorage` never changes: assigning
 lists gives the mask another one, and earlier calls keep theirs.
+
+A snapshot of a block mask at a call, so that the call's backward reads the same mask.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,11 +20,14 @@ from torch import Tensor
 
 from flexmod.block_mask import tiles
 from flexmod.block_mask.parts import plain_list
-from flexmod.block_mask.runs import Runs
-from flexmod.block_mask.runs import of_table as runs_of_table
-from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts
+from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, tile_count
+from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
-from flexmod.internals.torch import UNCOUNTED, version_of
+from flexmod.ir.evaluate import captures_on_device
+from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.passes import fitted
+from flexmod.ir.trace import Traced
+from flexmod.runtime.private_torch import UNCOUNTED, version_of
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
@@ -65,7 +72,8 @@ class TileStorage:
     ) -> TileStorage:
         """Stores the runs of `table`, int8 [..., Qb, KVb]. Its batch dimensions are `batch`, or 1 each."""
         by_axis: dict[Axis, Runs | None] = {
-            "kv": runs_of_table(table), "q": runs_of_table(table.mT) if by_column else None
+            "kv": runs_of_table(table).with_fixed_sizes(),
+            "q": runs_of_table(table.mT).with_fixed_sizes() if by_column else None,
         }  # fmt: skip
         return cls(batch, (table.shape[-2], table.shape[-1]), by_axis, {}, separate)
 
@@ -188,6 +196,11 @@ class TileStorage:
         found: Tensor | None = self._lists[name]
         return found
 
+    def first_rows(self, rows: int, columns: int) -> TileStorage:
+        """The tiles of the first rows."""
+        table = self.table(columns)[..., :rows, :]
+        return TileStorage.of_table(table, self.batch, self.separate, self.by_column)
+
     def written(self) -> tuple[object, ...]:
         """A value that changes with each write to a list that launches read.
 
@@ -272,11 +285,10 @@ class TileStorage:
         if runs is None or full and not self.separate:
             return None
         if name.endswith("num_blocks"):
-            made = runs.counts()[int(full)].contiguous()
-            return made.expand(*self.batch, -1)
+            return runs.counts()[int(full)].expand(*self.batch, -1).contiguous()
         table = runs.table(self.grid[axis == "kv"])
         _, indices = tiles.ordered(table == (FULL if full else PARTIAL))
-        return indices.expand(*self.batch, -1, -1)
+        return indices.expand(*self.batch, -1, -1).contiguous()
 
 
 class ListPart:
@@ -305,3 +317,118 @@ def version(part: Tensor) -> float:
     """torch's count of writes to a tensor; nan, which never equals itself, for a tensor of inference mode."""
     known = version_of(part)
     return math.nan if known == UNCOUNTED else known
+
+
+class SnapshotName:
+    """Represents, in the cache of calls, all snapshots that differ only in their tensors' values."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskSnapshot:
+    """A block mask as a call's launches read it; see `BlockMask.snapshot`.
+
+    Assigning a part of the mask does not change the snapshot. Its tensors' values may change: `lists` is the
+    state of the lists at their check. In `derived`, backends store results from the tiles under their own
+    keys.
+    """
+
+    storage: TileStorage
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    full_tiles_padded: bool
+    mod: Traced
+    lists: tuple[object, ...] = ()
+    derived: dict[object, Any] = field(default_factory=dict)
+    name: SnapshotName = field(default_factory=SnapshotName)
+
+    def is_like(self, other: MaskSnapshot) -> bool:
+        """Do they differ only in their tensors' values, or not at all?"""
+        return self.structure == other.structure and self.kinds == other.kinds
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The graph of mask_mod with its captures; its index arithmetic is wide enough for the lengths."""
+        batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
+        return Traced(fitted(self.mod.graph, (batch, heads, *self.seq_lengths)), self.mod.tensors)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that kernels read: the tiles, and mask_mod's captures."""
+        return (*self.storage.tensors(), *self.mod.tensors)
+
+    @cached_property
+    def kinds(self) -> tuple[object, ...]:
+        """The kind of each of `tensors` at the first call."""
+        return tuple(map(tensor_key, self.tensors))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The user's name of each of `tensors`."""
+        captures = [f"{capture.name}, captured by mask_mod," for capture in self.mod.graph.captures]
+        return (*self.storage.names(), *captures)
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    def table(self) -> Tensor:
+        """See `BlockMask.table`."""
+        return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
+
+    def capture_kinds(self) -> tuple[object, ...] | None:
+        """The present kinds of captured tensors; None if one has no kind."""
+        kinds = tuple([tensor_key(tensor) for tensor in self.mod.tensors])
+        return None if None in kinds else kinds
+
+    def states(self) -> list[object]:
+        """One value for each of `tensors`, which differs after a write to the tensor."""
+        found: list[object]
+        if self.storage.form == "lists":
+            found = list(self.storage.written())
+        else:
+            found = [version_of(tensor) for tensor in self.storage.tensors()]
+        return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
+
+    @cached_property
+    def in_inference_mode(self) -> bool:
+        """Was one of the tensors made in inference mode? torch does not count writes to it."""
+        return any(tensor.is_inference() for tensor in self.tensors)
+
+    @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """The snapshot's content except its tensors."""
+        storage = (self.storage.form, self.storage.batch, self.storage.separate, self.storage.names())
+        return storage, self.seq_lengths, self.BLOCK_SIZE, self.full_tiles_padded, self.mod.graph
+
+    @cached_property
+    def facts(self) -> int:
+        """A hash of the content except the tensors."""
+        return hash(self.structure)
+
+    def with_numbers_on(self, device: torch.device) -> MaskSnapshot:
+        """The snapshot for one launch: copies the present host numbers of mask_mod to the device."""
+        mod = captures_on_device(self.mod, device)
+        return self if mod is self.mod else replace(self, mod=mod)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> MaskSnapshot:
+        """The snapshot with these tensors, of the same shapes."""
+        count = len(self.storage.tensors())
+        tiles, captured = tuple(tensors[:count]), tuple(tensors[count:])
+        mod = Traced(self.mod.graph, captured)
+        if all(new is old for new, old in zip(tiles, self.storage.tensors(), strict=True)):
+            return replace(self, mod=mod)
+        return replace(self, storage=self.storage.with_tensors(tiles), mod=mod, lists=(), derived={})
+
+
+def is_captured(device: torch.device) -> bool:
+    """Is a CUDA graph of the device's current stream being captured?
+
+    A captured launch runs at each replay on the same memory. During the capture, the host cannot read values,
+    and new tensors belong to the graph.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def columns_of(storage: TileStorage, lengths: tuple[int, int], block: tuple[int, int]) -> int:
+    """The number of columns of a mask's table."""
+    return max(storage.grid[1], tile_count(lengths[1], block[1]))

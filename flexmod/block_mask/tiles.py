@@ -6,15 +6,30 @@
 
 All functions use a bounded number of 64-bit positions at a time, so converting a very long mask takes little
 memory beyond the result.
+
+Stores tiles as runs: each run is a range of consecutive tiles of one kind, partial or full, in a row.
+
+        rows     int32 [..., R, 2, 3]   for a row's partial tiles, then for its full tiles: the number of
+                                        tiles, the number of runs, and the place of the first run in `spans`
+        spans    int32 [N, 2]           the first tile of a run, and the tile after its last
+        order    int32 [..., R]         the rows, longest first; None if not computed
+
+The runs of one kind in a row are consecutive in `spans`, in ascending order. Rows may be stored in any order,
+with gaps.
+
+A mask's memory grows with its boundary: a causal mask has two runs a row at every length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexmod.runtime.private_torch import fix_sizes
 
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
@@ -93,3 +108,103 @@ def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size
 def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:
     """Applies `change` to each part that is not None."""
     return {name: None if part is None else change(part) for name, part in parts.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The tiles of a mask in one direction: row by row, or column by column. See the head of this file."""
+
+    rows: Tensor
+    spans: Tensor
+    order: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows, self.spans) if self.order is None else (self.rows, self.spans, self.order)
+
+    def counts(self) -> Tensor:
+        """int32 [2, ..., R]: how many partial and how many full tiles a row has."""
+        return self.rows[..., 0].movedim(-1, 0)
+
+    def table(self, columns: int) -> Tensor:
+        """int8 [..., R, columns]: EMPTY, PARTIAL or FULL for each tile."""
+        *lead, _, _ = self.rows.shape
+        _, number, first = self.rows.reshape(-1, 2, 3).movedim(1, 0).flatten(0, 1).unbind(-1)
+        rows = len(first) // 2
+        here = torch.arange(len(self.spans), dtype=torch.int32, device=self.spans.device)
+        # of several rows with the same first run, only one has runs: sort it last
+        order = (first.long() * 2 + (number > 0)).argsort()
+        owner = torch.searchsorted(first[order], here, right=True).sub_(1).clamp_(min=0)
+        owner = order[owner]
+        used = here < (first + number)[owner]
+        kind = torch.where(used, owner // rows + PARTIAL, EMPTY).to(torch.int8)
+        place = (owner % rows * (columns + 1))[:, None] + self.spans
+        place = place.where(used[:, None], 0)
+        edges = torch.zeros(rows * (columns + 1), dtype=torch.int8, device=self.spans.device)
+        edges.index_add_(0, place[:, 0], kind)
+        edges.index_add_(0, place[:, 1], -kind)
+        table = edges.view(rows, columns + 1)
+        for group in row_groups(table):
+            table[group] = table[group].cumsum(-1, dtype=torch.int8)
+        return table[:, :columns].view(*lead, columns)
+
+    def with_fixed_sizes(self) -> Runs:
+        """Tells torch.compile which sizes are the same in each mask.
+
+        With dynamic=True it would expect them to change, and to stay equal to other sizes of the first call:
+        what it compiles for a batch of 2 would serve no other batch.
+        """
+        fix_sizes(self.rows, 2)
+        fix_sizes(self.spans, 1)
+        return self
+
+    def in_order(self) -> Runs:
+        """Returns the runs with `order`; of equally long rows the first comes first."""
+        longest_first = self.rows[..., 0].sum(-1).argsort(dim=-1, descending=True, stable=True)
+        return Runs(self.rows, self.spans, longest_first.int())
+
+    def to(self, device: torch.device | str) -> Runs:
+        return Runs(*(tensor.to(device) for tensor in self.tensors())).with_fixed_sizes()
+
+
+def of_table(table: Tensor) -> Runs:
+    """Finds the runs of a table int8 [..., R, C].
+
+    Two synchronizations with its device for each four million tiles.
+    """
+    *lead, columns = table.shape
+    flat = table.reshape(-1, columns)
+    # each row ends with an empty entry, so that no run continues in the next row
+    width = (columns // 8 + 1) * 8
+    found = []
+    for group in row_groups(flat):
+        padded = flat.new_zeros(group.stop - group.start, width)
+        padded[:, :columns] = flat[group]
+        start, stop, kind = _stretches(padded.view(-1))
+        found.append(torch.stack([start // width + group.start, start % width, stop - start, kind]))
+    row, first, length, kind = torch.cat(found, 1)
+    order = kind.argsort(stable=True)
+    place = (row * 2 + kind - PARTIAL)[order]
+    found_rows = torch.zeros(*lead, 2, 3, dtype=torch.int32, device=table.device)
+    rows = found_rows.view(-1, 3)
+    rows[:, 0].index_add_(0, place, length[order].int())
+    rows[:, 1].index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    number = rows[:, 1].view(-1, 2).T.flatten()
+    rows[:, 2] = (number.cumsum(0, dtype=torch.int32) - number).view(2, -1).T.flatten()
+    spans = torch.stack([first, first + length], 1)[order].int()
+    return Runs(found_rows, spans)
+
+
+def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds stretches of equal entries in int8 [8 n] that are not EMPTY: start, stop and entry of each.
+
+    The last entry is EMPTY. All int64 [stretches].
+    """
+    before = torch.cat([kinds.new_zeros(1), kinds[:-1]])
+    # entries are bytes; comparing eight at a time finds changes faster
+    words = (before.view(torch.int64) != kinds.view(torch.int64)).nonzero()
+    changed = (before.view(-1, 8)[words[:, 0]] != kinds.view(-1, 8)[words[:, 0]]).nonzero()
+    at = words[changed[:, 0], 0] * 8 + changed[:, 1]
+    kind = kinds[at].long()
+    stop = torch.cat([at[1:], at.new_tensor([len(kinds)])])
+    used = (kind != EMPTY).nonzero()[:, 0]
+    return at[used], stop[used], kind[used]

@@ -1,19 +1,25 @@
-"""Writes the texts that build block masks: the bounds of a rectangle, and the terms that the bounds use."""
+"""Writes the texts that build block masks: the bounds of a rectangle, and the terms that the bounds use.
+
+The kernels that build the block masks of one mask_mod. The compiler passes them to their launcher.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import ModuleType
 
 import torch
 
-from flexmod.codegen.expressions import TRITON_DTYPES, register_dtype
-from flexmod.codegen.functions import Function, fresh
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.expressions import TRITON_DTYPES, Function, fresh, register_dtype
+from flexmod.codegen.kernels import Captured, IndexWatch, ModText, Parameter
 from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.intervals import BoundsTerm
 from flexmod.ir.ops import strong
+from flexmod.runtime.plan import Place, RunNumber
 
 
 @dataclass(frozen=True)
@@ -137,3 +143,62 @@ def _call(function: str, arguments: list[str]) -> str:
     """A call on several lines."""
     inside = textwrap.fill(", ".join(arguments), 90, break_long_words=False, break_on_hyphens=False)
     return f"{function}(\n{textwrap.indent(inside, '    ')}\n)"
+
+
+Numbers = Sequence[bool | int | float]
+
+
+@dataclass(eq=False)
+class BuilderKernels:
+    """The texts, and the module that is built from them at its first use."""
+
+    terms: tuple[BuilderTerm, ...]
+    bounds: BoundsText
+    mask: ModText
+    build: Callable[[], ModuleType]
+
+    @cached_property
+    def module(self) -> ModuleType:
+        return self.build()
+
+    def texts(self, kernel: str) -> list[ModText]:
+        """The texts that a kernel calls, in order: the bounds, the mask, then the terms."""
+        first, stop = {"terms_kernel": (2, None), "squares_kernel": (0, 2), "elements_kernel": (1, 2)}[kernel]
+        return self._texts[first:stop]
+
+    @cached_property
+    def _texts(self) -> list[ModText]:
+        return [self.bounds.text, self.mask, *(term.text for term in self.terms)]
+
+    @cached_property
+    def number_parameters(self) -> tuple[tuple[int, Parameter], ...]:
+        """The parameters for numbers, each with the place of its text."""
+        return tuple(
+            (place, p) for place, text in enumerate(self._texts) for p in text.parameters if p.is_number
+        )
+
+    @cached_property
+    def numbers(self) -> tuple[RunNumber, ...]:
+        """The steps of a plan that supply `number_parameters`."""
+        return tuple(RunNumber(parameter.name) for _, parameter in self.number_parameters)
+
+    def captured(self, kernel: str, tensors: Sequence[Place], watch: IndexWatch | None) -> dict[str, object]:
+        """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
+        given: dict[str, object] = {}
+        for text in self.texts(kernel):
+            others = tuple(p for p in text.parameters if not p.is_number)
+            given |= Captured(tensors, (), watch).arguments(replace(text, parameters=others))
+            given |= {p.name: RunNumber(p.name) for p in text.parameters if p.is_number}
+        return given
+
+
+@dataclass(frozen=True, eq=False)
+class Builder:
+    """The kernels for one graph, and their parameters' numbers, text by text."""
+
+    kernels: BuilderKernels
+    numbers: tuple[Numbers, ...]
+
+    def run_numbers(self) -> list[bool | int | float]:
+        """The values that a run passes for `BuilderKernels.numbers`."""
+        return [parameter.number(self.numbers[place]) for place, parameter in self.kernels.number_parameters]

@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from flexmod import config
-from flexmod.lazy_imports import lazy_imports
-from flexmod.locks import Lock
+from flexmod.runtime import config
+from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import Lock
 
 KEPT = 256  # unused modules that stay in memory
 

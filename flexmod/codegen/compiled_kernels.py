@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 
 import triton
 
-from flexmod import config
 from flexmod.internals.triton import Compile, add_compiled, around_compiles, compiles_always
-from flexmod.locks import Lock, file_lock
+from flexmod.runtime import config
+from flexmod.runtime.locks import Lock, file_lock
 
 _locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, for compiles in progress
 _guard = Lock()

@@ -1,4 +1,11 @@
-"""Expressions of the Triton text: numbers, casts, and only the necessary parentheses."""
+"""Expressions of the Triton text: numbers, casts, and only the necessary parentheses.
+
+The cost of a node's value for the threads that need it.
+
+A device function under construction: its lines, its names, and the user's lines above them.
+
+Finds the products of a mod that the compiler must not fuse into a multiply-add.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,15 @@ import ast
 import math
 import os
 import re
+from dataclasses import dataclass, field
 
 import torch
 
 from flexmod.codegen import prelude
 from flexmod.errors import Where
-from flexmod.ir.ops import HALF, number
-from flexmod.syntax import parse
+from flexmod.ir.graph import Graph, Node
+from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, number, strong
+from flexmod.runtime.locks import parse
 
 TRITON_DTYPES = {
     torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
@@ -152,3 +161,123 @@ def fill(template: str, values: list[str]) -> str:
         return value if before[-1:] in ("(", ",") and after[:1] in (")", ",") else group(value)
 
     return re.sub(r"\{(\d)\}", put, template)
+
+
+def costly(node: Node) -> bool:
+    """Does storing a value take a register? A position as a float is recomputed, and a bool is a bit."""
+    return node.op != CAST and strong(node.dtype) != torch.bool
+
+
+def expensive(node: Node) -> bool:
+    """Does a value need a load, or more than a few instructions?"""
+    if node.op not in OPS:
+        return node.op == "load"
+    if not divides(node):
+        return OPS[node.op].cost != "low"
+    divisor = node.args[1].value if node.args[1].is_const else None
+    return not isinstance(divisor, int) or divisor.bit_count() != 1
+
+
+def divides(node: Node) -> bool:
+    """Is it a quotient or a remainder of integers?"""
+    return node.op in OPS and OPS[node.op].cost == "division" and not strong(node.dtype).is_floating_point
+
+
+# by kind of graph
+ARGUMENTS = {
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "grad": ("grad", "score", "b", "h", "q_idx", "kv_idx"),
+}
+
+
+@dataclass
+class Function:
+    """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions."""
+
+    name: str
+    arguments: list[str]
+    home: str = "element"
+    lines: list[str] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
+    uses: dict[str, None] = field(default_factory=dict)
+    bound: dict[str, str] = field(default_factory=dict)
+    user: UserLines = field(default_factory=UserLines)
+
+    def quote(self, node: Node) -> None:
+        """Writes the user's line that made a node, as a comment."""
+        self.lines += self.user.new(node.where)
+
+    def bind(self, name: str, text: str) -> str:
+        """Writes a line that gives an expression a name."""
+        self.lines.append(f"{name} = {tidy(text)}")
+        return name
+
+    def give_back(self, *values: str) -> None:
+        """Writes the return statement; a value that the line before names is returned without its name."""
+        text = ", ".join(map(tidy, values))
+        last = self.lines[-1] if self.lines else ""
+        if last.startswith(f"{text} = "):
+            self.lines.pop()
+            text = last.removeprefix(f"{text} = ")
+        self.lines.append(f"return {text}")
+
+    def source(self, decorator: str = "") -> str:
+        """The whole function, with the places of the user's lines above it."""
+        given = [*self.arguments, *self.uses]
+        head = f"def {self.name}({', '.join(given)}):"
+        if len(head) > WIDTH + 14:
+            head = "\n".join([f"def {self.name}(", *(f"    {name}," for name in given), "):"])
+        body = "\n".join(f"    {line}" for line in self.lines)
+        return f"{self.user.above}{decorator}{head}\n{body}\n"
+
+
+def fresh(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken; adds it to `taken`."""
+    candidate, n = name, 0
+    while candidate in taken:
+        n += 1
+        candidate = f"{name}_{n}"
+    taken.add(candidate)
+    return candidate
+
+
+def count_users(graph: Graph) -> dict[Node, int]:
+    """How often each node is used: by other nodes, and as one of several results."""
+    users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
+    for node in graph.nodes:
+        for argument in node.args:
+            users[argument] = users.get(argument, 0) + 1
+    return users
+
+
+def products_that_decide(graph: Graph) -> frozenset[Node]:
+    """Products of floats, independent of the score, that decide a truth value or an integer.
+
+    A fused multiply-add rounds once where torch rounds twice. With it, `q_idx * 0.01 + kv_idx * 0.1 > 0.6`
+    may be true where torch gives false. A product that is only compared is never fused, and a half-precision
+    product is rounded by a cast.
+    """
+    decides: set[Node] = set()
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if not (_jumps(node) or node in decides):
+            continue
+        decides.update(node.args)
+        if node.op not in COMPARISONS:
+            found.update(filter(_may_be_fused, node.args))
+    return frozenset(found)
+
+
+def _jumps(node: Node) -> bool:
+    """May the last digit of an argument decide the result?"""
+    if node.op == CAST:
+        return not strong(node.dtype).is_floating_point
+    return node.op in OPS and OPS[node.op].jumps
+
+
+def _may_be_fused(node: Node) -> bool:
+    dtype = strong(node.dtype)
+    if node.op != "mul" or not dtype.is_floating_point or dtype in HALF:
+        return False
+    return not {"score", "grad"} & node.home

@@ -11,10 +11,8 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from flexmod.codegen import cache, render
-from flexmod.codegen.choose import Limits
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText
-from flexmod.codegen.spec import Direction, KernelSpec, option, template
+from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
+from flexmod.codegen.spec import Direction, KernelSpec, Limits, option, template
 
 Registers = tuple[int, int, int]
 

@@ -1,4 +1,4 @@
-"""Reads the device functions in `flexmod/device_functions` as text, for generated modules.
+"""Reads the device functions in `flexmod/codegen/device_functions` as text, for generated modules.
 
 It reads these files and does not import them: a module contains the functions that it uses, and only kernels
 need Triton.
@@ -16,8 +16,8 @@ from typing import Literal
 # families of chips: NVIDIA's from sm_75 on, or any chip and the interpreter
 Family = Literal["nvidia", ""]
 
-FOLDER = Path(__file__).resolve().parents[1] / "device_functions"
-PACKAGE = "flexmod.device_functions."
+FOLDER = Path(__file__).resolve().parent / "device_functions"
+PACKAGE = "flexmod.codegen.device_functions."
 
 
 @cache

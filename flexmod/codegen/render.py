@@ -14,9 +14,9 @@ import torch
 
 from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
-from flexmod.codegen.mod_text import NO_CAPTURES, CaptureTexts, ModText, Parameter
+from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, min_fixed_max
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     import jinja2

@@ -1,14 +1,19 @@
 """The facts that determine a kernel's text (KernelSpec), and its tile sizes to try (ladder), best first.
 
 Everything else (lengths, head counts, strides, the scale's size, captured sizes) is a run-time argument.
+
+Chooses a kernel's tile from a ladder: the same search for every family, in launches and ahead of time.
+
+Each rung is compiled and judged, and none runs. The search takes the first rung that passes, or else the best
+acceptable one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +32,7 @@ class KernelSpec:
     """The facts, besides its mods, from which a module of kernels is rendered. Some of them:
 
         mask_block          (queries, keys) of a block of the mask; None if every tile runs
-        mask_form           the mask has ranges of blocks (`block_mask/runs.py`) or lists of single blocks
+        mask_form           the mask has ranges of blocks (`block_mask/tiles.py`) or lists of single blocks
         full_tiles_padded   full blocks may reach past an end
         precision           tl.dot's input_precision for float32
         positive_scale      permits the running maximum of raw scores
@@ -308,3 +313,67 @@ def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[s
         raise OptionValueError(name=n_name, value=block_n, accepted=f"a divisor of {m_name}, {block_m}")
     warps = option(options, kernel, "num_warps", tile.warps)
     return Tile(block_m, block_n, warps, option(options, kernel, "num_stages", tile.stages))
+
+
+Rung = TypeVar("Rung", bound=Hashable)
+
+
+class Verdict(NamedTuple):
+    """The result of compiling a rung."""
+
+    spills: int = 0
+    """Registers that a thread spills to memory."""
+    losses: tuple[str, ...] = ()
+    """Reasons why it is slow, in words, see `machine_code`. Its results are correct."""
+    refusal: object = None
+    """Why it cannot run: an error, or a class of errors; None if it can."""
+
+    def __str__(self) -> str:
+        return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
+
+
+class Limits(NamedTuple):
+    """The limits for a family's kernels."""
+
+    passing: int
+    """A rung that spills up to this many registers of a thread passes."""
+    endured: float = math.inf
+    """A rung that spills more than this is never taken."""
+    by_code: bool = False
+    """Does slow machine code keep a rung from passing?"""
+    gives_way: bool = False
+    """If no rung is acceptable, another family's kernels run; rungs that do not compile are skipped."""
+
+    def passed(self, verdict: Verdict) -> bool:
+        return verdict.refusal is None and verdict.spills <= self.passing and not verdict.losses
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[Rung]):
+    """`rung` is None if each rung fails or spills more than `endured`; `verdicts`: in order."""
+
+    rung: Rung | None
+    verdicts: dict[Rung, Verdict]
+
+    @property
+    def runnable(self) -> dict[Rung, Verdict]:
+        return {rung: verdict for rung, verdict in self.verdicts.items() if verdict.refusal is None}
+
+    @property
+    def refusals(self) -> dict[Rung, object]:
+        return {r: verdict.refusal for r, verdict in self.verdicts.items() if verdict.refusal is not None}
+
+
+def choose(ladder: Sequence[Rung], judge: Callable[[Rung], Verdict], limits: Limits) -> Chosen[Rung]:
+    """Chooses the first rung that passes.
+
+    If none passes, chooses the acceptable rung that spills least, and prefers rungs that are not slow.
+    """
+    chosen = Chosen[Rung](None, {})
+    for rung in ladder:
+        verdict = chosen.verdicts[rung] = judge(rung)
+        if limits.passed(verdict):
+            return Chosen(rung, chosen.verdicts)
+    endured = {r: v for r, v in chosen.runnable.items() if v.spills <= limits.endured}
+    best = min(endured, key=lambda r: (bool(endured[r].losses), endured[r].spills), default=None)
+    return Chosen(best, chosen.verdicts)

@@ -1,28 +1,32 @@
 """Writes the derivative of a score_mod by its loaded elements, as device functions.
 
-The main function's results depend on the direction of the sums (see `ir/reductions.py`):
+The main function's results depend on the direction of the sums (see `ir/derivative.py`):
 
         row, column     (gradient of the score, a term for each load)
         diagonal        a term for each load; with `reduce_in_backward`, `column` has these terms
         element         for each load a term, its place in a contiguous tensor of the capture's sizes
                         (int64), and whether it has a place: an index outside of the tensor has none
+
+Writes a score_mod's exponent of exp2, see `ir/exponents.py`, as device functions.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
-from flexmod.codegen.expressions import cast
-from flexmod.codegen.functions import Function, fresh
-from flexmod.codegen.mod_text import CaptureTexts, ModText, TermText
+from flexmod.codegen.expressions import Function, cast, fresh, literal
+from flexmod.codegen.kernels import CaptureTexts, ModText, TermText
 from flexmod.codegen.triton_text import TritonWriter, together
-from flexmod.ir.derivative import CaptureGrad
+from flexmod.ir.derivative import Along, CaptureGrad, GradientTerm
+from flexmod.ir.exponents import STEEP, exponent, score_bounds
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import OPS, strong
-from flexmod.ir.reductions import Along, GradientTerm
 
 MAIN: dict[Along, str] = {
     "row": "score_grad_by_row",
@@ -112,3 +116,68 @@ def _is_finite(node: Node) -> bool:
     if node.is_const:
         return math.isfinite(node.value)  # type: ignore[arg-type]
     return OPS[node.op].finite if node.op in OPS else True
+
+
+INDENT = "    "
+
+
+def write_exponent(graph: Graph, checked: bool = False) -> ModText:
+    """Writes the exponent of an optimized score graph."""
+    found = exponent(graph, choose=not checked)  # a checked kernel has one text only
+    writer = _ExponentWriter(found.graph, found.parts, checked)
+    text = writer.write()
+    of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]
+    unit = of_program.pop() if found.has_unit else ""
+    steep = " | ".join(f"(gl.abs({name}) > {STEEP})" for name in of_program)
+    if found.steep:
+        steep = "True"
+    as_written = _WrappingWriter(graph, taken=writer.hoisted.values()).write() if of_program else None
+    parameters = (*writer.parameters.values(), *(as_written.parameters if as_written else ()))
+    return replace(
+        text,
+        parameters=tuple(dict.fromkeys(parameters)),
+        shift=_shift(found.graph, found.parts),
+        unit=unit,
+        in_base_2=found.in_base_2,
+        steep=steep,
+        as_written=as_written,
+        bounds=score_bounds(graph),
+        linear_column=found.linear and "," not in text.column.partition(" = ")[0],
+    )
+
+
+def _shift(graph: Graph, parts: int) -> Literal["", "row", "tile"]:
+    if parts == 1:
+        return ""
+    of_row = Graph("score", graph.results[1:parts])
+    return "row" if any(n.op == "input" and n.value == "q_idx" for n in of_row.nodes) else "tile"
+
+
+class _WrappingWriter(TritonWriter):
+    def called(self, function: Function) -> str:
+        """The function's call, on several lines if it is long: kernels indent calls deeply."""
+        call = super().called(function)
+        if len(call) < 80:
+            return call
+        name, inside = call.removesuffix(")").split("(", 1)
+        return f"{name}(\n{textwrap.fill(inside, 84, initial_indent=INDENT, subsequent_indent=INDENT)}\n)"
+
+
+class _ExponentWriter(_WrappingWriter):
+    def __init__(self, graph: Graph, parts: int, checked: bool) -> None:
+        super().__init__(graph, "score_exponent", checked=checked)
+        self.owner = "score_mod"
+        self.parts = parts
+
+    def of_program(self, node: Node) -> str:
+        """The text, in a kernel, for a number that depends on b and h only."""
+        if node.is_const:
+            return literal(node.value, torch.float32)
+        if node.op == "param":
+            self.value(Function(self.main, []), node)  # makes it a parameter of the kernel
+            return self.parameters["number", node.value, 0].name
+        return self.hoisted[node] + self.suffix
+
+    def returned(self, main: Function) -> list[str]:
+        rows = self.graph.results[1 : self.parts]
+        return [*super().returned(main), *[self.value(main, row) for row in rows]]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexmod.codegen.expressions import WIDTH, fill, literal, tidy
-from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
+from flexmod.codegen.expressions import ARGUMENTS, WIDTH, Function, count_users, fill, fresh, literal, tidy
 from flexmod.ir.graph import Graph, Node, used_captures
 from flexmod.ir.ops import CAST, OPS, strong
 

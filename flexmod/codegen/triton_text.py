@@ -18,21 +18,26 @@ from collections.abc import Collection, Sequence
 import torch
 
 from flexmod.codegen import prelude
-from flexmod.codegen.costs import costly, divides, expensive
 from flexmod.codegen.expressions import (
+    ARGUMENTS,
     TRITON_DTYPES,
     WIDTH,
+    Function,
     asks_for_dtype,
     cast,
+    costly,
+    count_users,
+    divides,
+    expensive,
     fill,
+    fresh,
     group,
+    products_that_decide,
     register_dtype,
     rounded,
     triton_literal,
 )
-from flexmod.codegen.functions import ARGUMENTS, Function, count_users, fresh
-from flexmod.codegen.mod_text import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
-from flexmod.codegen.rounding import products_that_decide
+from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
 from flexmod.ir.evaluate import mod_name
@@ -53,7 +58,7 @@ OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 def write(graph: Graph, checked: bool = False) -> ModText:
     """Writes a mask, score or grad graph: its device functions, and the lines that call them in a kernel.
 
-    `checked`: kernels check indices into captured tensors, see `codegen/watch.py`.
+    `checked`: kernels check indices into captured tensors, see `codegen/kernels.py`.
     """
     return TritonWriter(graph, checked=checked).write()
 

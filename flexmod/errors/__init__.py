@@ -27,7 +27,7 @@ __all__ = [
     "DoubleBackwardError", "ForwardModeError", "VmapError", "TransformersArgumentError",
     # masks.py
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
-    "BlockMaskPartsError", "LengthError", "MaskExtentError", "BlockMaskIndexError", "BlockMaskCropError",
+    "BlockMaskPartsError", "LengthError", "MaskExtentError", "DenseMaskError", "BlockMaskIndexError", "BlockMaskCropError",
     "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
     "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
     # mods.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexmod.errors.base import FlexmodError
 
 
-class NotFourDimensional(FlexmodError, ValueError):
+class NotFourDimensional(FlexmodError, ValueError, NotImplementedError):
     what = "{name} has {rank} dimensions, shape {shape}; attention takes {layout}."
     instead = "add the missing dimensions, e.g. {name}.unsqueeze(0), or merge the extra ones."
 
@@ -87,7 +87,7 @@ class MaskTwiceError(FlexmodError, ValueError):
     instead = "give block_mask alone, built of masks.jagged(offsets, mask_mod)."
 
 
-class DeviceMismatch(FlexmodError, ValueError):
+class DeviceMismatch(FlexmodError, ValueError, RuntimeError):
     what = "{first} is on {first_device} but {second} is on {second_device}."
     instead = "move one of them, e.g. {name}.to({first_device!r})."
 
@@ -117,7 +117,7 @@ class HeadDimMismatch(FlexmodError, ValueError):
     instead = "give query and key the same last dimension (value's may differ)."
 
 
-class LengthMismatch(FlexmodError, ValueError):
+class LengthMismatch(FlexmodError, ValueError, RuntimeError):
     what = "key has length {key} but value has {value}."
     instead = "give key and value the same number of positions (dimension {dimension})."
 
@@ -129,7 +129,24 @@ class BatchMismatch(FlexmodError, ValueError):
 
 class KeyValueHeadsMismatch(FlexmodError, ValueError):
     what = "key has {key} heads but value has {value}."
-    instead = "give key and value the same number of heads (dimension {dimension})."
+    instead = "{advice}."
+
+    @classmethod
+    def of(cls, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
+        """Builds the error. `heads` is the dimension of heads in the layout, `named` the layout's name."""
+        few, many = sorted((key, value))
+        advice = f"give key and value the same number of heads (dimension {heads}{named})"
+        if few and many % few == 0:
+            ratio = many // few
+            advice = f"repeat each head of value, value.repeat_interleave({ratio}, dim={heads})"
+            if value > key:
+                split = f"value.unflatten({heads}, ({key}, {ratio}))"
+                moved = split if heads == 2 else f"{split}.transpose(2, 3)"
+                advice = (
+                    f"put the {ratio} value heads of each key head side by side, {moved}.flatten(3): the "
+                    "output has theirs side by side too"
+                )
+        return cls(key=key, value=value, advice=advice)
 
 
 class HeadCountMismatch(FlexmodError, ValueError):

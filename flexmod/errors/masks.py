@@ -47,7 +47,7 @@ class BlockSizeError(FlexmodError, ValueError):
     instead = "use {advice}."
 
 
-class BlockMaskPartsError(FlexmodError, ValueError):
+class BlockMaskPartsError(FlexmodError, ValueError, AssertionError, RuntimeError):
     what = "{problem}."
     instead = "{advice}."
 
@@ -55,6 +55,11 @@ class BlockMaskPartsError(FlexmodError, ValueError):
 class LengthError(FlexmodError, ValueError):
     what = "{name} is {value}; it must be a positive integer."
     instead = "give the number of positions, e.g. {name}=query.shape[2]."
+
+
+class DenseMaskError(FlexmodError, ValueError):
+    what = "a dense mask, of shape {shape}, {problem}."
+    instead = "{advice}."
 
 
 class MaskExtentError(FlexmodError, ValueError):

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from flexmod.errors.base import FlexmodError, Where
 
 
-class ModArityError(FlexmodError, TypeError):
+class ModArityError(FlexmodError, TypeError, AssertionError):
     what = "{mod} takes {count} positional arguments without defaults; a score_mod takes 5 (score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx)."
     instead = "write {expected}."
 
 
-class NotCallable(FlexmodError, TypeError):
+class NotCallable(FlexmodError, TypeError, RuntimeError):
     what = "{mod} is a {type}, which cannot be called."
     instead = "pass a function of scalars, e.g. {expected}."
 
@@ -31,7 +31,7 @@ class NoSignatureError(FlexmodError, TypeError):
     instead = "write a function, e.g. {expected}."
 
 
-class MaskResultError(FlexmodError, TypeError):
+class MaskResultError(FlexmodError, TypeError, AssertionError):
     what = "mask_mod returned {dtype}; a mask says True or False."
     instead = "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod."
 
@@ -51,12 +51,12 @@ class NoResultError(FlexmodError, TypeError):
     instead = "return {expected}."
 
 
-class ControlFlowError(FlexmodError, TypeError):
+class ControlFlowError(FlexmodError, TypeError, RuntimeError):
     what = "Python asked for the truth of a traced value (if, while, and, or, not, in): it has no value yet."
     instead = "{advice}"
 
 
-class ConcreteValueError(FlexmodError, TypeError):
+class ConcreteValueError(FlexmodError, TypeError, RuntimeError):
     what = "{operation} needs the value of a traced scalar, which has none while the mod is compiled."
     instead = "{advice}"
 

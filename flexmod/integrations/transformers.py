@@ -19,11 +19,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from flexmod import masks, mods
-from flexmod.attention import flex_attention
 from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
+from flexmod.calls.attention import flex_attention
+from flexmod.calls.sinks import apply_sink
 from flexmod.errors import TransformersArgumentError
-from flexmod.sinks import apply_sink
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
 FEW_QUERIES = 16

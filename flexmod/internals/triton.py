@@ -30,7 +30,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
 from triton.runtime.jit import JITCallable
 
-from flexmod.locks import Lock
+from flexmod.runtime.locks import Lock
 
 # compiles without a launch
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from flexmod.errors import NotCallable
-from flexmod.ir.copies import CopiesByAttribute
-from flexmod.ir.replay import Replay, for_pickle, replay, traced_for_pickle
+from flexmod.ir.replay import CopiesByAttribute, Replay, for_pickle, replay, traced_for_pickle
 from flexmod.ir.source import check_arity, check_made, mod_name
 
 MaskMod = Callable[..., Any]

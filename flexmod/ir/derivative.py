@@ -1,15 +1,27 @@
-"""Turns a score_mod's graph into the graph of its derivatives, by the table's rules, in reverse."""
+"""Turns a score_mod's graph into the graph of its derivatives, by the table's rules, in reverse.
+
+`reductions` decides how to sum the gradients of captured elements, by the indices of each load.
+
+        row         no index depends on kv_idx: a sum over a row's keys
+        column      no index depends on q_idx: a sum over a column's queries
+        diagonal    indices depend on q_idx and kv_idx only through their difference: a sum along diagonals
+        element     anything else, also indices that depend on the score: each element has its own place
+
+Each sum leaves O(length) numbers, and the remaining position decides the load's index. If no index depends on
+either position, as for slopes of heads and scalars, the sum may run over a row's keys or a column's queries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
 from flexmod import errors
-from flexmod.ir.graph import Graph, Node, rebuild
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, DType, Graph, Node, rebuild
+from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Tracer, watching
 
@@ -88,3 +100,134 @@ def _backward(tracer: Tracer, node: Node, grads: dict[Node, Proxy], active: set[
         if argument.op != "load":
             part = tracer.cast(part, strong(argument.dtype))
         grads[argument] = tracer.apply("add", (grads[argument], part)) if argument in grads else part
+
+
+Along = Literal["row", "column", "diagonal", "element"]
+Uniform = Literal["row", "column"]
+"""How to sum terms whose indices read only b and h."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientTerm:
+    """One load's contribution to the gradient of a captured tensor.
+
+    `capture` is the tensor's number, `gradient` the loaded element's gradient for each score, and `indices`
+    select the element.
+    """
+
+    capture: int
+    gradient: Node
+    indices: tuple[Node, ...]
+    along: Along
+
+
+def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm, ...]:
+    """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices permit."""
+    known = _Differences(found.graph)
+    results = iter(found.graph.results[1:])
+    terms = []
+    for number in found.loads:
+        gradient = next(results)
+        indices = tuple(next(results) for _ in range(found.graph.captures[number].rank))
+        terms.append(GradientTerm(number, gradient, indices, _along(indices, known, uniform)))
+    return tuple(terms)
+
+
+def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> Along:
+    if all(index.home <= UNIFORM for index in indices):
+        return uniform
+    if all(index.home <= ROW for index in indices):
+        return "row"
+    if all(index.home <= COLUMN for index in indices):
+        return "column"
+    return "diagonal" if all(index in known.diagonal for index in indices) else "element"
+
+
+class _AffineIndex(NamedTuple):
+    """An integer q * q_idx + kv * kv_idx + (a value of b and h only), modulo the dtype's range.
+
+    `exact`: computed from positions and numbers in 32 bits or more, where nothing wraps (see
+    `passes.fitted`).
+    """
+
+    q: int
+    kv: int
+    exact: bool
+
+
+class _Differences:
+    """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._affine: dict[Node, _AffineIndex] = {}
+        self.diagonal: set[Node] = set()
+        for node in graph.nodes:
+            affine = self._affine_of(node)
+            if affine is not None:
+                self._affine[node] = affine
+            opposite = affine is not None and affine.q == -affine.kv
+            if node.home <= UNIFORM or opposite or self._of_diagonals(node) or self._compares(node):
+                self.diagonal.add(node)
+
+    def _of_diagonals(self, node: Node) -> bool:
+        return bool(node.args) and all(a in self.diagonal for a in node.args)
+
+    def _compares(self, node: Node) -> bool:
+        """Is it a comparison like q_idx > kv_idx, which depends on the difference only?"""
+        if node.op not in COMPARISONS:
+            return False
+        found = _combined("sub", node.args, self._arguments(node))
+        return found is not None and found.exact and found.q == -found.kv
+
+    def _affine_of(self, node: Node) -> _AffineIndex | None:
+        dtype = strong(node.dtype)
+        if dtype.is_floating_point or dtype == torch.bool:
+            return None
+        if node.op == "input":
+            return _AffineIndex(int(node.value == "q_idx"), int(node.value == "kv_idx"), True)
+        if node.op in ("const", "param"):
+            return _AffineIndex(0, 0, True)
+        if node.op == CAST:
+            found = self._brought(node.args[0], dtype)
+            # values may wrap after a cast to int32 that `passes.fitted` kept
+            return found._replace(exact=found.exact and dtype != torch.int32) if found else None
+        if node.op in ("add", "sub", "mul", "neg"):
+            found = _combined(node.op, node.args, self._arguments(node))
+            if found is not None:
+                return found._replace(exact=found.exact and dtype.itemsize >= 4)
+        return _AffineIndex(0, 0, False) if node.home <= UNIFORM else None
+
+    def _arguments(self, node: Node) -> list[_AffineIndex | None]:
+        at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)
+        return [self._brought(a, d) for a, d in zip(node.args, at, strict=True)]
+
+    def _brought(self, node: Node, dtype: DType) -> _AffineIndex | None:
+        """The node as an argument of this dtype. A wider dtype needs a value that has not wrapped."""
+        affine, source, target = self._affine.get(node), strong(node.dtype), strong(dtype)
+        if affine is None or target.is_floating_point or target == torch.bool:
+            return None
+        if target.itemsize < source.itemsize:
+            return affine._replace(exact=isinstance(node.dtype, type) and target.itemsize >= 4)
+        same = target.itemsize == source.itemsize
+        return affine if same or affine.exact or affine.q == affine.kv == 0 else None
+
+
+def _combined(op: str, nodes: tuple[Node, ...], found: list[_AffineIndex | None]) -> _AffineIndex | None:
+    """The affine index of a sum, a difference, a negation, or a product with a number."""
+    arguments = [a for a in found if a is not None]
+    if len(arguments) < len(nodes):
+        return None
+    exact = all(a.exact for a in arguments)
+    if op == "neg":
+        return _AffineIndex(-arguments[0].q, -arguments[0].kv, exact)
+    first, second = arguments
+    if op == "mul":
+        if first.q == first.kv == second.q == second.kv == 0:
+            return _AffineIndex(0, 0, exact)
+        for number, other in ((nodes[0], second), (nodes[1], first)):
+            if number.is_const:
+                factor = int(number.value)  # type: ignore[call-overload]
+                return _AffineIndex(factor * other.q, factor * other.kv, exact)
+        return None
+    sign = 1 if op == "add" else -1
+    return _AffineIndex(first.q + sign * second.q, first.kv + sign * second.kv, exact)

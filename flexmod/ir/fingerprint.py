@@ -9,6 +9,8 @@ counts by these.
 
 A mod that reaches anything else has no fingerprint: attributes of objects, lists and dicts, methods, imports,
 writes to globals. Such a mod is traced at each call.
+
+`find` caches traces by fingerprint: a mod with a known fingerprint does not run again.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from __future__ import annotations
 import builtins
 import dis
 import math
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -26,15 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.ir.approximate import FUNCTIONS
 from flexmod.ir.composed import Derived, Mask, ScoreMod
-from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.names import CASTS, FILLS
+from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS
+from flexmod.ir.graph import Graph
 from flexmod.ir.offsets import Positions
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.replay import MaskReplay, ScoreReplay
-from flexmod.ir.trace import VALUE_DTYPES
-from flexmod.transforms import is_wrapped
+from flexmod.ir.trace import VALUE_DTYPES, Traced, trace
+from flexmod.runtime.locks import Lock
+from flexmod.runtime.transforms import is_wrapped
 
 TENSORS = (Tensor, torch.nn.Parameter)
 STRIDED = torch.strided
@@ -210,7 +211,7 @@ class _Code:
 # By the id of a code, which the entry keeps alive: comparing equal codes would compare all their constants.
 CODES = 4096  # entries at most
 _codes: dict[int, tuple[CodeType, _Code | None]] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def _read(code: CodeType) -> _Code | None:
@@ -259,3 +260,60 @@ def _pure() -> frozenset[object]:
 
 
 PURE = _pure()
+
+
+REMEMBERED = 1024
+
+
+class Known(NamedTuple):
+    """The graph for a fingerprint, and the places of its captures among the fingerprint's tensors, in order.
+
+    `described`: as in `Traced`, by place.
+    """
+
+    graph: Graph
+    places: tuple[int, ...]
+    described: tuple[int, ...] = ()
+
+    def bound(self, seen: Seen) -> Traced:
+        captured, described = ([seen.tensors[p] for p in part] for part in (self.places, self.described))
+        return Traced(self.graph, tuple(captured), described=tuple(described))
+
+
+_known: dict[object, Known] = {}
+
+
+def find(
+    mod: Callable[..., Any], kind: str, device: torch.device, seen: Seen | None
+) -> tuple[Traced, Known | None]:
+    """Traces a mod or finds its trace in the cache. Also returns the cache's entry, if there is one.
+
+    `seen` is the mod's fingerprint.
+    """
+    key = None if seen is None else (seen.key, kind, device, torch.get_default_dtype())
+    known = _known.get(key)
+    if known is not None and seen is not None:
+        return known.bound(seen), known
+    traced = trace(mod, kind, device)
+    if seen is None or traced.eager:
+        return traced, None
+    places = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
+    if any(id(tensor) not in places for tensor in (*traced.tensors, *traced.described)):
+        return traced, None
+    of_trace = ([places[id(tensor)] for tensor in part] for part in (traced.tensors, traced.described))
+    known = Known(traced.graph, *map(tuple, of_trace))
+    remember(_known, key, known, REMEMBERED)
+    return traced, known
+
+
+def remembered(mod: Callable[..., Any], kind: str, device: torch.device) -> Traced:
+    """Traces a mod or finds its trace in the cache."""
+    return find(mod, kind, device, fingerprint(mod))[0]
+
+
+def remember(memory: dict[Any, Any], key: object, value: object, limit: int) -> None:
+    """Puts an entry into a dict, and drops the oldest entry beyond the limit."""
+    with _lock:
+        if len(memory) >= limit:
+            del memory[next(iter(memory))]
+        memory[key] = value

@@ -1,16 +1,83 @@
-"""Torch functions that are written in terms of other torch functions, and so need no row of the table.
+"""Torch functions by name, and as formulas of other torch functions, which need no row of the table.
 
 Signatures follow torch's.
+
+Quotients and remainders here accept every number that a kernel may see. torch raises an error for an integer
+divided by 0, and ends the process for the smallest integer divided by -1. On the CPU it returns nan as the
+remainder of floats whose quotient is large.
+
+`FUNCTIONS` are what a mod may use besides torch's functions.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from flexmod.ir.graph import expect_size
+
+
+def _safe(divide: Callable[[Any, Any], Any], *, rest: bool = False) -> Callable[[Any, Any], Any]:
+    """Makes a division whose integer version takes a divisor of 0 for 1, and wraps, as kernels do."""
+
+    def safe(a: Any, b: Any) -> Any:
+        if a.dtype.is_floating_point:
+            return divide(a, b)
+        if not a.dtype.is_signed:
+            return divide(a, torch.where(b == 0, 1, b))
+        found = divide(a, torch.where((b == 0) | (b == -1), 1, b))
+        return found if rest else found * torch.where(b == -1, -1, 1).to(b.dtype)
+
+    return safe
+
+
+def _differentiated(a: Any, b: Any) -> bool:
+    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+
+
+def _rest(a: Any, b: Any) -> Any:
+    """torch's remainder where float64 holds the quotient and 1 / b, since torch can differentiate it."""
+    if not a.dtype.is_floating_point or _differentiated(a, b):
+        return torch.fmod(a, b)
+    rest, divisor = a.double(), b.double()
+    if a.dtype == torch.float64:
+        for scale in (2.0**700, 1.0):
+            rest = torch.fmod(rest, divisor * 2.0**700 * scale)
+        unit = torch.where(divisor.abs() < 2.0**-800, torch.full_like(divisor, 2.0**200), 1.0)
+        return torch.fmod(rest * unit, divisor * unit) / unit
+    return torch.fmod(rest, divisor).to(a.dtype)
+
+
+def _rest_with_sign_of_divisor(a: Any, b: Any) -> Any:
+    if not a.dtype.is_floating_point or _differentiated(a, b):
+        return torch.remainder(a, b)
+    rest = _rest(a, b)
+    return torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def _floor(a: Any, b: Any) -> Any:
+    """The floor of a / b from the exact remainder, as torch computes it."""
+    if not a.dtype.is_floating_point:
+        return torch.floor_divide(a, b)
+    a, b = a.detach(), b.detach()
+    rest = _rest(a, b)
+    quotient = (a - rest) / b
+    quotient = torch.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+    nearest = quotient.floor()
+    nearest = torch.where(quotient - nearest > 0.5, nearest + 1, nearest)
+    nearest = torch.where(quotient == 0, torch.copysign(torch.zeros_like(quotient), a / b), nearest)
+    return torch.where(b == 0, a / b, nearest)
+
+
+floor_divide = _safe(_floor)
+trunc_divide = _safe(partial(torch.div, rounding_mode="trunc"))
+remainder, fmod = _safe(_rest_with_sign_of_divisor, rest=True), _safe(_rest, rest=True)
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -94,3 +161,73 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,
 }
+
+
+def tanh_approximate(x: Any) -> Any:
+    """tanh(x) for use in a mod, with a relative error of up to 2^-11, about 5e-4.
+
+    Kernels for NVIDIA's chips use one instruction, tanh.approx.f32, in float32. Other chips, the CPU, torch's
+    tensors, the interpreter and standalone files compute the exact tanh. The derivative is 1 - y * y, where y
+    is the function's own result.
+
+    Source: NVIDIA, Parallel Thread Execution ISA, tanh (sm_75 and newer; the error is the one stated there).
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(tanh_approximate, (x,), x)
+    return torch.tanh(x)
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function for function in (tanh_approximate, expect_size)
+}
+
+
+CASTS = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "int": torch.int32, "long": torch.int64, "short": torch.int16, "bool": torch.bool,
+}  # fmt: skip
+FILLS = {"full_like": None, "zeros_like": 0, "ones_like": 1, "new_full": None, "new_zeros": 0, "new_ones": 1}
+# an operator's method name, without underscores, to the table's operation
+BINARY = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "pow": "pow",
+    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+}  # fmt: skip
+REDUCTIONS = {
+    "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
+    "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",
+    "einsum", "bincount", "count_nonzero", "unique",
+}  # fmt: skip
+RANDOM = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "binomial", "multinomial", "normal", "log_normal", "poisson", "uniform", "exponential", "cauchy",
+    "geometric", "random", "standard_gamma", "sample_dirichlet", "gumbel_softmax", "rrelu", "dropout",
+    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    "native_dropout",
+}  # fmt: skip
+# functions that do not read a tensor's values
+METADATA = {
+    torch.promote_types, torch.Tensor.__len__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_nested")
+    ),
+}  # fmt: skip
+
+
+@cache
+def draws(name: str) -> bool:
+    """Does a torch function of this name draw random numbers?"""
+    # `__rand__` is the & of a number and a tensor
+    return name.strip("_") in RANDOM and not name.startswith("__")
+
+
+@cache
+def writes(name: str) -> bool:
+    """Does a torch function of this name write in place?"""
+    if not name.startswith("__"):
+        return name.endswith("_")
+    bare = name.strip("_")
+    return name in ("__setitem__", "__set__") or bare[:1] == "i" and bare[1:] in BINARY

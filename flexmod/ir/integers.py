@@ -1,19 +1,35 @@
-"""Bounds of a graph's integer nodes, and whether int32 can hold them.
+"""Bounds of a graph's integer nodes, whether int32 can hold them, and comparisons as ranges.
 
 int32 arithmetic on positions is exact: where int32 would overflow, `passes.widen` makes it int64. All other
 integers wrap as in torch, also integers that the user casts to int32.
+
+`as_ranges` rewrites comparisons of elements into ranges, which take fewer instructions. A number lies in a
+range, 0 <= x < count, if it is less than count as an unsigned number, since negative numbers are large then.
+One comparison replaces two, and needs no absolute value:
+
+    |q_idx - kv_idx| <= 8                            q_idx + 8 - kv_idx < 17
+    (q_idx >= kv_idx) & (q_idx - kv_idx <= 1024)     q_idx - kv_idx < 1025
+
+The constant is added to the row's side, once a row. Ranges of one length in a chain of `and` become one
+range, of the largest number. 32 bits decide the comparison, so a sum may wrap on the way.
+
+Masks and conditions in scores use the same form, so that the compiler can share common subexpressions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import reduce
+from itertools import permutations
 from typing import Any
 
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import DType, Graph, Node
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, DType, Graph, GraphBuilder, Node, keep
+from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, OPS, number, strong
 
 TRUTH: bounds.Bounds = (False, True)
@@ -153,3 +169,155 @@ def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Numbers | Non
             if math.isfinite(low) and math.isfinite(high) and not _fits((low, high), torch.int32):
                 return True
     return False
+
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+# by comparison: which side is the larger one, and the least difference of the sides
+SIDES = {"le": (1, 0), "lt": (1, 1), "ge": (0, 0), "gt": (0, 1)}
+
+
+@dataclass(frozen=True)
+class _Range:
+    """0 <= place < count, which is equivalent to the links."""
+
+    place: Linear
+    count: Linear
+    links: tuple[Node, ...]
+
+
+def as_ranges(graph: Graph) -> Graph:
+    """Replaces comparisons in the graph by ranges, where both are proven equal."""
+    return _RangeRewriter(graph).graph()
+
+
+def _of_row(form: Linear) -> int:
+    """The row's coefficients. Their sign picks one of a form and its negative."""
+    return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
+
+
+class _RangeRewriter:
+    def __init__(self, graph: Graph) -> None:
+        self.old = graph
+        self.known = integer_bounds(graph, dict.fromkeys(POSITIONS, 2**31), may_wrap=True)
+        self.forms = Forms(self.known)
+        self.builder = GraphBuilder()
+        self.new: dict[Node, Node] = {}
+
+    def graph(self) -> Graph:
+        for node in self.old.nodes:
+            chain = links(node, AND) if node.op in AND and is_logic(node) else [node]
+            ranges = self._ranges(chain)
+            if ranges:
+                self.new[node] = self._judged(chain, ranges)
+            else:
+                self.new[node] = keep(self.builder, node, tuple(self.new[a] for a in node.args))
+        return self.old.of(self.new[n] for n in self.old.results)
+
+    def _judged(self, chain: Sequence[Node], ranges: Sequence[_Range]) -> Node:
+        """The chain, with ranges of one length merged."""
+        of_length: dict[object, list[_Range]] = {}
+        for one in ranges:
+            length = (frozenset(one.count.parts.items()), one.count.constant)
+            of_length.setdefault(length, []).append(one)
+        found = [self._inside(group) for group in of_length.values()]
+        taken = {link for one in ranges for link in one.links}
+        return joined(self.builder, AND[0], found + [self.new[n] for n in chain if n not in taken])
+
+    # how to find ranges
+
+    def _ranges(self, chain: Sequence[Node]) -> list[_Range]:
+        compared = [n for n in chain if n.op in SIDES and not (n.home <= ROW or n.home <= COLUMN)]
+        found = [one for link in compared if (one := self._distance(link)) is not None]
+        taken = {link for one in found for link in one.links}
+        return found + list(self._pairs([link for link in compared if link not in taken]))
+
+    def _distance(self, link: Node) -> _Range | None:
+        """Reads a link |x| <= limit as a range."""
+        larger, gap = SIDES[link.op]
+        limit, distance = link.args[larger], link.args[1 - larger]
+        if distance.op != "abs" or limit.op not in ("const", "param"):
+            return None
+        inner, reach = self.forms.of(distance.args[0]), self.forms.of(limit)
+        # the absolute value of the lowest integer is itself
+        if inner is None or reach is None or self.known[distance.args[0]][0] <= LOWEST:
+            return None
+        reach = reach.plus(Linear({}, -gap))
+        if _of_row(inner) < 0:
+            inner = inner.plus(inner, -2)
+        return self._range(inner.plus(reach), Linear({}, 1).plus(reach, 2), (link,))
+
+    def _pairs(self, compared: Sequence[Node]) -> Iterator[_Range]:
+        """Pairs of x >= 0 and x <= limit as ranges; a comparison is in one pair at most."""
+        at_least_0 = {}
+        for link in compared:
+            larger, gap = SIDES[link.op]
+            left, right = self.forms.of(link.args[larger]), self.forms.of(link.args[1 - larger])
+            if left is not None and right is not None:
+                at_least_0[link] = left.plus(right, -1).plus(Linear({}, -gap))
+        # the same pair for either order of the two links
+        links = sorted(at_least_0, key=lambda link: -_of_row(at_least_0[link]))
+        for pair in permutations(links, 2):
+            if all(link in at_least_0 for link in pair):
+                place, rest = (at_least_0[link] for link in pair)
+                found = self._range(place, place.plus(rest).plus(Linear({}, 1)), pair)
+                if found is not None:
+                    yield found
+                    at_least_0 = {link: form for link, form in at_least_0.items() if link not in pair}
+
+    def _range(self, place: Linear, count: Linear, of: tuple[Node, ...]) -> _Range | None:
+        """A range whose length is a constant or a parameter of the launch."""
+        given = [node for node in place.parts if node.op == "param"]
+        whole = all(abs(c) == 1 for c in place.parts.values())
+        whole &= all(strong(n.dtype) == torch.int32 for n in place.parts if n not in given)
+        if not whole or given and [*count.parts] != given:
+            return None
+        if not count.parts:
+            return _Range(place, count, of) if 0 < count.constant <= HIGHEST else None
+        (node, factor), *more = count.parts.items()
+        return _Range(place, count, of) if node.op == "param" and factor > 0 and not more else None
+
+    # how to write ranges
+
+    def _inside(self, group: Sequence[_Range]) -> Node:
+        """The node for 0 <= place < count, for several places."""
+        where = group[0].links[0].where
+        places = [self._sum(one) for one in group]
+        farthest = reduce(lambda a, b: self._node("unsigned_max", a, b), places)
+        return self.builder.node(
+            "unsigned_lt", (farthest, self._count(group[0].count)), torch.bool, None, where
+        )
+
+    def _sum(self, one: _Range) -> Node:
+        """The node for the place, with the row's terms first."""
+        parts = sorted(one.place.parts.items(), key=lambda part: (not part[0].home <= ROW, -part[1]))
+        of_row = [part for part in parts if part[0].home <= ROW]
+        terms = [(self._whole(n), c) for n, c in parts]
+        if one.place.constant:
+            number = self.builder.const(abs(one.place.constant), torch.int32)
+            terms.insert(len(of_row), (number, 1 if one.place.constant > 0 else -1))
+        total, sign = terms[0]
+        if sign < 0:
+            total = self._node("neg", total)
+        for node, sign in terms[1:]:
+            total = self._node("add" if sign > 0 else "sub", total, node)
+        return total
+
+    def _count(self, count: Linear) -> Node:
+        """How many numbers a range has: 0 if its end lies before its beginning."""
+        if not count.parts:
+            return self.builder.const(count.constant, torch.int32)
+        ((node, factor),) = count.parts.items()
+        given = self._whole(node)
+        total = given if factor == 1 else self._node("mul", given, self.builder.const(factor, torch.int32))
+        total = self._node("add", total, self.builder.const(count.constant, torch.int32))
+        least = math.ceil((1 - count.constant) / factor)
+        none = self.builder.node("lt", (given, self.builder.const(least, torch.int32)), torch.bool)
+        return self._node("where", none, self.builder.const(0, torch.int32), total)
+
+    def _whole(self, node: Node) -> Node:
+        """A part of a sum, in 32 bits."""
+        new = self.new[node]
+        return new if new.dtype == torch.int32 else self._node(CAST, new, value=torch.int32)
+
+    def _node(self, op: str, *args: Node, value: object = None) -> Node:
+        return self.builder.node(op, args, torch.int32, value, args[-1].where)

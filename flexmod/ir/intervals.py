@@ -32,15 +32,12 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
-from flexmod.ir.casts import brought_to, clamp_to_dtype, without_nan
-from flexmod.ir.ends import End, dtype_limits
+from flexmod.ir.ends import End, brought_to, clamp_to_dtype, dtype_limits, without_nan
 from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node, keep
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
-from flexmod.ir.linear import Forms, Linear, regroup
+from flexmod.ir.linear import Forms, Linear, Sources, regroup, serves
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
-from flexmod.ir.parameters import serves
 from flexmod.ir.passes import Extents, Places, optimize, simplify
-from flexmod.ir.sources import Sources
 
 # Arithmetic on unknown int64 values is bounded if they are below this: then no sum of two, and no product
 # with an index, leaves int64.

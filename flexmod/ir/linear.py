@@ -8,12 +8,18 @@
         mixed           anything else
 
 A Forms object finds both for the nodes of one graph.
+
+`Sources` makes the nodes that a mask's terms evaluate: sums of its nodes, and functions of the difference.
+
+`serves` decides whether a mask's bounds stay as tight when its numbers become parameters of the kernels:
+terms are evaluated, parameters included, but rules use a constant's sign and size, and split products with
+it. For a parameter they have its bounds at most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -225,3 +231,113 @@ def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
     for node in nodes[1:]:
         result = builder.node(op, (result, node), torch.bool, None, node.where)
     return result
+
+
+class Sources:
+    """Makes further nodes for a graph. `known` are its nodes' bounds over all positions."""
+
+    def __init__(self, graph: Graph, forms: Forms, known: Mapping[Node, bounds.Bounds]) -> None:
+        self.graph = graph
+        self.forms = forms
+        self.known = known
+        self.builder = GraphBuilder()
+        self.builder.adopt(graph.nodes)
+        self._along: dict[Node, Node] = {}
+
+    def along_diagonal(self, node: Node) -> Node:
+        """Rewrites a diagonal node into a function of the difference; q_idx stands for the difference."""
+        if node.home <= UNIFORM:
+            return node
+        if node not in self._along:
+            self._along[node] = self._made_along(node)
+        return self._along[node]
+
+    def _made_along(self, node: Node) -> Node:
+        form = self.forms.of(node)
+        if form is not None and node not in form.parts:
+            return self._cast(self._sum_along(form), strong(node.dtype))
+        if node.op in COMPARISONS and not all(map(self.forms.is_diagonal, node.args)):
+            form = self.forms.difference(node)
+            assert form is not None
+            sides = self._sum_along(form), self.builder.const(0)
+            return self.builder.node(node.op, sides, torch.bool, None, node.where)
+        return keep(self.builder, node, tuple(map(self.along_diagonal, node.args)))
+
+    def _sum_along(self, form: Linear) -> Node:
+        index = next(n for n in self.graph.nodes if n.op == "input" and n.value == "q_idx")
+        along = Linear({index: form.of("q_idx")}, form.constant)
+        for node in form.others:
+            along = along.plus(Linear({self.along_diagonal(node): form.parts[node]}))
+        return self._sum(along, self._width(form))
+
+    def sum(self, form: Linear) -> Node:
+        """Writes a linear form as one node, which does not wrap."""
+        return self._sum(form, self._width(form))
+
+    def _width(self, form: Linear) -> torch.dtype:
+        """int32 if it holds all partial sums, in any order; else int64."""
+        sizes = [abs(c) * max(map(abs, self.known[n])) for n, c in form.parts.items()]
+        return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
+
+    def _sum(self, form: Linear, dtype: torch.dtype) -> Node:
+        total: Node | None = None
+        for node, coefficient in form.parts.items():
+            part = self._cast(node, dtype)
+            if coefficient != 1:
+                part = self.builder.node("mul", (part, self.builder.const(coefficient, dtype)), dtype)
+            total = part if total is None else self.builder.node("add", (total, part), dtype)
+        constant = self.builder.const(form.constant, dtype)
+        if total is None:
+            return constant
+        return self.builder.node("add", (total, constant), dtype) if form.constant else total
+
+    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
+        return node if strong(node.dtype) == dtype else self.builder.node(CAST, (node,), dtype, dtype)
+
+
+# Integer operations whose rules stay exact when an argument depends on parameters; so do all comparisons.
+KEEP_BOUNDS = frozenset({"add", "sub", "neg", "minimum", "maximum"})
+
+
+def serves(graph: Graph, forms: Forms, by_rules: Iterable[Node]) -> bool:
+    """Are the bounds as tight with the graph's parameters as with its numbers?
+
+    `by_rules`: the nodes with bounds by a rule, and not from a term or from b and h only.
+    """
+    uniform, opaque, products = _made_of_parameters(graph)
+    for node in by_rules:
+        if any(a in uniform for a in node.args) and not _keeps_bounds(node):
+            return False
+        hidden = [a for a in node.args if a in opaque]
+        if not hidden:
+            continue
+        of_one_axis = all(forms.kind(a) in ("uniform", "row", "column") for a in node.args)
+        if node.op not in COMPARISONS or not of_one_axis:
+            return False
+        if len(hidden) > 1 and not products.isdisjoint(hidden):  # with numbers, they might form a difference
+            return False
+    return True
+
+
+def _keeps_bounds(node: Node) -> bool:
+    if node.op in COMPARISONS:
+        return True
+    return node.op in KEEP_BOUNDS and not any(strong(a.dtype).is_floating_point for a in node.args)
+
+
+def _made_of_parameters(graph: Graph) -> tuple[set[Node], set[Node], set[Node]]:
+    """Three sets: nodes of b, h and parameters only; nodes that hide a parameter from the rules; and the
+    hiding nodes with products."""
+    uniform: set[Node] = set()
+    opaque: set[Node] = set()
+    products: set[Node] = set()
+    for node in graph.nodes:
+        given = any(a in uniform for a in node.args)
+        if node.op == "param" or given and node.home <= UNIFORM:
+            uniform.add(node)
+        elif strong(node.dtype) != torch.bool:
+            if any(a in opaque for a in node.args) or given and not _keeps_bounds(node):
+                opaque.add(node)
+            if any(a in products for a in node.args) or given and node.op == "mul":
+                products.add(node)
+    return uniform, opaque, products

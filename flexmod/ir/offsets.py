@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexmod import config, errors, tensor_kinds, transforms
+from flexmod import errors
 from flexmod.ir.composed import Derived, moved
-from flexmod.ir.host_numbers import is_host_number
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.evaluate import is_host_number
+from flexmod.ir.graph import expect_size
 from flexmod.ir.source import mod_name
+from flexmod.runtime import config, tensor_kinds, transforms
 
 LARGEST = 2**30  # offset; the kernels count as many queries and keys
 DTYPES = (torch.int32, torch.int64)

@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 import torch
 
-from flexmod.ir import bounds, divisions
+from flexmod.ir import bounds, formulas
 from flexmod.ir.graph import DType
 
 HALF = (torch.float16, torch.bfloat16)
@@ -223,20 +223,20 @@ _ROWS = [
        python="{0} / {1}", cost="high"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
        {"int": "safe_floor_divide({0}, {1})", "float": "floor_divide_float({0}, {1})"},
-       divisions.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division",
+       formulas.floor_divide, _zero, bounds.floor_divide, python="{0} // {1}", cost="division",
        plain=_divided("{0} // {1}", "floor_divide({0}, {1})", "floor_divide_float({0}, {1}, 2)")),
     Op("trunc_divide", ("trunc_divide",), "result", promote,
        {"int": "safe_trunc_divide({0}, {1})", "float": "trunc({0} / {1})"},
-       divisions.trunc_divide, _zero, bounds.trunc_divide,
+       formulas.trunc_divide, _zero, bounds.trunc_divide,
        exact="trunc(tl.div_rn({0}, {1}))", python='torch.div({0}, {1}, rounding_mode="trunc")',
        cost="division", plain={"int": [("{0} // {1}", bounds.divides_safely)]}),
     Op("remainder", ("remainder", "mod"), "result", promote,
        {"int": "safe_remainder({0}, {1})", "float": "remainder_float({0}, {1})"},
-       divisions.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
+       formulas.remainder, lambda g, y, a, b: (g, -g * torch.floor_divide(a, b)), bounds.remainder,
        python="{0} % {1}", cost="division",
        plain=_divided("{0} % {1}", "remainder({0}, {1})", "remainder_float({0}, {1}, 2)")),
     Op("fmod", ("fmod",), "result", promote, {"int": "safe_fmod({0}, {1})", "float": "fmod({0}, {1})"},
-       divisions.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division",
+       formulas.fmod, lambda g, y, a, b: (g, -g * torch.trunc(a / b)), bounds.fmod, cost="division",
        plain={"int": [("{0} % {1}", bounds.divides_safely)],
               "float": [("fmod({0}, {1}, 2)", bounds.few_turns)]}),
     Op("pow", ("pow", "float_power"), "result", promote,

@@ -13,8 +13,8 @@ import torch
 
 from flexmod import errors
 from flexmod.ir import advice
+from flexmod.ir.formulas import BINARY
 from flexmod.ir.graph import Graph, Node, dtype_name
-from flexmod.ir.names import BINARY
 from flexmod.ir.ops import promote
 from flexmod.ir.source import is_users, user_line
 

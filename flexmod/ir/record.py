@@ -4,34 +4,42 @@ TorchDynamo cannot run the tracer of `trace.py`. It can run a mod on 0-d tensors
 which writes down each function that takes them. Captured tensors and Python numbers become inputs of
 TorchDynamo's graph: gradients reach them, and new values need no compilation. The rest of a Record is
 constant. When the graph runs, the Record is traced like any mod.
+
+`encoded` writes the constants of a compiled graph as text that means the same in every process. An operation
+of torch.library takes tensors, numbers and strings. The text becomes part of the graph that torch.compile
+caches and torch.export saves; `decoded` evaluates nothing.
+
+`numbered` gives graphs numbers, so that a compiled model can refer to the graph of a block mask. The number
+is a digest of the graph's content, so it means the same graph in every process.
 """
 
 from __future__ import annotations
 
+import json
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
-from flexmod.internals.torch import assume_constant, let_modes_change
+from flexmod.errors import ConstantError, ForgottenGraphError, GraphNumberError
 from flexmod.ir import advice
-from flexmod.ir.approximate import FUNCTIONS
-from flexmod.ir.constants import decoded, encoded
-from flexmod.ir.formulas import COMPOSED
-from flexmod.ir.graph import Graph
-from flexmod.ir.host_numbers import on_device
-from flexmod.ir.kept import graph_of, numbered
-from flexmod.ir.names import CASTS, FILLS, draws, writes
+from flexmod.ir.evaluate import on_device
+from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
+from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
-from flexmod.ir.sizes import CARRIER, expect_size
 from flexmod.ir.trace import Traced, capture_of, trace
+from flexmod.runtime.locks import Lock
+from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
@@ -103,6 +111,8 @@ class Recorder(TorchFunctionMode):
                 self.captured.append(value)
             return ("captured", place)
         if isinstance(value, (tuple, list)):
+            if isinstance(value, torch.Size) and value == SHAPE:  # of an index: ()
+                return ("tuple", ())
             return ("tuple", tuple([self.noted(entry) for entry in value]))
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             self.integers.append(value)  # type: ignore[arg-type]
@@ -312,3 +322,109 @@ def traced_of(
                 expected=f"{capture.dtype} of {capture.rank}",
             )  # fmt: skip
     return Traced(graph, tuple(captured)), tuple(range(len(captured)))
+
+
+NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def encoded(value: Any) -> str:
+    """Text for tuples, None, bools, integers, floats, strings, dtypes, devices and slices.
+
+    Raises ConstantError for anything else.
+    """
+    return json.dumps(_plain(value), separators=(",", ":"))
+
+
+def decoded(text: str) -> Any:
+    """The value that `encoded` wrote. Raises ConstantError for any other text."""
+    try:
+        return _value(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConstantError(problem=f"the text {text[:80]!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, NAMED):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, slice):
+        return {"slice": [_plain(part) for part in (value.start, value.stop, value.step)]}
+    if value is Ellipsis:
+        return {"ellipsis": 0}
+    raise ConstantError(problem=f"a {type(value).__name__}")
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple([_value(item) for item in plain])
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "float":
+        return float.fromhex(value)
+    if kind == "torch":
+        found = getattr(torch, value)
+        if isinstance(found, NAMED):
+            return found
+    if kind == "device":
+        return torch.device(value)
+    if kind == "slice":
+        return slice(*map(_value, value))
+    if kind == "ellipsis":
+        return Ellipsis
+    raise ValueError(kind)
+
+
+# A backward may run after its mask is deleted, so this many unreferenced graphs stay in memory.
+REMEMBERED = 4096
+
+BITS = 62  # a number's width: TorchDynamo and torch.library take signed 64-bit integers
+
+_NUMBERS: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+_KNOWN: OrderedDict[Graph, int] = OrderedDict()
+_LOCK = Lock()
+
+
+def numbered(graph: Graph) -> tuple[Graph, int]:
+    """The first numbered graph that equals this one, and its number. Raises GraphNumberError."""
+    with _LOCK:
+        number = _KNOWN.get(graph)
+        if number is None:
+            number = digest(graph)
+            first = _NUMBERS.setdefault(number, graph)
+            if first != graph:
+                raise GraphNumberError(number=number)
+            _KNOWN[first] = number
+            if len(_KNOWN) > REMEMBERED:
+                _KNOWN.popitem(last=False)
+        else:
+            _KNOWN.move_to_end(graph)
+        return _NUMBERS[number], number
+
+
+def digest(graph: Graph) -> int:
+    """A digest of structure, constants and captures, equal in every process."""
+    structure, *rest = graph.key
+    text = repr((_digest_of_structure(structure), *rest)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> (64 - BITS)
+
+
+@lru_cache(REMEMBERED)
+def _digest_of_structure(structure: object) -> str:
+    """The structure's digest, shared by graphs that differ only in their numbers."""
+    return blake2b(repr(structure).encode(), digest_size=16).hexdigest()
+
+
+def graph_of(number: int) -> Graph:
+    """Finds a graph by its number. Raises ForgottenGraphError."""
+    graph = _NUMBERS.get(number)
+    if graph is None:
+        raise ForgottenGraphError()
+    return graph

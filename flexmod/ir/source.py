@@ -18,7 +18,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.internals.torch import members_of_module
+from flexmod.runtime.private_torch import members_of_module
 
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)

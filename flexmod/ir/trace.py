@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-from flexmod import errors, tensor_kinds
+from flexmod import errors
 from flexmod.errors import Where
-from flexmod.internals.torch import enable_torch_function, tree_leaves
 from flexmod.ir import torch_calls
-from flexmod.ir.eager import Watch
 from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, CAST
 from flexmod.ir.proxy import CaptureView, Proxy
@@ -35,6 +33,9 @@ from flexmod.ir.source import (
     mod_name,
     user_line,
 )
+from flexmod.ir.torch_calls import Watch
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import enable_torch_function, tree_leaves
 
 VALUE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

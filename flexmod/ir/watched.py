@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.internals.torch import UNCOUNTED as UNCOUNTED
-from flexmod.internals.torch import version_of as version_of
 from flexmod.ir.fingerprint import tensor_key
+from flexmod.runtime.private_torch import UNCOUNTED as UNCOUNTED
+from flexmod.runtime.private_torch import version_of as version_of
 
 
 class Watched:
@@ -72,7 +72,7 @@ def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
 # attributes on the path to a captured tensor: its dict, its name, its value
 Links = tuple[tuple[dict[str, Any], str, object], ...]
 SEARCHED = 1000  # objects to search at most
-OWN = ("flexmod.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
+OWN = ("flexmod.calls.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 

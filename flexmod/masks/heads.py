@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import MaskMod, check_tensor
 
 

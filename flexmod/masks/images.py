@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
 
 

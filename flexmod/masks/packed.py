@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.ir.composed import Mask
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import check_counts, check_number
 
 

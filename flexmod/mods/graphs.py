@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import check_tensor
 from flexmod.mods.checks import check_float
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import check_number, is_int
 from flexmod.mods.checks import check_float
 

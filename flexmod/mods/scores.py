@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
-from flexmod.ir.approximate import tanh_approximate
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.sizes import expect_size
+from flexmod.ir.formulas import tanh_approximate
+from flexmod.ir.graph import expect_size
 from flexmod.masks.checks import check_number
 from flexmod.mods.checks import check_float, check_positive
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.internals.torch import current_device, dispatch_mode_count, quick_empty_strided
-from flexmod.ir.traces import remember
+from flexmod.ir.fingerprint import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
-from flexmod.plan import (
+from flexmod.runtime.plan import (
     MASK,
     Allocate,
     Call,
@@ -28,6 +27,7 @@ from flexmod.plan import (
     value_of,
     values_of,
 )
+from flexmod.runtime.private_torch import current_device, dispatch_mode_count, quick_empty_strided
 
 Tensors = tuple[Tensor | None, ...]
 Room = list[Any]
@@ -53,9 +53,9 @@ class Bound:
         self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
         kinds, self._hooked = _STEPS, _never
         if plan.launches():
-            from flexmod.runtime import launches
+            from flexmod.runtime import launch
 
-            kinds, self._hooked = {**_STEPS, Launch: launches.BoundLaunch}, launches.hooked
+            kinds, self._hooked = {**_STEPS, Launch: launch.BoundLaunch}, launch.hooked
         steps = [kinds[type(step)](step, slots, known, device) for step in plan.steps]
         self._steps = [step.run for step in steps]
         self._watched = [step.watched for step in steps]

@@ -64,7 +64,7 @@ BUGS = (
         since="torch 2.13, https://github.com/pytorch/pytorch/pull/181657",
         until="not known: no later torch was tried",
         issue="not reported",
-        workarounds=("internals.torch.ask_modes_of_unary_operators",),
+        workarounds=("runtime.private_torch.ask_modes_of_unary_operators",),
     ),
     CompilerBug(
         "Triton's interpreter computes on the bits of bfloat16, cuts off where it converts to bfloat16, "
@@ -73,7 +73,7 @@ BUGS = (
         since="Triton 3.6 to 3.9",
         until="none: https://github.com/triton-lang/triton/pull/11585 was declined",
         issue="https://github.com/triton-lang/triton/issues/11584",
-        workarounds=("runtime.interpreter_numbers.correct",),
+        workarounds=("runtime.interpreter_language.correct",),
     ),
 )
 

@@ -4,6 +4,11 @@ At each launch, Triton's launcher inspects all arguments to find the compiled ke
 descriptors. A launch that differs from an earlier one only in pointers of equal alignment needs none of this.
 
 Only this file knows how Triton 3.6 and 3.9 call their launchers in C.
+
+Gives a launch a counter in memory, which is zero before and after the launch.
+
+Each stream has its own counter, since launches of one stream run in order and other streams may run at the
+same time. So a call neither allocates nor clears a counter.
 """
 
 from __future__ import annotations
@@ -11,16 +16,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from inspect import getclosurevars
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flexmod.internals.torch import current_device, current_stream
 from flexmod.internals.triton import CompiledKernel, knobs
-from flexmod.runtime.counters import COUNTER, counter
 from flexmod.runtime.gluon import TensorDescriptor
+from flexmod.runtime.private_torch import current_device, current_stream, is_stream_capturing
 
 # Descriptors in a launch's cache, by pointer: the allocator often returns the same addresses.
 KEPT = 64
@@ -171,3 +177,53 @@ def _descriptor_maker(launcher: Any, descriptor: TensorDescriptor, meta: Any) ->
         return make(at, meta, *others)[0]
 
     return made
+
+
+class Counter:
+    """Stands for the counter of the launch's stream, among the arguments of the launch."""
+
+    def __repr__(self) -> str:
+        return "counter"
+
+
+COUNTER = Counter()
+_kept: dict[tuple[int, int], Tensor] = {}
+
+
+def counter(device: int, stream: int) -> Tensor:
+    """Returns the counter, int32 [1], for a launch on the current stream of the current device."""
+    # a graph may replay on any stream, so it has its own counter and clears it
+    if is_stream_capturing():
+        return _zero(device)
+    found = _kept.get((device, stream))
+    if found is None:
+        found = _kept[device, stream] = _made_outside(device)
+    return found
+
+
+def filled(arguments: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Puts the counter into the arguments of a launch on the current stream of the current device."""
+    if not any(value is COUNTER for value in arguments.values()):
+        return arguments
+    assert device.index is not None
+    own = counter(device.index, current_stream(device.index))
+    return {name: own if value is COUNTER else value for name, value in arguments.items()}
+
+
+def _made_outside(device: int) -> Tensor:
+    """Allocates a counter in another thread, outside of this thread's memory pool, which may be freed.
+
+    Such pools come from `torch.cuda.use_mem_pool`, and from Inductor's runs before it records a CUDA graph.
+    """
+
+    def make() -> tuple[Tensor, torch.cuda.Event]:
+        return _zero(device), torch.cuda.current_stream(device).record_event()
+
+    with ThreadPoolExecutor(1) as other:
+        zero, done = other.submit(make).result()
+    torch.cuda.current_stream(device).wait_event(done)
+    return zero
+
+
+def _zero(device: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))

@@ -22,8 +22,8 @@ import torch
 import triton
 
 from flexmod.errors import BackendDeviceError
-from flexmod.locks import Lock
 from flexmod.runtime.interpreter_language import Language, language
+from flexmod.runtime.locks import Lock
 
 # Arguments of a launch that are not parameters of the kernel
 LAUNCH_OPTIONS = frozenset(

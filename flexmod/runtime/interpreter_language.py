@@ -9,10 +9,29 @@ another interprets.
 
 `Copies.import_module` is `__import__` in the copies' builtins. `interpreter_numbers` corrects the copies'
 arithmetic.
+
+Rewrites the source of `@triton.jit` functions, so that plain Python runs it like Triton's compiler.
+
+The compiler turns each assigned number and each run-time loop variable into a tensor. It applies `and`, `or`,
+`not` and `if` to a block element by element, or raises. Python makes no tensors, and any block is true. The
+rewritten source calls functions that make the tensors, and raises where it would test a block's truth. File
+and line numbers do not change, so that tracebacks and debuggers show text that the user can open.
+
+Corrects the arithmetic of Triton's interpreter, in the private copy only.
+
+Triton 3.6 to 3.9 have these faults:
+
+- Operations on bfloat16 work on its raw 16 bits: a dot is wrong by orders of magnitude, a sum gives NaN.
+- The cast from float32 to bfloat16 truncates, but a chip rounds to nearest even.
+- A cast from float64 or an integer to bfloat16 gives a 16-bit integer.
+- A comparison keeps its operands' type, so a later operation with a block sees floats.
+- An index comes from a one-element array, which newer numpy refuses.
+- The operator `~` on an unsigned number asks numpy for -1 of that type.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import importlib.util
@@ -21,10 +40,199 @@ from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexmod.errors import InterpreterOperationError
-from flexmod.locks import Lock
-from flexmod.runtime import interpreter_numbers
-from flexmod.runtime.interpreter_source import TO_TENSOR, TRUTH, compile_for_interpreter
+from flexmod.runtime.locks import Lock, parse
+
+Array = NDArray[Any]
+
+
+def widen(bits: Array) -> Array:
+    """Converts bfloat16, as uint16 bits, to float32; exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: Array) -> Array:
+    """Converts numbers to bfloat16 bits (uint16) through float32, to nearest even; NaN stays NaN."""
+    single = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
+    bits = single.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def correct(interpreter: Any, tl: Any) -> None:
+    """Replaces the faulty methods of the interpreter's builder and the language's tensor class."""
+    builder = interpreter.InterpreterBuilder
+    handle, numpy_dtype = interpreter.TensorHandle, interpreter._get_np_dtype
+    bfloat16 = tl.bfloat16
+
+    def numbers(x: Any) -> Array:
+        return widen(x.data) if x.dtype.scalar == bfloat16 else x.data
+
+    def pack(data: Array, dtype: Any) -> Any:
+        # a comparison is a bool array whatever the operands are
+        return handle(narrow(data) if dtype == bfloat16 and data.dtype != np.bool_ else data, dtype)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
+        if lhs.dtype.scalar == bfloat16:
+            result = pack(op(numbers(lhs), numbers(rhs)), bfloat16)
+        else:
+            result = plain_binary(self, lhs, rhs, op)
+        return handle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
+    def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
+        return pack(op(numbers(arg)), arg.dtype.scalar)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.dtype.scalar == bfloat16:
+            return pack(numbers(x) * numbers(y) + numbers(z), bfloat16)
+        if z.dtype.scalar in (tl.float16, tl.float32):  # Triton 3.6 would round the product too
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return handle(exact.astype(z.data.dtype), z.dtype.scalar)
+        return plain_fma(self, x, y, z)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        target = dst_type.scalar
+        if target == src.dtype.scalar:
+            return handle(src.data, target)
+        if target == bfloat16:
+            return handle(narrow(numbers(src)), bfloat16)
+        return handle(numbers(src).astype(numpy_dtype(dst_type)), target)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        to_nearest = rounding is None or rounding == interpreter._ir.ROUNDING_MODE.RTNE
+        if to_nearest and min(src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth) >= 16:
+            return cast_impl(self, src, dst_type)
+        return plain_fp_to_fp(self, src, dst_type, rounding)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if min(a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth) < 16:
+            return plain_dot(self, a, b, d, *options)
+        dtype = d.data.dtype
+        product = np.matmul(numbers(a).astype(dtype, copy=False), numbers(b).astype(dtype, copy=False))
+        return handle(product + d.data, d.dtype.scalar)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return handle(narrow(np.array([value])), bfloat16)
+
+    def get_all_ones_value(self: Any, type: Any) -> Any:
+        if type.scalar.is_int_unsigned():
+            return handle(np.invert(np.zeros(1, numpy_dtype(type))), type.scalar)
+        return plain_ones(self, type)
+
+    plain_ones = builder.get_all_ones_value
+    plain_binary, plain_fma = builder.binary_op, builder.create_fma
+    plain_fp_to_fp, plain_dot = builder.create_fp_to_fp, builder.create_dot
+    mended = (binary_op, unary_op, create_fma, cast_impl, create_fp_to_fp, create_dot, get_bf16)
+    for function in (*mended, get_all_ones_value):
+        setattr(builder, function.__name__, function)
+    tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
+    _correct_reductions(tl)
+
+
+def _correct_reductions(tl: Any) -> None:
+    """Makes reductions and scans raise that would work on the bits of bfloat16."""
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(input: Any, *args: Any, **options: Any) -> Any:
+            for x in input if isinstance(input, tuple) else (input,):
+                if x.dtype.scalar == tl.bfloat16:
+                    raise InterpreterOperationError(operation="a reduction or scan of bfloat16")
+            return function(input, *args, **options)
+
+        return run
+
+    for name in ("reduce", "associative_scan"):
+        replacement = checked(getattr(tl.core, name))
+        for module in (tl, tl.core):
+            setattr(module, name, replacement)
+
+
+TO_TENSOR = "__flexmod_to_tensor__"
+TRUTH = "__flexmod_truth__"
+
+
+def compile_for_interpreter(text: str, file: str) -> CodeType:
+    """Compiles the whole module to Python code, with rewritten jit functions.
+
+    Args:
+        text: the module's source.
+        file: the path that tracebacks name.
+    """
+    tree = _Functions().visit(parse(text, file))
+    return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    if isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    name = decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
+    return name == "jit"
+
+
+class _Functions(ast.NodeTransformer):
+    """Finds the functions to rewrite."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        if any(map(_is_jit, node.decorator_list)):
+            node.body = [_Statements().visit(statement) for statement in node.body]
+        return node
+
+
+class _Statements(ast.NodeTransformer):
+    """Rewrites the statements of one function."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        node.value = _call(TO_TENSOR, node.value)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
+        self.generic_visit(node)
+        if node.value is not None and "constexpr" not in ast.unparse(node.annotation):
+            node.value = _call(TO_TENSOR, node.value)
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name) and _is_runtime_range(node.iter):
+            name = node.target.id
+            convert = ast.Assign([ast.Name(name, ast.Store())], _call(TO_TENSOR, ast.Name(name, ast.Load())))
+            node.body.insert(0, ast.copy_location(convert, node.target))
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.BoolOp:
+        self.generic_visit(node)
+        node.values = [_call(TRUTH, value) for value in node.values]
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.UnaryOp:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            node.operand = _call(TRUTH, node.operand)
+        return node
+
+    def _visit_test(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = _call(TRUTH, node.test)
+        return node
+
+    visit_If = visit_IfExp = visit_While = _visit_test
+
+
+def _is_runtime_range(iterable: ast.expr) -> bool:
+    if not isinstance(iterable, ast.Call):
+        return False
+    function = iterable.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name == "range"
+
+
+def _call(function: str, value: ast.expr) -> ast.expr:
+    return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), [value], []), value)
+
 
 _LANGUAGE = "triton.language"
 _INTERPRETER = "triton.runtime.interpreter"
@@ -190,7 +398,7 @@ def _load_language() -> Language:
         vars(module).update(loaded.helpers)
     # Triton patches the language modules that it finds among a function's globals
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
-    interpreter_numbers.correct(interpreter, tl)
+    correct(interpreter, tl)
     # Triton computes in int64 whether each sum overflows, and drops the answer unless kernels are debugged.
     loaded.builder.options = replace(loaded.builder.options, sanitize_overflow=False)
     return loaded

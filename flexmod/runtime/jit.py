@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexmod.internals.triton import build_launcher
-from flexmod.runtime.counters import COUNTER, filled
+from flexmod.runtime.direct import COUNTER, filled
 
 
 def start(function: Any, grid: tuple[int], device: torch.device | None, arguments: Mapping[str, Any]) -> Any:

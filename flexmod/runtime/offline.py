@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexmod.internals.triton import assembler, compile_for, disassembler
 from flexmod.runtime import machine_code
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
 from flexmod.runtime.target import MEASURED, Target, named
 

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexmod import config
-from flexmod.block_mask.launched import is_captured
+from flexmod.block_mask.storage import is_captured
 from flexmod.internals.triton import after_writing, build_launcher_of, has_compiled, start_compiler
-from flexmod.plan import Extents, Place, Plan, contiguous, extents_of, value_of
-from flexmod.runtime import jit
+from flexmod.runtime import config, jit
 from flexmod.runtime.bound import NO_EXTENTS
-from flexmod.runtime.launches import sample
+from flexmod.runtime.launch import sample
+from flexmod.runtime.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 
 # ast.parse raises SystemError where two threads run it: https://github.com/python/cpython/issues/106905.
 # Compiles take turns at it; the user's own threads cannot.

@@ -14,7 +14,7 @@ import torch
 
 from flexmod.codegen.prelude import Family
 from flexmod.errors import NotAGpuError, UnknownTarget
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from flexmod.internals.triton import GPUTarget

@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from flexmod import config
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction, KernelSpec
-from flexmod.command_errors import NotTunedError
+from flexmod.errors.commands import NotTunedError
 from flexmod.ir.graph import Graph
-from flexmod.lazy_imports import lazy_imports
+from flexmod.runtime import config
+from flexmod.runtime.lazy_imports import lazy_imports
 
 # Change it when kernels or the files' contents change; older files then count as absent.
 FORMAT = 2

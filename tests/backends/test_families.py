@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import ahead, errors, explain, family_names, flex_attention, masks, mods
+from flexmod import errors, explain, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
+from flexmod.backends import options as kernel_options
 from flexmod.backends.triton import BackwardFacts
-from flexmod.codegen.choose import Limits
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import Tile
-from flexmod.mod_names import Mods, Setting
+from flexmod.codegen.spec import Limits, Tile
+from flexmod.codegen.variant import variant
 from flexmod.runtime.target import named
-from flexmod.tune import tune
-from flexmod.variant import variant
+from flexmod.tools import ahead
+from flexmod.tools.mod_names import Mods, Setting
+from flexmod.tools.tune import tune
 
 CPU = torch.device("cpu")
 
@@ -101,8 +102,8 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = explain(mods.softcap(5.0), masks.causal())
     assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
     assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
-    assert family_names.names() == tuple(family.name for family in families.families())
-    doctor = importlib.import_module("flexmod.cli.doctor")
+    assert kernel_options.names() == tuple(family.name for family in families.families())
+    doctor = importlib.import_module("flexmod.tools.cli.doctor")
     monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
     said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]
     assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]

@@ -15,19 +15,19 @@ from reference_case import make_case
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 
-from flexmod import ahead, config, create_block_mask
+from flexmod import create_block_mask
 from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.of_variant import VariantCall
-from flexmod.codegen.choose import Verdict
+from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
-from flexmod.codegen.spec import statistics_rows
-from flexmod.compiler import Lowered, kernels_for, lower
+from flexmod.codegen.spec import Verdict, statistics_rows
+from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
-from flexmod.runtime import compiler_bugs, launch, launches
+from flexmod.runtime import compiler_bugs, config, launch
 from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
-from flexmod.variant import variant
+from flexmod.tools import ahead
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -267,7 +267,7 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def _a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "processors", lambda device: 20)
-    monkeypatch.setattr(launches, "TensorDescriptor", lambda base, *_: base)
+    monkeypatch.setattr(launch, "TensorDescriptor", lambda base, *_: base)
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])

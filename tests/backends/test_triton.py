@@ -29,13 +29,12 @@ from torch import Tensor
 
 from flexmod.backends import arguments, triton
 from flexmod.backends.interface import Forward
-from flexmod.block_mask.launched import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
-from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.render import render
 from flexmod.errors import BlockMaskPartsError
-from flexmod.plan import PlanWriter
+from flexmod.runtime.plan import PlanWriter
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = {HALF: 2e-3, BFLOAT: 1.5e-2, SINGLE: 5e-6}

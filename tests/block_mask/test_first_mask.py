@@ -13,7 +13,7 @@ import torch
 from benchmarks.host_path import on_an_h200
 from flexmod import BlockMask, create_block_mask, masks
 from flexmod.block_mask import first_mask, generated
-from flexmod.block_mask.mask_mod import trace_mask
+from flexmod.block_mask.parts import trace_mask
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1000, dtype=torch.int32) // 300

@@ -10,12 +10,12 @@ from tiers import long_but
 
 from block_mask.test_refine import MODS, hashed, traced
 from block_mask.zoo import ZOO
-from flexmod import compiler, mask_compiler, masks
+from flexmod import masks
 from flexmod.block_mask import generated, refine
-from flexmod.codegen import cache
+from flexmod.codegen import cache, compiler
+from flexmod.codegen.compiler import builder
 from flexmod.codegen.prelude import module_text
 from flexmod.codegen.render import render_builder
-from flexmod.mask_compiler import builder
 from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named
 
@@ -169,7 +169,7 @@ def test_a_number_that_changes(make, monkeypatch):
     """What was found out for other numbers serves, and tiles are decided as they are by constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
     monkeypatch.setattr(generated, "TILES", 32)  # numbers do not reach the kernel of runs
-    mask_compiler._builder_of_numbers.cache_clear()
+    compiler._builder_of_numbers.cache_clear()
     start, opened = launch.start, []
 
     def watch(source, name, device, grid, arguments):
@@ -185,7 +185,7 @@ def test_a_number_that_changes(make, monkeypatch):
         changing.append(opened.pop())
     for number, before in zip(numbers, changing, strict=True):
         monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
-        mask_compiler._builder_of_numbers.cache_clear()
+        compiler._builder_of_numbers.cache_clear()
         check(make(number), sizes, (16, 16))
         assert torch.equal(opened.pop(), before)
 
@@ -200,7 +200,7 @@ def test_a_number_that_changes_is_analyzed_no_more(make, last, monkeypatch):
     sizes = (1, 2, 100, 90)
     for number in (30, 31, 32, 33):
         check(make(number), sizes, (16, 16))
-    monkeypatch.setattr(mask_compiler.intervals, "analyze", None)
+    monkeypatch.setattr(compiler.intervals, "analyze", None)
     found = {builder(traced(make(number), sizes).graph, sizes).kernels for number in (32, 50, last)}
     assert len(found) == 1
 

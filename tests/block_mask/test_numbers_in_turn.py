@@ -17,9 +17,10 @@ from torch import Tensor
 
 from benchmarks import host_path
 from block_mask.test_refine import MODS
-from flexmod import compiler, create_block_mask, create_mask, errors
+from flexmod import create_block_mask, create_mask, errors
 from flexmod.block_mask import generated
-from flexmod.block_mask.mask_mod import trace_mask
+from flexmod.block_mask.parts import trace_mask
+from flexmod.codegen import compiler
 from flexmod.runtime import jit
 
 CPU = torch.device("cpu")

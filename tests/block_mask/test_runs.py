@@ -7,11 +7,11 @@ import torch
 
 from block_mask.zoo import ZOO
 from flexmod import masks
-from flexmod.block_mask import runs, tiles
+from flexmod.block_mask import tiles
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.runs import Runs
 from flexmod.block_mask.storage import TileStorage
+from flexmod.block_mask.tiles import Runs
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -41,7 +41,7 @@ def test_runs_of_a_table(shape, tiles_at_once, monkeypatch):
     monkeypatch.setattr(tiles, "TILES_AT_ONCE", tiles_at_once)
     for _ in range(5):
         table = random_table(*shape)
-        made = runs.of_table(table)
+        made = tiles.of_table(table)
         for row, entry in zip(table.flatten(0, -2), made.rows.flatten(0, -3), strict=True):
             for kind, (listed, number, first) in ((1, entry[0].tolist()), (2, entry[1].tolist())):
                 assert made.spans[first : first + number].tolist() == by_hand(row.tolist(), kind)
@@ -52,13 +52,13 @@ def test_runs_of_a_table(shape, tiles_at_once, monkeypatch):
 def test_places_between_rows_may_be_unused():
     """As where each row has its own stretch of `spans`, whatever it needs."""
     table = random_table(1, 1, 6, 10)
-    tight = runs.of_table(table)
+    tight = tiles.of_table(table)
     rows, spans = tight.rows.clone(), torch.full((2, 6, 5, 2), 7, dtype=torch.int32)
     for row, kind in torch.cartesian_prod(torch.arange(6), torch.arange(2)).tolist():
         _, number, first = tight.rows[0, 0, row, kind].tolist()
         spans[kind, row, :number] = tight.spans[first : first + number]
         rows[0, 0, row, kind, 2] = (kind * 6 + row) * 5
-    assert torch.equal(runs.Runs(rows, spans.view(-1, 2)).table(10), table)
+    assert torch.equal(tiles.Runs(rows, spans.view(-1, 2)).table(10), table)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -68,7 +68,8 @@ def test_by_column_is_by_row_turned(name):
     table = mask.table()
     assert torch.equal(mask.storage.runs("q").table(table.shape[-2]), table.mT)
     lists = BlockMask(mask.seq_lengths, *mask.as_tuple()[2:10], BLOCK_SIZE=(64, 32), mask_mod=mask_mod)
-    assert lists.storage.form == "lists" and torch.equal(lists.table(), table)
+    listed = lists.table()
+    assert lists.storage.form == "lists" and torch.equal(listed, table.expand_as(listed))
 
 
 def test_runs_grow_with_the_boundary():
@@ -108,9 +109,9 @@ def test_lists_that_were_assigned_are_what_counts():
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_is_held_is_taken_apart_and_put_together(ordered):
     """As masks go into a graph of torch.compile and come out again."""
-    runs = create_block_mask(masks.causal(), None, None, 500, 500, "cpu").storage.runs("kv")
+    tiles = create_block_mask(masks.causal(), None, None, 500, 500, "cpu").storage.runs("kv")
     order = torch.tensor([3, 2, 1, 0], dtype=torch.int32) if ordered else None
-    given = Runs(runs.rows, runs.spans, order)
+    given = Runs(tiles.rows, tiles.spans, order)
     kept = TileStorage((1, 1), (4, 4), {"kv": given, "q": None}, {})
     names, tensors, numbers = kept.to("cpu").taken_apart()
     found = TileStorage.put_together(names, tensors, numbers, (4, 4), True)

@@ -11,7 +11,7 @@ from all_tiles import decide_all
 
 from flexmod import masks
 from flexmod.block_mask.build import and_masks, create_mask
-from flexmod.block_mask.spans import Axes
+from flexmod.block_mask.refine import Axes
 from flexmod.ir.intervals import analyze
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import trace

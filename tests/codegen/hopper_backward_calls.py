@@ -15,8 +15,8 @@ from torch import Tensor
 from flexmod import BlockMask, create_block_mask, flex_attention, masks, mods
 from flexmod.backends import captured
 from flexmod.backends.triton import kernel_spec
+from flexmod.codegen.compiler import capture_terms, kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
-from flexmod.compiler import capture_terms, kernels_for, lower
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
 

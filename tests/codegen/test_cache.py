@@ -18,8 +18,8 @@ from types import ModuleType
 import pytest
 import triton
 
-from flexmod import config
 from flexmod.codegen import cache
+from flexmod.runtime import config
 
 ROOT = Path(__file__).parents[2]
 

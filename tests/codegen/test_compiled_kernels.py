@@ -16,7 +16,7 @@ import pytest
 
 from flexmod.codegen import cache
 from flexmod.internals.triton import settle_key
-from flexmod.locks import file_lock
+from flexmod.runtime.locks import file_lock
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexmod import tanh_approximate
+from flexmod.codegen.compiler import lower
 from flexmod.codegen.triton_text import write
-from flexmod.compiler import lower
 from flexmod.ir.trace import trace
 
 table = torch.randn(64)

@@ -10,9 +10,9 @@ from mod_kernel import run_exponent
 
 from flexmod import mods
 from flexmod.codegen import prelude
-from flexmod.codegen.exponent_text import write_exponent
+from flexmod.codegen.compiler import lower
 from flexmod.codegen.spec import KernelSpec, min_fixed_max
-from flexmod.compiler import lower
+from flexmod.codegen.term_text import write_exponent
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 from flexmod.ir.ops import LOG2_E

@@ -14,11 +14,11 @@ import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
 from flexmod import mods
-from flexmod.codegen.exponent_text import write_exponent
+from flexmod.codegen.compiler import lower
 from flexmod.codegen.hopper import TARGET, ladder, obstacle, spec_obstacle, text
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.kernels import ModText
 from flexmod.codegen.spec import KernelSpec
-from flexmod.compiler import lower
+from flexmod.codegen.term_text import write_exponent
 from flexmod.ir.trace import trace
 
 BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32

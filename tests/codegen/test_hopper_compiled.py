@@ -14,10 +14,10 @@ from attention_cases import CAUSAL
 from triton_release import NEWEST, Limits
 
 from flexmod import explain, mods
+from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, sum_block, text
-from flexmod.codegen.mod_text import Parameter
+from flexmod.codegen.kernels import Parameter
 from flexmod.codegen.spec import KernelSpec
-from flexmod.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
 from flexmod.runtime import offline
 from flexmod.runtime.gluon import descriptor_type

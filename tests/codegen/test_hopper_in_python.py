@@ -13,9 +13,9 @@ from plain_gluon import on_python
 
 from flexmod import BlockMask, create_block_mask, masks, mods
 from flexmod.backends.interface import Forward
+from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.spec import KernelSpec
-from flexmod.compiler import kernels_for, lower
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace

@@ -12,10 +12,10 @@ import torch
 from named_mods import NAMED
 from position_cases import cases
 
-from flexmod.ahead import kernels_on
+from flexmod.codegen.variant import variant
 from flexmod.ir.offsets import Positions
-from flexmod.mod_names import Setting, choose
-from flexmod.variant import variant
+from flexmod.tools.ahead import kernels_on
+from flexmod.tools.mod_names import Setting, choose
 
 CPU = torch.device("cpu")
 SETTING = Setting(batch=2, heads=2, seq=64, dim=64, dtype=torch.bfloat16, device=CPU)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
 
-from flexmod import compiler, explain
-from flexmod.codegen.mod_text import ModText, Parameter
+from flexmod import explain
+from flexmod.codegen import compiler
+from flexmod.codegen.kernels import ModText, Parameter
 from flexmod.codegen.render import parameters, render
 from flexmod.codegen.spec import KernelSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod.compiler import capture_texts, lower
+from flexmod.codegen.compiler import capture_texts, lower
 from flexmod.ir.trace import trace
 
 slopes = torch.rand(4, requires_grad=True)

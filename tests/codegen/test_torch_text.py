@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexmod import errors, masks, mods
+from flexmod.codegen.compiler import lower
 from flexmod.codegen.torch_text import write_torch
-from flexmod.compiler import lower
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.ops import OPS, Op
 from flexmod.ir.trace import trace

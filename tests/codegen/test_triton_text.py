@@ -15,7 +15,7 @@ from mod_kernel import run, source
 from torch import Tensor
 
 from flexmod.codegen import cache, prelude
-from flexmod.codegen.mod_text import ModText
+from flexmod.codegen.kernels import ModText
 from flexmod.codegen.triton_text import reserved, write
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.evaluate import evaluate

@@ -21,7 +21,7 @@ FILES = sorted(path.stem for path in prelude.FOLDER.glob("*.py") if path.stem !=
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_is_a_module(file: str) -> None:
     """Its functions are Triton's objects, of which each says its text."""
-    module = importlib.import_module(f"flexmod.device_functions.{file}")
+    module = importlib.import_module(f"flexmod.codegen.device_functions.{file}")
     for name, text in prelude.functions(file).items():
         function = getattr(module, name)
         assert function.fn.__name__ == name
@@ -32,7 +32,7 @@ def test_a_file_is_a_module(file: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_a_function_reads_what_its_file_has(file: str) -> None:
     """The names that it takes from outside are its file's, so that it can be used where it stands."""
-    module = importlib.import_module(f"flexmod.device_functions.{file}")
+    module = importlib.import_module(f"flexmod.codegen.device_functions.{file}")
     for function in ast.parse(prelude.module_text(file)).body:
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -67,7 +67,7 @@ IMPORTED = """
 import triton
 import triton.language as tl
 
-from flexmod.device_functions.{file} import {name}
+from flexmod.codegen.device_functions.{file} import {name}
 
 
 @triton.jit

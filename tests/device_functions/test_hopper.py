@@ -1,4 +1,4 @@
-"""Functions of `device_functions/hopper.py` as plain Python, beside what they say."""
+"""Functions of `codegen/device_functions/hopper.py` as plain Python, beside what they say."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tiles_of(row: list[int]) -> tuple[list[int], list[int]]:
 
 
 def as_runs(kinds: list[list[int]]) -> tuple[Pointer, Pointer]:
-    """ROWS [rows, 2, 3] and RUNS [.., 2], see `block_mask/runs.py`."""
+    """ROWS [rows, 2, 3] and RUNS [.., 2], see `block_mask/tiles.py`."""
     entries, runs = [], []
     for row in kinds:
         for kind in (1, 2):

@@ -15,7 +15,8 @@ import torch
 from reference_case import Limit, eager_error_bound, error_size, expected, make_case
 from torch import Tensor
 
-from flexmod import autograd, create_block_mask, flex_attention
+from flexmod import create_block_mask, flex_attention
+from flexmod.calls import autograd
 from flexmod.codegen.hopper import BackwardShape, ForwardShape
 from flexmod.runtime import launch
 from gpu.poison import poison

@@ -12,8 +12,11 @@ from reference_case import make_case
 from torch import Tensor
 
 import flexmod
-from flexmod import calls, compiler, create_block_mask, flex_attention, masks, mods
-from flexmod.runtime import counters, jit
+from flexmod import create_block_mask, flex_attention, masks, mods
+from flexmod.calls import prepared
+from flexmod.codegen import compiler
+from flexmod.runtime import direct as counters
+from flexmod.runtime import jit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -274,8 +277,8 @@ def test_a_graph_keeps_the_tiles_that_a_handle_lets_go(template: str, where: str
     window.fill_(200)
     attend(*tensors)
     attend._bound = {}
-    calls.forget()
-    calls._remembered_mask.cache_clear()
+    prepared.forget()
+    prepared._remembered_mask.cache_clear()
     window.fill_(40)
     garbage = [torch.full((size,), 2**30, dtype=torch.int32, device=DEVICE) for size in range(1, 4096, 7)]
     out.result.zero_()

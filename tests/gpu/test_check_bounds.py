@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flexmod
-from flexmod import config
 from flexmod.errors import CaptureBoundsError
+from flexmod.runtime import config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import flexmod
 from flexmod import masks, mods
 from flexmod.codegen import cache
-from flexmod.compiler import kernels_for
+from flexmod.codegen.compiler import kernels_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 

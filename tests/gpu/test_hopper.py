@@ -12,7 +12,8 @@ import torch
 from reference_case import make_case
 
 from benchmarks import workers
-from flexmod import AuxRequest, compiler, create_block_mask, errors, flex_attention, mods
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, mods
+from flexmod.codegen import compiler
 from gpu.hopper_cases import CASES, HopperCase, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

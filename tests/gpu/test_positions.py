@@ -11,7 +11,8 @@ from torch import Tensor
 
 import flexmod
 from benchmarks.dense import Mods, attention
-from flexmod import Offset, compiler, create_block_mask, create_mask, flex_attention, masks, mods
+from flexmod import Offset, create_block_mask, create_mask, flex_attention, masks, mods
+from flexmod.codegen import compiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():

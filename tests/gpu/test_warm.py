@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexmod import config, masks, mods
+from flexmod import masks, mods
+from flexmod.runtime import config
 from flexmod.runtime.target import NAMES, target_of
-from flexmod.warm import warm
+from flexmod.tools.warm import warm
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

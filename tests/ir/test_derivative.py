@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from table_walk import graph_of, rows_of
 
-from flexmod.compiler import capture_grad
+from flexmod.codegen.compiler import capture_grad
 from flexmod.ir.derivative import differentiate, differentiate_captures
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.ops import Op

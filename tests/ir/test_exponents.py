@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexmod import mods
-from flexmod.compiler import lower
+from flexmod.codegen.compiler import lower
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.exponents import Exponent, exponent, score_bounds
 from flexmod.ir.graph import Graph

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flexmod import and_masks, masks, mods, or_masks
-from flexmod.ir import trace, traces
-from flexmod.ir.fingerprint import fingerprint
-from flexmod.ir.traces import remembered
+from flexmod.ir import fingerprint as traces
+from flexmod.ir import trace
+from flexmod.ir.fingerprint import fingerprint, remembered
 
 CPU = torch.device("cpu")
 TABLE = torch.arange(8.0)

@@ -14,7 +14,7 @@ from random_masks import random_masks
 
 from flexmod import masks
 from flexmod.block_mask.build import and_masks
-from flexmod.block_mask.spans import Axes
+from flexmod.block_mask.refine import Axes
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.intervals import Analysis, analyze
 from flexmod.ir.passes import fitted

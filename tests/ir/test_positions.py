@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS, Graph
-from flexmod.ir.passes import fitted
-from flexmod.ir.positions import EXACT
+from flexmod.ir.passes import EXACT, fitted
 from flexmod.ir.trace import trace
 
 slopes = torch.tensor([0.5, 0.25])

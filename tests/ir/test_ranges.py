@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from flexmod import masks
-from flexmod.compiler import lower
+from flexmod.codegen.compiler import lower
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import COLUMN, ROW, Graph
+from flexmod.ir.integers import as_ranges
 from flexmod.ir.passes import promote_constants
-from flexmod.ir.ranges import as_ranges
 from flexmod.ir.trace import trace
 
 LENGTH = 61

@@ -9,10 +9,9 @@ import pytest
 import torch
 from learned_mods import learned_mods
 
-from flexmod.ir.derivative import differentiate_captures
+from flexmod.ir.derivative import differentiate_captures, terms_of
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import fitted, optimize, promote_constants, widen
-from flexmod.ir.reductions import terms_of
 from flexmod.ir.trace import trace
 
 T = torch.zeros(64, requires_grad=True)

@@ -27,8 +27,8 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.storage import Axis
 from flexmod.codegen.hopper import TARGET, HopperKernels, obstacle, text
 from flexmod.codegen.spec import Direction, KernelSpec
-from flexmod.runtime import launch, launches
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime import launch
+from flexmod.runtime.direct import COUNTER
 from plain_gluon.language import names, run_program
 from plain_gluon.memory import Descriptor, Pointer
 from plain_gluon.mods import called, functions_of, kernel, split
@@ -89,16 +89,16 @@ def on_python(
         mock.patch.object(launch, "choose_tile", choose_tile),
         mock.patch.object(first, "obstacle", why),
         # a call of another seed has another shape
-        mock.patch("flexmod.autograd._has_kinds", lambda mask: False),
+        mock.patch("flexmod.calls.autograd._has_kinds", lambda mask: False),
         mock.patch.object(arguments, "processors", lambda device: PROCESSORS),
-        mock.patch.object(launches, "TensorDescriptor", described),
-        mock.patch.object(launches, "layout", lambda block, dtype: None),
+        mock.patch.object(launch, "TensorDescriptor", described),
+        mock.patch.object(launch, "layout", lambda block, dtype: None),
     ):
         yield
 
 
 def by_length(rows: Tensor) -> Tensor:
-    """The rows of a mask, those with most tiles first; see `block_mask/runs.py`."""
+    """The rows of a mask, those with most tiles first; see `block_mask/tiles.py`."""
     return rows[..., 0].sum(-1).argsort(descending=True).int()
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmod.plan import Place, PlanWriter, Size, named
-from flexmod.runtime import bound, launch, launches
+from flexmod.runtime import bound, launch
 from flexmod.runtime.bound import Bound
+from flexmod.runtime.plan import Place, PlanWriter, Size, named
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_a_dispatch_mode_sees_what_is_allocated() -> None:
 def test_hooked_launches_go_by_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A direct launch is made of the first one, and does all that follow but where somebody watches."""
     direct: list[Any] = []
-    monkeypatch.setattr(launches, "Direct", lambda *_: direct.append)
+    monkeypatch.setattr(launch, "Direct", lambda *_: direct.append)
     monkeypatch.setattr(launch, "start", lambda *given: started.append(given[1]) or SimpleNamespace())
     KERNEL.arg_names = ["X", "OUT", "scale", "BIAS"]  # type: ignore[attr-defined]
     started: list[str] = []

@@ -14,9 +14,8 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexmod.runtime import counters
-from flexmod.runtime.counters import COUNTER, filled
-from flexmod.runtime.direct import KEPT, Direct, kind_of_number
+from flexmod.runtime import direct
+from flexmod.runtime.direct import COUNTER, KEPT, Direct, filled, kind_of_number
 from flexmod.runtime.gluon import layout_of
 
 DEVICE = torch.device("cuda", 0)
@@ -131,9 +130,9 @@ def test_a_counter_is_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(torch.zeros(1, dtype=torch.int32))
         return made[-1]
 
-    monkeypatch.setattr(counters, "_zero", zero)
-    monkeypatch.setattr(counters, "_made_outside", zero)
-    monkeypatch.setattr(counters, "_kept", {})
+    monkeypatch.setattr(direct, "_zero", zero)
+    monkeypatch.setattr(direct, "_made_outside", zero)
+    monkeypatch.setattr(direct, "_kept", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0])
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
     launcher = CudaLauncher(descriptors=False)
@@ -161,9 +160,9 @@ def test_a_counter_is_made_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatc
         threads.append(threading.get_ident())
         return torch.zeros(1, dtype=torch.int32)
 
-    monkeypatch.setattr(counters, "_zero", zero)
+    monkeypatch.setattr(direct, "_zero", zero)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    assert counters._made_outside(0).tolist() == [0]
+    assert direct._made_outside(0).tolist() == [0]
     assert len(threads) == 1 and threads[0] != threading.get_ident()
     assert waited == ["zeroed"]
 

@@ -14,9 +14,9 @@ from triton.runtime.errors import OutOfResources
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import KernelSpec, Tile
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
-from flexmod.plan import Launch
 from flexmod.runtime import compiler_bugs
 from flexmod.runtime.launch import choose_tile, judged, rung_arguments, start
+from flexmod.runtime.plan import Launch
 
 DEVICE = torch.device("cuda", 0)
 

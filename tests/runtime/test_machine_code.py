@@ -13,14 +13,15 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 from triton_release import NEWEST
 
-from flexmod import ahead, masks
+from flexmod import masks
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen import cache
 from flexmod.codegen.hopper import HopperKernels
 from flexmod.codegen.spec import KernelSpec, padded
+from flexmod.codegen.variant import variant
 from flexmod.runtime import compiler_bugs, machine_code, offline
 from flexmod.runtime.machine_code import EVEN_REGISTERS, SERIALIZED
-from flexmod.variant import variant
+from flexmod.tools import ahead
 
 TEXT = """from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmod import config
 from flexmod.internals.triton import after_writing
-from flexmod.plan import Place, Size
-from flexmod.runtime import side_by_side
+from flexmod.runtime import config, side_by_side
+from flexmod.runtime.plan import Place, Size
 from flexmod.runtime.side_by_side import beside, in_threads, later, stand_in, stand_in_of
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +196,7 @@ from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
 from flexmod.runtime import jit, launch, side_by_side
-from flexmod.runtime.counters import COUNTER
+from flexmod.runtime.direct import COUNTER
 
 kernels, compiled, launchers, launched, real = [], [], [], [], jit.compiled
 
@@ -317,7 +316,7 @@ def test_no_backward_is_compiled_where_none_will_come(tmp_path: Path) -> None:
     q, k, v = (x.detach() for x in given)
     attend()
     q, k, v = given
-    mock.patch.object(flexmod.config, "debug_level", lambda: 1).start()
+    mock.patch.object(flexmod.runtime.config, "debug_level", lambda: 1).start()
     attend()
 """
     found, *_ = python(tmp_path, body)
@@ -428,7 +427,7 @@ def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> No
 BUILD = """
     from benchmarks.host_path import H200
     from flexmod.block_mask import generated
-    from flexmod.block_mask.mask_mod import trace_mask
+    from flexmod.block_mask.parts import trace_mask
     ids = torch.arange(256, dtype=torch.int32) // 50
     traced = trace_mask({mask}, torch.device("cpu"))
     with mock.patch.object(generated, "target_of", lambda device: H200):

@@ -1,0 +1,204 @@
+"""Checks the `kernel_options` of flex_attention against one table, before any other work.
+
+The names are torch's, except BLOCK_M3, BLOCK_N3, TEMPLATE, tuned and deterministic. Each name may have the
+prefix `fwd_` or `bwd_`, which overrides the bare name for that direction's kernels.
+
+Names the kernel families, for options and commands that select one.
+
+`backends/families.py` has the families themselves; its `insert` adds a name here.
+
+Names the orders of dimensions that query, key, value and output may have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from flexmod import errors
+from flexmod.errors import LayoutError
+
+PORTABLE = "portable"  # the last family, whose kernels run on every chip
+_names: tuple[str, ...] = ("hopper", PORTABLE)
+
+
+def names() -> tuple[str, ...]:
+    """Returns all names, in the order in which flexmod tries the families."""
+    return _names
+
+
+def set_names(known: Sequence[str]) -> None:
+    global _names
+    _names = tuple(known)
+
+
+def accepted() -> tuple[str, ...]:
+    """Returns the values that kernel option TEMPLATE accepts."""
+    return ("auto", *_names)
+
+
+@dataclass(frozen=True)
+class Option:
+    accepted: str
+    check: Callable[[Any], bool]
+
+
+def _power_of_two(value: Any) -> bool:
+    return _positive(value) and value >= 16 and value & (value - 1) == 0
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _among(*numbers: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value in numbers
+
+
+@dataclass(frozen=True)
+class Names:
+    """An option that takes names; each check looks them up."""
+
+    names: Callable[[], Sequence[str]]
+
+    @property
+    def accepted(self) -> str:
+        return "one of " + ", ".join(map(repr, self.names()))
+
+    def check(self, value: Any) -> bool:
+        return value in self.names()
+
+
+BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
+_BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCK_M3", "BLOCK_N3")
+_FLAG = Option("True or False", lambda value: isinstance(value, bool))
+
+# docs/kernel_options.md explains each option
+OPTIONS: dict[str, Option | Names] = {
+    "BACKEND": Names(lambda: BACKENDS),
+    "TEMPLATE": Names(accepted),
+    "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
+    "num_stages": Option("a positive integer", _positive),
+    **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
+    "tuned": _FLAG,
+    "deterministic": _FLAG,
+    # accepted, no effect
+    "PRESCALE_QK": _FLAG,
+    "ROWS_GUARANTEED_SAFE": _FLAG,
+    "BLOCKS_ARE_CONTIGUOUS": _FLAG,
+    "WRITE_DQ": _FLAG,
+    "FORCE_USE_FLEX_ATTENTION": _FLAG,
+    "USE_TMA": _FLAG,
+    # for AMD; passed to Triton
+    "kpack": Option("1 or 2", _among(1, 2)),
+    "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
+    "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
+}
+
+
+PREFIXES = ("fwd_", "bwd_")
+
+
+class FlexKernelOptions(TypedDict, total=False):
+    """The names of `kernel_options` and the types of their values, for type checkers.
+
+    docs/kernel_options.md explains each. Names with the prefixes `fwd_` and `bwd_` are not among them, as in
+    torch.
+    """
+
+    BACKEND: str
+    TEMPLATE: str
+    num_warps: int
+    num_stages: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_M1: int
+    BLOCK_N1: int
+    BLOCK_M2: int
+    BLOCK_N2: int
+    BLOCK_M3: int
+    BLOCK_N3: int
+    tuned: bool
+    deterministic: bool
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    BLOCKS_ARE_CONTIGUOUS: bool
+    WRITE_DQ: bool
+    FORCE_USE_FLEX_ATTENTION: bool
+    USE_TMA: bool
+    kpack: int
+    waves_per_eu: int
+    matrix_instr_nonkdim: int
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """Checked options. `tiles` has the options of launches, with prefixes, sorted by name."""
+
+    backend: str = "AUTO"
+    tiles: tuple[tuple[str, Any], ...] = ()
+
+
+NONE = KernelOptions()
+
+
+def parse(options: Mapping[str, Any] | None) -> KernelOptions:
+    """Checks names and values, and returns the options.
+
+    Raises UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError.
+    """
+    if not options:
+        return NONE
+    backend = options.get("BACKEND", "AUTO")
+    if backend == "FLASH":
+        raise errors.FlashBackendError()
+    if backend == "TRITON_DECODE":
+        raise errors.DecodeBackendError()
+    values = {name: _plain(value) for name, value in options.items()}
+    for name, value in values.items():
+        bare = name[4:] if name.startswith(PREFIXES) else name
+        option = OPTIONS.get(bare)
+        if option is None or (bare == "BACKEND" and bare != name):
+            near = difflib.get_close_matches(bare, OPTIONS, 1, 0.6)
+            close = f" Did you mean {near[0]!r}?" if near else ""
+            raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
+        if not option.check(value):
+            raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
+    return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values) if k != "BACKEND"]))
+
+
+def _plain(value: Any) -> Any:
+    """An integer that is a symbol of torch.compile becomes a number: a kernel is compiled for it."""
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return operator.index(value) if whole else value
+
+
+LayoutName = Literal["bhsd", "bshd"]
+
+
+class Layout(NamedTuple):
+    """An order of dimensions: `heads` and `length` are dimension numbers; errors use `shape` and `named`."""
+
+    heads: int
+    length: int
+    shape: str
+    named: str = ""
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "bhsd": Layout(1, 2, "[batch, heads, length, head_dim]"),
+    "bshd": Layout(2, 1, "[batch, length, heads, head_dim] in layout 'bshd'", " of layout 'bshd'"),
+}
+USUAL = LAYOUTS["bhsd"]
+
+
+def layout_of(name: Any) -> Layout:
+    """Returns the layout with this name. Raises LayoutError."""
+    if not isinstance(name, str) or name not in LAYOUTS:
+        raise LayoutError(layout=name)
+    return LAYOUTS[name]

@@ -1,0 +1,248 @@
+"""flex_attention, the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from flexmod import errors
+from flexmod.backends.interface import Forward
+from flexmod.backends.options import USUAL, Layout, LayoutName, layout_of
+from flexmod.backends.options import parse as parse_options
+from flexmod.block_mask.format import BlockMask
+from flexmod.calls import checks, library, prepared
+from flexmod.ir.offsets import OffsetLike, of_call, positions_in
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import dynamo
+
+ScoreFunction = Callable[..., Any]
+
+
+class AuxRequest(NamedTuple):
+    """Asks flex_attention for more results than the output; they come as an AuxOutput.
+
+    lse: the log-sum-exp of each row. max_scores: the largest score of each row.
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """The results that an AuxRequest asked for, float32 [B, Hq, M] each; None for the others.
+
+    Inputs in float64 give float64.
+
+    lse: natural logarithm of the sum of exp(score) over a row; -inf where a query attends to nothing.
+    max_scores: a row's largest score after the mods; not differentiable.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    layout: LayoutName = "bhsd",
+    q_offset: OffsetLike = None,
+    kv_offset: OffsetLike = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Computes softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
+
+    Lengths, head dimensions and strides may be any. Shapes and dtypes:
+
+        query   [B, Hq, M, D]        float16, bfloat16 or float32; on the CPU and REFERENCE float64 too
+        key     [B or 1, Hkv, N, D]  query's dtype, or a lower one in a forward without gradients
+        value   [B or 1, Hkv, N, Dv] key's dtype
+        output  [B, Hq, M, Dv]       query's dtype
+        lse     [B, Hq, M]           natural logarithm, float32 (float64 for float64)
+
+    Options:
+
+        score_mod       score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars. The score is float32, for
+                        exp (not exp2); h is the query head.
+        block_mask      from create_block_mask, or torch's own. Without one each query attends to all keys.
+        scale           multiplies query @ key^T; 1/sqrt(D) if None
+        enable_gqa      allows Hq to be a multiple of Hkv
+        return_lse      returns (output, lse)
+        return_aux      returns (output, AuxOutput) with the results that the AuxRequest names
+        kernel_options  see docs/kernel_options.md
+        layout          "bshd" for query, key, value and output as [B, M, Hq, D], without a copy. The shape of
+                        lse and max_scores and the indices of mods do not change.
+        q_offset        the position of the first query, where q_idx begins: an integer up to 2^30, or an
+                        int32 or int64 tensor with one element, or one for each batch entry, or an `Offset`.
+                        A call takes the offsets of its block_mask if it states none.
+        kv_offset       the same for the first key and kv_idx
+
+    A query that attends to nothing has output 0, lse -inf and gradients 0; without keys every query does. An
+    empty batch gives an empty output.
+
+    Raises, before it launches a kernel:
+
+        tensors  NotATensor, NotStrided, NestedTensorInput, TensorKindError, FreedStorageError,
+                 NotFourDimensional, EmptyHeadDim, ExtentError, HeadDimMismatch, LengthMismatch,
+                 BatchMismatch, KeyValueHeadsMismatch, HeadCountMismatch, HeadRatioError, DeviceMismatch,
+                 UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
+                 ScaleValueError, FakeTensorError, OffsetTypeError, OffsetValueError, OffsetShapeError;
+                 after the launch CaptureBoundsError, which kernels find
+        masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
+                 SlicedTorchMaskError, OffsetMismatchError
+        mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
+        options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
+                 DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError, NoTileFits,
+                 RoundedProductsError, MisaddressedProductsError
+
+    Transforms of torch.func raise VmapError and ForwardModeError, a second backward DoubleBackwardError.
+
+    A class with a __torch_function__ and an active TorchFunctionMode see this function. A class or a mode
+    with a __torch_dispatch__ (DTensor, FakeTensor, make_fx) sees torch.ops.flexmod.attention.
+
+    Source: Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496.
+
+    Example:
+
+        block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024, device=query.device)
+        out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
+    """
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset)
+    compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
+    if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
+        rest = (*given[3:7], return_lse, kernel_options)
+        offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
+        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, layout=layout, **offsets)
+    tensor_kinds.refuse_nested(query, key, value)
+    attend = _attend_in_graph if compiling else _attend
+    return results_of(attend, given, return_lse, return_aux, layout_of(layout))
+
+
+def by_override(
+    function: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    *rest: Any,
+    return_aux: AuxRequest | None,
+    **named: Any,
+) -> Any:
+    """Calls a class's __torch_function__, or an active TorchFunctionMode, for function(*tensors, *rest)."""
+    flat = None if return_aux is None else _Flat(*return_aux)
+    result = handle_torch_function(function, tensors, *tensors, *rest, return_aux=flat, **named)
+    return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+
+
+class _Flat(AuxRequest):
+    """Asks for a plain tuple.
+
+    To wrap the results of a subclass, torch calls the tuple's class with a list; AuxOutput takes none.
+    """
+
+
+def results_of(
+    attend: Callable[..., Forward],
+    given: tuple[Any, ...],
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+    layout: Layout,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Calls attend(*given, want_max) and returns its results in the form that the caller asked for.
+
+    The function `attend` takes tensors [B, heads, length, dim]; `given` has them in the layout.
+    """
+    if return_lse and return_aux is not None:
+        raise errors.ReturnArgumentsError()
+    want_max = return_aux is not None and return_aux.max_scores
+    result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)
+    if return_lse:
+        return result.out, result.lse
+    if return_aux is not None:
+        aux = AuxOutput(result.lse if return_aux.lse else None, result.max_scores)
+        return result.out, tuple(aux) if isinstance(return_aux, _Flat) else aux  # type: ignore[return-value]
+    return result.out
+
+
+def _heads_first(
+    attend: Callable[..., Forward], layout: Layout, query: Any, key: Any, value: Any, *rest: Any
+) -> Forward:
+    """Calls attend() on views [B, heads, length, dim]. Errors name dimensions in the caller's layout."""
+    given = (query, key, value)
+    for tensor in given:
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            checks.check_tensors(*given, True, layout)
+    try:
+        views = [tensor.transpose(1, 2) for tensor in given]
+    except RuntimeError:  # torch makes no view of freed storage
+        tensor_kinds.check({"query": query, "key": key, "value": value})
+        raise
+    if torch.compiler.is_compiling():  # a graph break inside a try block is an error
+        result = attend(*views, *rest)
+    else:
+        try:
+            result = attend(*views, *rest)
+        except errors.FlexmodError:
+            checks.check_tensors(*given, True, layout)
+            raise
+    return Forward(result.out.transpose(1, 2), result.lse, result.max_scores)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: Mapping[str, Any] | None,
+    q_offset: OffsetLike,
+    kv_offset: OffsetLike,
+    want_max: bool,
+) -> Forward:
+    """Runs flex_attention's call outside of torch.compile."""
+    options = parse_options(kernel_options)
+    of_mask = None if block_mask is None else positions_in(block_mask)
+    if q_offset is not None or kv_offset is not None or of_mask is not None:
+        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
+        score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
+    score = prepared.NO_SCORE if score_mod is None else prepared.score_of(score_mod)
+    asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max)
+    return prepared.attend(query, key, value, block_mask, asked, library.dispatch)
+
+
+def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:
+    """Runs flex_attention's call inside torch.compile or torch.export.
+
+    The REFERENCE backend breaks the graph, since torch differentiates it to any order. A mistake breaks it
+    too: the call then runs outside of the graph and raises its error there.
+    """
+    score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, want_max = rest
+    try:
+        options = parse_options(kernel_options)
+        of_mask = positions_in(block_mask)
+        positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
+        if options.backend == "REFERENCE":
+            why = "the REFERENCE backend runs outside of a graph"
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
+            why = "the scale of a graph is a plain number"
+        elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:
+            why = "the scale of a graph is a number of 64 bits"
+        else:
+            checks.check_tensors(query, key, value, enable_gqa)
+            asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
+            mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
+            return library.attend(query, key, value, mod, block_mask, asked)
+    except errors.FlexmodError as error:
+        why = error.message
+    dynamo().graph_break(msg=why)
+    return torch.compiler.disable(_attend)(query, key, value, *rest)

@@ -1,0 +1,445 @@
+"""Registers attention with torch's autograd as two Functions: the attention and its gradient.
+
+Both have a `setup_context`, which torch.func needs: each tensor that may carry a gradient is an argument, and
+the backward reads arguments and results only. The reference backend does not use them, since torch
+differentiates it.
+
+`save` saves tensors for the backward, which raises if a user wrote to them in between. That is torch's rule.
+`save_for_backward` compares the versions of a call's tensors; this module compares a
+mask's tensors. With saved-tensor hooks the mask's tensors also go through `save_for_backward`: a checkpoint
+computes them again, an offload returns copies.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flexmod.backends.interface import BackwardInputs, Forward, Problem
+from flexmod.backends.table import backend
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.compiler import capture_grad
+from flexmod.errors import (
+    DoubleBackwardError,
+    ForwardModeError,
+    ModifiedBeforeBackwardError,
+    RecomputedError,
+    SavedTensorError,
+    VmapError,
+)
+from flexmod.ir.evaluate import all_on_device
+from flexmod.ir.fingerprint import remember, tensor_key
+from flexmod.ir.graph import used_captures
+from flexmod.ir.trace import Traced
+from flexmod.runtime import config, tensor_kinds, transforms
+from flexmod.runtime.private_torch import default_saved_hooks, saved_without_checks, version_of
+
+if TYPE_CHECKING:
+    from flexmod.runtime.bound import Bound, Tensors
+
+GENERATED = ("triton", "interpret")
+GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `BackwardInputs`
+BACKWARDS = 64  # that a call remembers
+
+
+class _ForMask(NamedTuple):
+    """A bound plan, and the kinds of the mask tensors that it was bound to."""
+
+    kinds: tuple[object, ...] | None
+    bound: Bound
+
+    def serves(self, mask: MaskSnapshot | None) -> bool:
+        kinds = None if mask is None else mask.kinds
+        return kinds is self.kinds or kinds == self.kinds
+
+
+def _has_kinds(mask: MaskSnapshot | None) -> bool:
+    return mask is None or None not in mask.kinds
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """A checked call without its tensors and its mask; it runs all calls that differ only in tensor values.
+
+    `whole` puts tensors and mask into the problem. `track`: autograd records the call. `host_numbers`: a mod
+    captures a number on the host, see `ir/evaluate.py`.
+    """
+
+    problem: Problem
+    backend: str
+    want_max: bool
+    track: bool
+    host_numbers: bool = False
+    _forward: list[_ForMask] = field(default_factory=list)  # one, when the call has run
+    _backward: dict[object, _ForMask] = field(default_factory=dict)
+    _places: list[object] = field(default_factory=list)  # see `check_places`; from the first forward
+
+    @cached_property
+    def facts(self) -> int:
+        """A hash of everything that a backward depends on, except tensors and the mask."""
+        problem = self.problem
+        score = None if problem.score is None else problem.score.graph
+        return hash((score, problem.scale, problem.options, problem.precision, self.backend))
+
+    def saved_names(self, kept: int) -> list[str]:
+        """Returns the users' names of the tensors that a forward saves; see `Attention`."""
+        captures = self.problem.score.graph.captures if self.problem.score else ()
+        of_score = (f"{capture.name}, captured by score_mod," for capture in captures)
+        return ["query", "key", "value", "out", "lse", *["lse"] * kept, *of_score]
+
+    @cached_property
+    def used(self) -> tuple[bool, ...]:
+        """Whether the score depends on each captured tensor."""
+        if self.problem.score is None:
+            return ()
+        graph = self.problem.score.graph
+        numbers = used_captures(graph.nodes)
+        return tuple(number in numbers for number in range(len(graph.captures)))
+
+    def whole(
+        self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()
+    ) -> Problem:
+        """Returns the problem with its mask, captured tensors, and derivatives by `grad_captures`."""
+        score = self.problem.score
+        if score is None:
+            return replace(self.problem, mask=mask)
+        numbers = tuple(number for number, want in enumerate(grad_captures) if want)
+        return replace(
+            self.problem,
+            score=Traced(score.graph, tuple(captured)),
+            mask=mask,
+            capture_grad=capture_grad(score.graph, numbers) if numbers else None,
+        )
+
+    def forward(self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]) -> Tensors:
+        """Returns out, lse, the row maximum or None, and the tensors that the backend saves for its backward.
+
+        `tensors` are query, key, value and the score mod's captured tensors.
+        """
+        beside = () if mask is None else mask.tensors
+        for known in self._forward:
+            if known.serves(mask):
+                return known.bound.run((*tensors, *beside), mask)
+        if nothing(*tensors[:2]):
+            return self._of_nothing(*tensors[:3])
+        tensors = tuple(map(torch.resolve_neg, tensors))
+        given = (*tensors, *map(torch.resolve_neg, beside))
+        problem = self.whole(mask, tensors[3:])
+        bound = backend(self.backend).forward(
+            problem, given, want_max=self.want_max, keep=self.track,
+            meanwhile=self._backward_beforehand(mask, given),
+        )  # fmt: skip
+        found: Tensors = bound.run(given, mask)
+        if _has_kinds(mask):
+            self._forward[:] = [_ForMask(None if mask is None else mask.kinds, bound)]
+        if self.track and not self._places:
+            results = (t for place, t in enumerate(found) if place != 2)
+            saved_ones = (*tensors[:3], *results, *tensors[3:])
+            self._places[:] = [place(tensor) for tensor in saved_ones if tensor is not None]
+        return found
+
+    def _backward_beforehand(
+        self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]
+    ) -> Callable[[Tensors], Callable[[], object] | None] | None:
+        """Returns a function from a forward's results to a job that compiles the backward, or None.
+
+        `tensors` are the tensors of the forward and of the mask. The job assumes that only the output gets a
+        gradient, with the output's strides; a backward with another gradient still finds most kernels.
+        """
+        count = len(tensors) - (0 if mask is None else len(mask.tensors))
+        needs = tuple(tensor.requires_grad for tensor in tensors[:count])
+        # one thread alone keeps the compiler's printed stages in order
+        if not (self.track and any(needs)) or config.debug_level():
+            return None
+
+        def compiler(found: Tensors) -> Callable[[], object] | None:
+            out, lse, _, *kept = found
+            query, key, value, *rest = tensors
+            incoming = BackwardInputs(out, None, query, key, value, out, lse, tuple(kept), tuple(rest))
+            try:
+                problem = self.whole(mask, tensors[3:count], needs[3:])
+                job: Callable[[], object] | None = backend(self.backend).backward_compiler(
+                    problem, incoming.in_order(), needs[:3], len(kept)
+                )
+            except Exception:  # the backward raises it again if it runs
+                return None
+            return job
+
+        return compiler
+
+    def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
+        """Returns the results without queries or without keys: each query attends to nothing."""
+        shape, real = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_full(shape, -torch.inf, dtype=real)
+        return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
+
+    def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
+        """Returns gradients of query, key, value and each captured tensor, None where `needs` is False.
+
+        Raises SavedTensorError.
+        """
+        if nothing(given.query, given.key):
+            of = (given.query, given.key, given.value, *given.captured)
+            return tuple(torch.zeros_like(x) if need else None for x, need in zip(of, needs, strict=True))
+        kept = len(given.kept)
+        tensors = tuple([None if tensor is None else tensor.resolve_neg() for tensor in given.in_order()])
+        facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
+        case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
+        known = self._backward.get(case)
+        beside = () if mask is None else mask.tensors
+        if known is None or not known.serves(mask):
+            _check_readable(tensors)
+            self._check_places(tensors, kept)
+            problem = self.whole(mask, BackwardInputs.of(tensors, kept).captured, needs[3:])
+            tensors = (*tensors, *map(torch.resolve_neg, beside))
+            bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
+            if _has_kinds(mask):
+                kinds = None if mask is None else mask.kinds
+                remember(self._backward, case, _ForMask(kinds, bound), BACKWARDS)
+        else:
+            tensors, bound = (*tensors, *beside), known.bound
+        found = bound.run(tensors, mask)
+        asked = zip(found[3:] or (None,) * len(needs[3:]), needs[3:], strict=True)
+        return (*found[:3], *(gradient if need else None for gradient, need in asked))
+
+    def _check_places(self, tensors: Tensors, kept: int) -> None:
+        if self._places:
+            check_places(self.saved_names(kept), self._places, tensors[2:])  # type: ignore[arg-type]
+
+
+def _check_readable(tensors: Tensors) -> None:
+    """Checks the tensors of a `BackwardInputs`, in order. Raises TensorKindError, FreedStorageError."""
+    for number, tensor in enumerate(tensors):
+        if tensor is not None:
+            name = GRADIENTS.get(number, "a tensor saved for the backward")
+            tensor_kinds.check_readable({name: tensor})
+
+
+def nothing(query: Tensor | None, key: Tensor | None) -> bool:
+    """Returns whether a call has no scores at all."""
+    return query is not None and key is not None and not (query.numel() and key.numel())
+
+
+def run(
+    call: PreparedCall,
+    mask: MaskSnapshot | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: Sequence[Tensor],
+    plain: bool,
+) -> Forward:
+    """Runs a call. `plain`: no tensor is a torch.func wrapper, and none was unwrapped."""
+    if call.host_numbers:  # once, so that the backward uses the values of its forward
+        captured = all_on_device(captured, query.device)
+        mask = None if mask is None else mask.with_numbers_on(query.device)
+    if call.backend == "reference" and not nothing(query, key) or not call.track:
+        out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured))
+        return Forward(out, lse, largest)  # type: ignore[arg-type]
+    captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]
+    # the rest of Function.apply serves torch.func only
+    apply = super(torch.autograd.Function, Attention).apply if plain else Attention.apply
+    return Forward(*apply(call, mask, query, key, value, *captured)[:3])
+
+
+class Attention(torch.autograd.Function):
+    """The attention as a node of autograd: apply(call, mask, query, key, value, *captured)."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensors:
+        call, mask, *tensors = arguments
+        result: Tensors = call.forward(mask, tuple(tensors))
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, mask, query, key, value, *captured = inputs
+        out, lse, max_scores, *kept = output
+        ctx.call, ctx.kept = call, len(kept)
+        # autograd cannot save a tensor of inference mode, which has no version counter: save a copy
+        captured = [t.clone() if t.is_inference() else t for t in captured]
+        save(ctx, call.facts, mask, (query, key, value, out, lse, *kept, *captured))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in (max_scores, *kept) if t is not None))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Tensors:
+        mask, tensors = restored(ctx, lambda: ctx.call.saved_names(ctx.kept))
+        if grad_out is None:  # only the lse was used
+            out = tensors[3]
+            grad_out = out.new_zeros(()).expand_as(out)
+        arguments = (ctx.call, mask, ctx.needs_input_grad[2:], ctx.kept, grad_out, grad_lse, *tensors)
+        again = torch.is_grad_enabled() or transforms.active() or transforms.is_batched(grad_out)
+        return (None, None, *(Gradient.apply(*arguments) if again else Gradient.forward(*arguments)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise ForwardModeError(name="query, key, value or a captured tensor")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+        raise VmapError(name="query, key, value or a captured tensor")
+
+
+class Gradient(torch.autograd.Function):
+    """The backward of Attention as a node of autograd. Differentiating it raises DoubleBackwardError.
+
+    apply(call, mask, needs, number of kept tensors, then a `BackwardInputs` in order)
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensors:
+        call, mask, needs, kept, grad_out, *others = arguments
+        if transforms.is_batched(grad_out):
+            raise VmapError(name="the gradient of the output")
+        with no_autocast(grad_out.device.type):
+            result: Tensors = call.backward(mask, needs, BackwardInputs.of((grad_out, *others), kept))
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.backend = inputs[0].backend
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise DoubleBackwardError(backend=ctx.backend.upper())
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise ForwardModeError(name="the gradient of the output")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+        raise VmapError(name="the gradient of the output")
+
+
+# torch asks for the signature at every call; a stored one takes a tenth of the time.
+for function in (Attention, Gradient):
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+
+
+def no_autocast(kind: str) -> AbstractContextManager[None]:
+    """Disables autocast in a block, so that a backend's float32 operations stay float32."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Returns whether autocast is on for a device type; False for types without autocast, such as meta."""
+    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+
+
+WRITTEN = "modified by an inplace operation"  # part of torch's message
+
+
+def save(ctx: Any, call: int, mask: MaskSnapshot | None, tensors: Sequence[Tensor]) -> None:
+    """Saves tensors and a mask; `call` is a hash of everything else that the backward depends on."""
+    ctx.versions = [*map(version_of, tensors)]
+    if mask is not None:
+        mask = _copied(mask) if mask.in_inference_mode else mask
+        ctx.states = mask.states()
+    ctx.mask = mask
+    ctx.hooked = default_saved_hooks()
+    if not ctx.hooked:
+        ctx.save_for_backward(*tensors)
+        return
+    ctx.facts = (call, 0 if mask is None else mask.facts)
+    versions = () if mask is None else map(version_of, mask.tensors)
+    extra = () if mask is None else mask.tensors
+    facts = torch.tensor([*ctx.facts, *versions], dtype=torch.int64, device="cpu")
+    ctx.place = (place(facts),)
+    ctx.save_for_backward(*tensors, facts, *extra)
+
+
+def restored(ctx: Any, names: Callable[[], Sequence[str]]) -> tuple[MaskSnapshot | None, list[Tensor]]:
+    """Returns the saved mask and tensors. `names` returns the users' names of the tensors.
+
+    Raises ModifiedBeforeBackwardError, RecomputedError, SavedTensorError.
+    """
+    mask = ctx.mask
+    if mask is not None and not ctx.hooked:
+        _check_states(mask, ctx.states, mask.states())
+    tensors = unpacked(ctx, names)
+    if not ctx.hooked:
+        return mask, tensors
+    count = 0 if mask is None else len(mask.tensors)
+    end = len(tensors) - count - 1
+    check_places(("a tensor of integers",), ctx.place, tensors[end : end + 1])
+    of_call, of_mask, *versions = tensors[end].tolist()
+    _check_facts(ctx.facts, (of_call, of_mask))
+    return None if mask is None else _restored_mask(mask, tensors[end + 1 :], versions), tensors[:end]
+
+
+def unpacked(ctx: Any, names: Callable[[], Sequence[str]]) -> list[Tensor]:
+    """Returns ctx.saved_tensors; an error names a tensor that changed its version in `ctx.versions`."""
+    try:
+        return list(ctx.saved_tensors)
+    except RuntimeError as error:
+        if WRITTEN not in str(error):
+            raise
+        for name, saved, version in zip(names(), saved_without_checks(ctx), ctx.versions, strict=False):
+            if version_of(saved) != version:
+                raise _written(name) from error
+        raise
+
+
+def check_places(names: Sequence[str], then: Sequence[object], tensors: Sequence[Tensor]) -> None:
+    """Raises SavedTensorError if a saved tensor changed its shape, dtype or device since the forward."""
+    for name, before, tensor in zip(names, then, tensors, strict=True):
+        if place(tensor) != before:
+            raise SavedTensorError(name=name, before=_said(before), now=_said(place(tensor)))
+
+
+def place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _said(facts: Any) -> str:
+    shape, dtype, device = facts
+    return f"{tuple(shape)} of {dtype} on {device}"
+
+
+def _copied(mask: MaskSnapshot) -> MaskSnapshot:
+    """Copies the mask's inference-mode tensors that a user can reach, since they have no version counter."""
+    reachable = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
+    if not any(tensor.is_inference() for tensor in reachable):
+        return mask
+    count = len(mask.tensors) - len(reachable)
+    copies = [tensor.clone() if tensor.is_inference() else tensor for tensor in reachable]
+    return mask.with_tensors((*mask.tensors[:count], *copies))
+
+
+def _check_states(mask: MaskSnapshot, then: Sequence[object], now: Sequence[object]) -> None:
+    if then != now:
+        for name, before, after in zip(mask.names, then, now, strict=True):
+            if before != after:
+                raise _written(name)
+
+
+def _check_facts(then: tuple[int, int], now: Sequence[int]) -> None:
+    for what, before, after in zip(("score_mod, scale or options", "block_mask"), then, now, strict=False):
+        if before != after:
+            raise RecomputedError(what=what)
+
+
+def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequence[int]) -> MaskSnapshot:
+    """Returns the mask with the tensors that hooks returned; `versions` are their saved versions."""
+    check_places(mask.names, [place(tensor) for tensor in mask.tensors], found)
+    for name, tensor, own, version in zip(mask.names, found, mask.tensors, versions, strict=True):
+        same_memory = tensor.data_ptr() == own.data_ptr() and tensor.numel() > 0
+        if same_memory and version_of(own) != version:
+            raise _written(name)
+    if all(tensor is own for tensor, own in zip(found, mask.tensors, strict=True)):
+        return mask
+    return mask.with_tensors(found)
+
+
+def _written(name: str) -> ModifiedBeforeBackwardError:
+    bare = name.split(",")[0]
+    return ModifiedBeforeBackwardError(name=name, bare=bare)

@@ -1,0 +1,166 @@
+"""Checks a call's tensors, mask and captures before a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import errors
+from flexmod.backends.options import USUAL, Layout
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.spec import SMALLEST_TILE
+from flexmod.ir.evaluate import is_host_number
+from flexmod.ir.graph import check_sizes, dtype_name, used_captures
+from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LONGEST = 2**30  # the sum of two lengths, and of some tiles beyond, is an int32
+MOST_PROGRAMS = 2**31 - 1
+DTYPES = {
+    "triton": KERNEL_DTYPES,
+    "interpret": KERNEL_DTYPES,
+    "cpu": (*KERNEL_DTYPES, torch.float64),
+    "reference": (*KERNEL_DTYPES, torch.float64),
+}
+
+
+def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: Layout = USUAL) -> None:
+    """Checks shapes and devices of query, key and value, whose dimensions are in the layout's order."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout.shape)
+        if tensor.is_nested:
+            raise errors.NestedTensorInput(name=name)
+        if tensor.layout is not torch.strided:
+            raise errors.NotStrided(name=name, layout=tensor.layout)
+        if tensor.dim() != 4:
+            raise errors.NotFourDimensional(
+                name=name, rank=tensor.dim(), shape=tuple(tensor.shape), layout=layout.shape
+            )
+        if not tensor.shape[3]:
+            raise errors.EmptyHeadDim(name=name, shape=tuple(tensor.shape))
+    for name in ("key", "value"):
+        _same_device("query", query, name, named[name].device)
+    if query.shape[3] != key.shape[3]:
+        raise errors.HeadDimMismatch(query=query.shape[3], key=key.shape[3])
+    heads, length = layout.heads, layout.length
+    if key.shape[length] != value.shape[length]:
+        raise errors.LengthMismatch(
+            key=key.shape[length], value=value.shape[length], dimension=f"{length}{layout.named}"
+        )
+    if key.shape[heads] != value.shape[heads]:
+        raise errors.KeyValueHeadsMismatch.of(key.shape[heads], value.shape[heads], heads, layout.named)
+    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+        raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
+    of_query, of_key = query.shape[heads], key.shape[heads]
+    if of_query % of_key if of_key else of_query:
+        raise errors.HeadRatioError(query=of_query, key=of_key)
+    if of_query != of_key and not enable_gqa:
+        raise errors.HeadCountMismatch(query=of_query, key=of_key)
+
+
+def check_extents(query: Tensor, key: Tensor) -> None:
+    """Checks that positions, their sums and the number of programs fit in int32, as kernels need."""
+    for name, tensor in (("query", query), ("key", key)):
+        batch, heads, length, _ = tensor.shape
+        if length > LONGEST:
+            raise errors.ExtentError(
+                name=f"{name}'s length", value=length, limit=LONGEST, along="the positions"
+            )
+        tiles = batch * heads * -(-length // SMALLEST_TILE)
+        if tiles > MOST_PROGRAMS:
+            raise errors.ExtentError(
+                name=f"the number of {name}'s tiles, batch * heads * length / {SMALLEST_TILE},", value=tiles,
+                limit=MOST_PROGRAMS, along="the batch",
+            )  # fmt: skip
+
+
+def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_grad: bool) -> None:
+    """Checks that the backend takes the dtypes; key and value may have a lower one without gradients."""
+    accepted = DTYPES[backend]
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype not in accepted:
+            raise errors.UnsupportedDtype(
+                name=name, dtype=dtype_name(tensor.dtype), backend=backend.upper(),
+                accepted=", ".join(map(dtype_name, accepted)), advice=_cast_of(tensor),
+            )  # fmt: skip
+    if key.dtype == value.dtype == query.dtype:
+        return
+    names = [dtype_name(tensor.dtype) for tensor in (query, key, value)]
+    if key.dtype != value.dtype or torch.promote_types(query.dtype, key.dtype) != query.dtype:
+        raise errors.MixedDtypes(query=names[0], key=names[1], value=names[2])
+    if wants_grad:
+        raise errors.LowerPrecisionBackward(query=names[0], key=names[1])
+
+
+def _cast_of(tensor: Tensor) -> str:
+    """Returns code that casts the tensor to a dtype that attention takes."""
+    if tensor.is_quantized:
+        return "dequantize()"
+    return "real" if tensor.is_complex() else f"to({torch.bfloat16})"
+
+
+def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
+    """Checks the mask's shape, device and captures against the call."""
+    _same_device("query", query, "block_mask", mask.device)
+    held = mask.storage.tensors()
+    tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
+    if len(mask.storage.batch) != 2:
+        shape = (*mask.storage.batch, *mask.storage.grid)
+        raise errors.BlockMaskPartsError(
+            problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
+            advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
+        )
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(mask.seq_lengths) != lengths:
+        swapped = ""
+        if tuple(mask.seq_lengths) == (query.shape[1], key.shape[1]):
+            swapped = "; or say by layout='bhsd' or 'bshd' which dimension has the positions"
+        raise errors.MaskLengthError(
+            mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1],
+            call=_rebuild_call(mask, lengths), layout=swapped,
+        )  # fmt: skip
+    for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
+        size = mask.storage.batch[dim]
+        if size not in (1, query.shape[dim]):
+            raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
+        if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
+            raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
+    check_sizes(mask.traced.graph, (*query.shape[:2], *lengths), "the call")
+    check_captures(mask.traced, "mask", query)
+
+
+def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
+    batch, heads = (size if size > 1 else None for size in mask.storage.batch)
+    device = str(mask.device)
+    return (
+        f"create_block_mask(mask_mod, {batch}, {heads}, {lengths[0]}, {lengths[1]}, device={device!r}, "
+        f"BLOCK_SIZE={tuple(mask.BLOCK_SIZE)})"
+    )
+
+
+def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
+    """Checks that captured tensors are on query's device and that a mask captures none with a gradient.
+
+    A tensor with one element may be on the host.
+    """
+    for number in used_captures(traced.graph.nodes):
+        tensor, name = traced.tensors[number], traced.graph.captures[number].name
+        if not is_host_number(tensor, query.device):
+            _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
+        tensor_kinds.check({f"{name}, captured by {kind}_mod,": tensor})
+        if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
+            loads = (n.where for n in traced.graph.nodes if n.op == "load" and n.value == number)
+            raise errors.MaskCaptureGradientError(name=name, where=next(loads, None))
+
+
+def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
+    if one.device != other:
+        raise errors.DeviceMismatch(
+            first=first, first_device=str(one.device), second=second, second_device=str(other),
+            name=second.split(",")[0],
+        )  # fmt: skip

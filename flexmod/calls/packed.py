@@ -1,0 +1,196 @@
+"""Computes attention on packed sequences of different lengths, without padding between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod import errors, masks, mods
+from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.format import BlockMask
+from flexmod.calls.attention import ScoreFunction, flex_attention
+from flexmod.masks.checks import MaskMod, check_tensor
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import ragged_dimension
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes flex_attention within each packed sequence, differentiable.
+
+    Shapes; dtypes are flex_attention's:
+
+        query          [total, Hq, D]
+        key, value     [total_kv, Hkv, D], [total_kv, Hkv, Dv]
+        cu_seqlens     [n + 1]          integers that ascend from 0 to total: where each sequence begins
+        cu_seqlens_kv  [n + 1]          the same for key and value; cu_seqlens if None
+        output         [total, Hq, Dv]
+        lse            [Hq, total]      natural logarithm, with return_lse
+
+    For `score_mod` and `mask_mod` each sequence is a batch entry: b is its number, and q_idx and kv_idx start
+    from 0. Positions after the last sequence form one more sequence. To use one mask for several calls, build
+    it once and pass it as `block_mask` in place of `mask_mod`:
+
+        mask_mod = masks.jagged(cu_seqlens, masks.causal())
+        block_mask = create_block_mask(mask_mod, None, None, total, total)
+
+    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, and the errors of
+    flex_attention.
+
+    Example:
+
+        cu_seqlens = torch.tensor([0, 300, 700, 1024], device=query.device)
+        packed = (x[0].transpose(0, 1) for x in (query, key, value))  # [1024, 8, 64]
+        out = varlen_attention(*packed, cu_seqlens, mask_mod=masks.causal())
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout="[total, heads, head_dim]")
+        if tensor.is_nested or tensor.dim() != 3:
+            shape = "nested" if tensor.is_nested else list(tensor.shape)
+            raise errors.PackedShapeError(name=name, shape=shape)
+    if not torch.compiler.is_compiling():
+        given: dict[str, Any] = {"query": query, "key": key, "value": value}
+        given |= {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+        tensor_kinds.check({name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
+    check_tensor("varlen_attention", "cu_seqlens", cu_seqlens, ranks=(1,), shapes="[n + 1]")
+    if cu_seqlens_kv is not None:
+        check_tensor("varlen_attention", "cu_seqlens_kv", cu_seqlens_kv, ranks=(1,), shapes="[n + 1]")
+    heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+    out, lse = _attend(
+        heads_first, (cu_seqlens, cu_seqlens_kv), score_mod, mask_mod, block_mask,
+        scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
+    )  # fmt: skip
+    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def nested_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    mask_mod: MaskMod | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes flex_attention on nested tensors of jagged layout, differentiable; returns nested tensors.
+
+    Shapes; M* and N* are lengths that differ between batch entries:
+
+        query       [B, Hq, M*, D]
+        key, value  [B, Hkv, N*, D], [B, Hkv, N*, Dv]
+        output      [B, Hq, M*, Dv], with query's lengths
+        lse         [B, Hq, M*], natural logarithm, with return_lse
+
+    For `score_mod` and `mask_mod` b is the batch entry, and q_idx and kv_idx are positions within its
+    sequence. To use one `block_mask` for several calls, build it over the packed positions from
+    `masks.jagged(query.offsets(), mask_mod)`. The kernel runs on query.values(), without padding or copies.
+
+    The other arguments are flex_attention's. Raises NestedLayoutError, MaskTwiceError, and the errors of
+    flex_attention.
+
+    Source: torch.nested, and its scaled_dot_product_attention.
+
+    Example:
+
+        rows = [torch.randn(length, 8, 64, device=query.device) for length in (300, 700, 24)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+        out = nested_attention(nested, nested, nested, mask_mod=masks.causal())
+    """
+    named: dict[str, Any] = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            layout = "[batch, heads, length, head_dim]"
+            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout)
+        _check_nested(name, tensor)
+    _check_lengths(query, key, value)
+    q, k, v = named.values()
+    offsets, kv_offsets = q.offsets(), k.offsets()
+    out, lse = _attend(
+        (q.values(), k.values(), v.values()), (offsets, None if kv_offsets is offsets else kv_offsets),
+        score_mod, mask_mod, block_mask,
+        scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
+    )  # fmt: skip
+    nested, nested_lse = (
+        torch.nested.nested_tensor_from_jagged(x, offsets=offsets, jagged_dim=2) for x in (out, lse)
+    )
+    return (nested, nested_lse) if return_lse else nested
+
+
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor | None],
+    score_mod: ScoreFunction | None,
+    mask_mod: MaskMod | None,
+    block_mask: BlockMask | None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns out [Hq, total, Dv] and lse [Hq, total] from query, key and value [heads, total, head_dim]."""
+    if mask_mod is not None and block_mask is not None:
+        raise errors.MaskTwiceError()
+    query, key, value = tensors
+    for name, held in zip(("the offsets of query", "the offsets of key"), cu_seqlens, strict=True):
+        if held is not None and held.device != query.device:
+            raise errors.DeviceMismatch(
+                first="query", first_device=str(query.device), second=name, second_device=str(held.device),
+                name="cu_seqlens",
+            )  # fmt: skip
+    offsets, kv_offsets = cu_seqlens
+    total, kv_total = query.shape[1], key.shape[1]
+    lengths: dict[str, Any] = {"kv_offsets": kv_offsets, "total": total, "kv_total": kv_total}
+    if block_mask is None and total and kv_total:
+        jagged = masks.jagged(offsets, mask_mod, **lengths)
+        block_mask = create_block_mask(jagged, None, query.shape[0], total, kv_total, device=query.device)
+    if score_mod is not None:
+        score_mod = mods.jagged(offsets, score_mod, **lengths)
+    result: Any = flex_attention(
+        query[None], key[None], value[None], score_mod, block_mask, return_lse=True, **rest
+    )
+    return result[0][0], result[1][0]
+
+
+def _check_nested(name: str, tensor: Any) -> None:
+    if not tensor.is_nested or tensor.layout != torch.jagged:
+        problem = "is not a nested tensor of jagged layout"
+        advice = "make it with torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged)"
+    elif tensor.dim() != 4 or ragged_dimension(tensor) != 2:
+        problem = f"has {tensor.dim()} dimensions, of which dimension {ragged_dimension(tensor)} is ragged"
+        advice = f"let it be [batch, heads, length, head_dim], e.g. with {name}.transpose(1, 2)"
+    elif tensor.lengths() is not None:
+        problem = "has holes between its sequences"
+        advice = f"close them, with {name}.transpose(1, 2).contiguous().transpose(1, 2)"
+    else:
+        return
+    raise errors.NestedLayoutError(name=name, problem=problem, advice=advice)
+
+
+def _check_lengths(query: Any, key: Any, value: Any) -> None:
+    counts = [x.shape[0] for x in (query, key, value)]
+    if len(set(counts)) > 1:
+        raise errors.BatchMismatch(query=counts[0], key=counts[1], value=counts[2])
+    # equal sizes of the ragged dimension mean the same offsets; otherwise compare the values
+    if key.shape[2] != value.shape[2] and not torch.equal(key.offsets(), value.offsets()):
+        raise errors.NestedLayoutError(
+            name="value", problem="has sequences of other lengths than key",
+            advice="give each sequence as many values as keys",
+        )  # fmt: skip

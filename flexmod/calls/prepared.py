@@ -1,0 +1,417 @@
+"""Checks and prepares a call once, and reuses the result for later calls with the same key.
+
+The key has everything that checks, traces and kernels depend on: the kinds of the tensors (shapes, strides,
+dtypes, devices, alignment), the score mod's fingerprint, the mask's tensors, options, and torch's state. It
+has no values of tensors. Some calls have no key: tensors of other classes, transforms, a mod without a
+fingerprint. flexmod checks and traces such a call each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from flexmod import errors
+from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.options import KernelOptions
+from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.format import BlockMask, from_torch
+from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
+from flexmod.calls import autograd, checks
+from flexmod.codegen.compiler import lower
+from flexmod.ir.evaluate import is_host_number
+from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, tensor_key
+from flexmod.ir.graph import Graph, check_sizes, used_captures
+from flexmod.ir.replay import replay
+from flexmod.ir.trace import Traced, plain_number
+from flexmod.runtime import config, tensor_kinds, transforms, tuned
+from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad
+
+LARGEST_SCALE = torch.finfo(torch.float32).max
+KNOWN = 1024  # calls in the cache without a mask, and for each mask
+
+
+class Score(NamedTuple):
+    """A score mod: `trace` makes its graph, `seen` is its fingerprint.
+
+    `trace` also returns the facts that hold for all mods with this fingerprint, or None.
+    """
+
+    trace: Callable[[torch.device], tuple[Traced, Known | None]] | None
+    seen: Seen | None
+
+
+NO_SCORE = Score(None, Seen((), ()))
+
+
+def score_of(score_mod: Callable[..., Any]) -> Score:
+    seen = fingerprint(score_mod)
+    return Score(lambda device: find(score_mod, "score", device, seen), seen)
+
+
+class CallOptions(NamedTuple):
+    """A call's arguments except its tensors and its mask. See `flex_attention`."""
+
+    score: Score
+    scale: float | None
+    enable_gqa: bool
+    options: KernelOptions
+    want_max: bool
+
+
+class CheckedCall(NamedTuple):
+    """A cached call.
+
+    `own`: the mask from the score mod's -inf branches. `places`: where the score mod's captured tensors stand
+    among the tensors of the fingerprint, or among an operation's tensors. `autocast`: autocast is enabled.
+    """
+
+    call: autograd.PreparedCall
+    own: MaskSnapshot | None
+    places: tuple[int, ...]
+    autocast: bool = False
+
+    def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
+        """Returns the mask for a call that passes `given`.
+
+        Keeps the mask alive if a CUDA graph is being captured: each replay reads its tiles.
+        """
+        own = self.own
+        if own is None:
+            return given
+        if is_captured(own.device):
+            _in_graphs[id(own)] = own
+        return own
+
+    def lasts(self, device: torch.device) -> bool:
+        """Returns whether later calls may reuse it.
+
+        They may not if the mask depends on values of captured tensors, since each call builds such a mask.
+        They may not while a CUDA graph is captured, since the mask has no tiles before a replay.
+        """
+        return self.own is None or not (self.own.traced.tensors or is_captured(device))
+
+
+# runs a checked call: query, key, value, the traced score_mod, the mask
+Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, CallOptions], Forward]
+
+_without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose keys include the mask
+_by_mask: WeakKeyDictionary[SnapshotName, dict[object, CheckedCall]] = WeakKeyDictionary()
+_in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
+NO_CALLS: dict[object, CheckedCall] = {}
+
+
+def forget() -> None:
+    """Empties the cache of calls."""
+    _without_mask.clear()
+    _by_mask.clear()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions, dispatch: Dispatch
+) -> Forward:
+    """Runs attention from the cache, or checks and runs a new call.
+
+    `dispatch` runs a call that torch does not dispatch to kernels, see `tensor_kinds`.
+    """
+    mask = _snapshot(block_mask)
+    facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
+    if facts is not None:
+        memory = _without_mask if mask is None else _by_mask.setdefault(mask.name, {})
+    ready = memory.get(facts)
+    if ready is None:
+        return _attend_anew(query, key, value, mask, asked, facts, memory, dispatch)
+    seen = asked.score.seen
+    assert seen is not None
+    captured = [seen.tensors[place] for place in ready.places]
+    mask = ready.mask(mask)
+    if not ready.autocast:
+        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
+    query, key, value = cast_by_autocast(query, key, value)
+    with autograd.no_autocast(query.device.type):
+        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
+
+
+def known(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions
+) -> CheckedCall | None:
+    """Returns a call's cache entry, or None if the call is new."""
+    mask = _snapshot(block_mask)
+    memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
+    return memory.get(_facts(query, key, value, mask, asked))
+
+
+def of_operation(facts: object, device: torch.device, make: Callable[[], CheckedCall]) -> CheckedCall:
+    """Returns the cache entry of a torch.library operation's call. `facts` is its key, None for no cache."""
+    ready = None if facts is None else _without_mask.get(facts)
+    if ready is None:
+        ready = make()
+        if facts is not None and ready.lasts(device):
+            remember(_without_mask, facts, ready, KNOWN)
+    return ready
+
+
+def _facts(
+    query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: CallOptions
+) -> tuple[object, ...] | None:
+    """Returns a call's key, which has no values of tensors, or None if the call has none."""
+    score, scale, enable_gqa, options, want_max = asked
+    if score.seen is None or type(scale) not in (float, int, type(None)):
+        return None
+    of_tensors = kinds(query, key, value, options)
+    if of_tensors is None:
+        return None
+    of_mask = () if mask is None else mask.capture_kinds()
+    if of_mask is None:
+        return None
+    # 0.0 is equal to -0.0, and nan to nothing
+    of_scale = scale.hex() if type(scale) is float else scale
+    return (
+        of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
+        want_max,
+    )  # fmt: skip
+
+
+def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
+    """Returns the part of a call's key for its tensors and torch's state, or None if it has none."""
+    if transforms.active() or in_forward_ad() or dispatch_mode_count():
+        return None
+    if config.debug_level() or config.check_bounds():
+        return None
+    of_query, of_key, of_value = tensor_key(query), tensor_key(key), tensor_key(value)
+    if of_query is None or of_key is None or of_value is None:
+        return None
+    kind = query.device.type
+    if kind not in ("cuda", "cpu"):
+        return None
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    precision = float32_precision() if query.dtype is torch.float32 else None
+    return (
+        of_query, of_key, of_value, torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
+        tuned.state() if options.tiles else None,
+    )  # fmt: skip
+
+
+def _attend_anew(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskSnapshot | None,
+    asked: CallOptions,
+    facts: object,
+    memory: dict[object, CheckedCall],
+    dispatch: Dispatch,
+) -> Forward:
+    """Checks a call and runs it; caches it under `facts` unless that is None."""
+    options = asked.options
+    reference = options.backend == "REFERENCE"
+    if not reference:
+        transforms.check({"query": query, "key": key, "value": value})
+    checks.check_tensors(query, key, value, asked.enable_gqa)
+    given = query, key, value
+    query, key, value = map(tensor_kinds.as_plain_class, given)
+    if any(one is not other for one, other in zip((query, key, value), given, strict=True)):
+        return attend(query, key, value, mask, asked, dispatch)
+    tensor_kinds.check({"query": query, "key": key, "value": value})
+    _backend(options, query)  # raises before any cast or trace
+    asked = asked._replace(scale=_scale(asked.scale))
+    autocast = autograd.autocasts(query.device.type)
+    query, key, value = cast_by_autocast(query, key, value)
+    with autograd.no_autocast(query.device.type):
+        source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
+        if source is not None:
+            named = _captured(source)
+            tensor_kinds.check({f"{name},": tensor for name, tensor in named.items()})
+            if not reference:
+                transforms.check(named)
+        tensors = (query, key, value, *(source.tensors if source else ()))
+        track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
+        of_mask = () if mask is None else mask.tensors
+        dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
+        if dispatched and not reference:
+            _check(query, key, value, source, mask, _backend(options, query), track)
+            with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+                return dispatch(query, key, value, source, mask, asked)
+        call, own = checked(query, key, value, source, mask, asked, track)
+        mask = mask if own is None else own
+        captured = source.tensors if source is not None and call.problem.score is not None else ()
+        ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
+        if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
+            remember(memory, facts, ready, KNOWN)
+        if not dispatched:
+            return autograd.run(call, mask, query, key, value, captured, plain=False)
+        with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+            return autograd.run(call, mask, query, key, value, captured, plain=False)
+
+
+def _captured(source: Traced | None) -> dict[str, Tensor]:
+    """Returns a score_mod's captured tensors by the user's names."""
+    if source is None:
+        return {}
+    names = [f"{capture.name}, captured by score_mod" for capture in source.graph.captures]
+    return dict(zip(names, source.tensors, strict=True))
+
+
+def _named(
+    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None
+) -> dict[str, Tensor]:
+    """Returns all tensors of a call by the user's names."""
+    of_mask = {} if mask is None else dict(zip(mask.names, mask.tensors, strict=True))
+    captured = {f"{name},": tensor for name, tensor in _captured(source).items()}
+    return {"query": query, "key": key, "value": value, **captured, **of_mask}
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Traced | None,
+    mask: MaskSnapshot | None,
+    asked: CallOptions,
+    track: bool,
+) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
+    """Checks a call with a traced score mod, `source`; also returns the mask from its -inf branches."""
+    backend = _backend(asked.options, query)
+    scale = _scale(asked.scale)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    _check(query, key, value, source, mask, backend, track)
+    problem, own = _problem(query, key, source, mask, scale, track)
+    problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
+    captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
+    numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
+    return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None, backend: str,
+    track: bool,
+) -> None:  # fmt: skip
+    checks.check_dtypes(query, key, value, backend, track)
+    if backend in autograd.GENERATED:
+        checks.check_extents(query, key)
+    if mask is not None:
+        checks.check_mask(mask, query, key)
+    if source is not None:
+        checks.check_captures(source, "score", query)
+        check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
+
+
+def _scale(scale: Any) -> float | None:
+    """Returns the scale as a float. Raises ScaleError (also for a tensor, which would get no gradient) and
+    ScaleValueError.
+    """
+    number = None
+    if scale is not None and not isinstance(scale, Tensor):
+        with suppress(TypeError):  # an array of several numbers
+            number = plain_number(scale)
+    number = None if isinstance(number, bool) else number
+    if number is None and scale is not None:
+        of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
+        raise errors.ScaleError(
+            type=type(scale).__name__,
+            advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",
+        )
+    if number is not None and not abs(number) <= LARGEST_SCALE:
+        large = isinstance(number, int)
+        value = f"an integer of {number.bit_length()} bits" if large else number  # type: ignore[union-attr]
+        raise errors.ScaleValueError(value=value)
+    return None if number is None else float(number)
+
+
+def float32_precision() -> Literal["ieee", "tf32"]:
+    """Returns the precision of float32 products by torch's switches, old and new.
+
+    torch's `allow_tf32` raises once a new switch was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts query, key and value under autocast, as autocast does for torch's own attention."""
+    if not autograd.autocasts(tensors[0].device.type):
+        return tensors
+    return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
+
+
+def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of query, key and value after autocast's casts."""
+    kind = tensors[0].device.type
+    if not autograd.autocasts(kind):
+        return tuple(t.dtype for t in tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(dtype if t.is_floating_point() and t.dtype != torch.float64 else t.dtype for t in tensors)
+
+
+def _backend(options: KernelOptions, query: Tensor) -> str:
+    """Returns the backend to run: "triton", "cpu", "interpret" or "reference". No backend falls back."""
+    kind = query.device.type
+    if kind not in ("cuda", "cpu", "meta"):
+        raise errors.UnsupportedDevice(device=query.device)
+    if options.backend == "REFERENCE":
+        return "reference"
+    if options.backend == "INTERPRET":
+        if kind != "cpu":
+            raise errors.BackendDeviceError(backend="INTERPRET", wanted="cpu", device=query.device)
+        return "interpret"
+    if options.backend == "TRITON" and kind != "cuda":
+        raise errors.BackendDeviceError(backend="TRITON", wanted="cuda", device=query.device)
+    return "triton" if kind == "cuda" else "cpu"
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    source: Traced | None,
+    mask: MaskSnapshot | None,
+    scale: float,
+    wants_grad: bool,
+) -> tuple[Problem, MaskSnapshot | None]:
+    """Returns the problem of a checked call, and a mask from the score_mod's -inf branches.
+
+    The problem has neither a mask nor captured tensors yet.
+    """
+    if source is None:
+        return Problem(None, None, None, scale), None
+    batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
+    extents = (batch, heads, length, keys)
+    split, own = mask is None and not autograd.nothing(query, key), None
+    lowered = lower(source.graph, extents, split=split)
+    if split and lowered.split is not None:
+        decides = tuple(tensor.detach() for tensor in source.tensors)
+        own = _mask_of(Traced(lowered.split, decides), extents, query.device)
+    score = None if lowered.score is None else Traced(lowered.score)
+    return Problem(score, lowered.grad if wants_grad else None, None, scale), own
+
+
+def _snapshot(block_mask: Any) -> MaskSnapshot | None:
+    """Takes a snapshot of the mask, so that its later changes do not reach the call or its backward."""
+    if block_mask is None or isinstance(block_mask, MaskSnapshot):
+        return block_mask
+    if isinstance(block_mask, BlockMask):
+        return block_mask.snapshot()
+    if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
+        return from_torch(block_mask).snapshot()
+    raise errors.NotABlockMask.of(block_mask)
+
+
+def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
+    """Builds the block mask of a score_mod's -inf branches; caches it if it captures no tensor."""
+    batch, heads, length, keys = extents
+    sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
+    if used_captures(split.graph.nodes) or is_captured(device):
+        return create_block_mask(replay(split), *sizes, device=device).snapshot()
+    return _remembered_mask(split.graph, sizes, device)
+
+
+@lru_cache(64)
+def _remembered_mask(graph: Graph, sizes: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
+    return create_block_mask(replay(Traced(graph)), *sizes, device=device).snapshot()

@@ -1,0 +1,123 @@
+"""Describes a variant of attention without the tensors of a call: lowered mods and a KernelSpec.
+
+`explain`, ahead-of-time builds and standalone files start from it. Constants of the mods stay constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexmod.codegen.compiler import Lowered, kernels_for, lower
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.prelude import Family
+from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.ir.passes import Extents
+from flexmod.ir.trace import Traced, trace
+
+EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of attention: lowered mods, a KernelSpec and checked kernel_options.
+
+    The `spec` is for the backward, whose module includes the forward. `score_tensors` and `mask_tensors` are
+    the mods' captured tensors, in the order of their graphs' captures. `learned` has the numbers of the
+    score_mod's captures that require grad.
+    """
+
+    spec: KernelSpec
+    score: Lowered | None
+    mask: Lowered | None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+    learned: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def spec_of(self, direction: Direction) -> KernelSpec:
+        return replace(self.spec, backward=direction == "backward")
+
+    def kernels(self, direction: Direction, reduce_in_backward: bool = False, family: Family = "") -> Kernels:
+        """Returns the portable kernels of one direction, for a family of chips.
+
+        `reduce_in_backward`: another family's backward makes the sums for captures itself.
+        """
+        grad_captures = self.learned if direction == "backward" else ()
+        spec = self.spec_of(direction)
+        return kernels_for(
+            spec,
+            self.score,
+            self.mask,
+            self.options,
+            grad_captures=grad_captures,
+            reduce_in_backward=reduce_in_backward,
+            family=family,
+        )
+
+
+def variant(
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    *,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int | tuple[int, int] = 128,
+    extents: Extents = EXTENTS,
+    **facts: Any,
+) -> Variant:
+    """Traces and lowers the mods. Without a mask_mod, the score_mod's -inf branches become a mask.
+
+    `extents`: the largest B, Hq, M and N for index arithmetic. `facts`: further fields of the KernelSpec.
+    Raises what tracing raises.
+    """
+    spec = spec_for(dtype, head_dim, value_dim, block_size, **facts)
+    traced = trace(score_mod, "score") if score_mod else None
+    return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
+
+
+def spec_for(
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int | None = None,
+    block_size: int | tuple[int, int] = 128,
+    **facts: Any,
+) -> KernelSpec:
+    """Returns the spec of a backward with a mask, for one dtype; `facts` are further fields."""
+    block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    return KernelSpec(
+        q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
+        mask_block=block, backward=True, **facts,
+    )  # fmt: skip
+
+
+def of_traces(
+    traced: Traced | None,
+    of_mask: Traced | None,
+    spec: KernelSpec,
+    extents: Extents = EXTENTS,
+    options: tuple[tuple[str, Any], ...] = (),
+) -> Variant:
+    """Returns the variant of a traced score_mod and mask_mod; `spec` has a mask's block size in any case.
+
+    Its kernels quote the lines of these mods, even if equal mods came before.
+    """
+    score = lower(replace(traced.graph, lines=True), extents, split=of_mask is None) if traced else None
+    if traced is not None and score is not None and score.split is not None:
+        of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
+    mask = lower(replace(of_mask.graph, lines=True), extents, split=False) if of_mask else None
+    tensors = traced.tensors if traced else ()
+    changes = score is not None and score.score is not None
+    return Variant(
+        spec if mask else replace(spec, mask_block=None),
+        score,
+        mask,
+        tensors,
+        of_mask.tensors if of_mask else (),
+        tuple(n for n, tensor in enumerate(tensors) if tensor.requires_grad) if changes else (),
+        options,
+    )

@@ -1,0 +1,222 @@
+"""Wraps private names of torch, so that only this file depends on them.
+
+A name that every attention call uses is torch's own function, without a Python function in between.
+tests/test_internals.py finds private names elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _functorch
+from torch._C._dynamo import guards
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import GetAttrKey as GetAttrKey
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# __torch_function__, of calls
+
+NO_OVERRIDE = torch._C._disabled_torch_function_impl
+"""The __torch_function__ of classes that override nothing."""
+torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+enable_torch_function: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
+"""Within it, classes and modes see torch functions, though a caller has switched that off."""
+
+
+def function_modes() -> Iterator[Any]:
+    """The active TorchFunctionModes, from the outermost."""
+    return map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+
+
+def is_device_mode(mode: object) -> bool:
+    """Is it the mode of torch.set_default_device?"""
+    return type(mode) is DeviceContext
+
+
+# __torch_dispatch__, of operations
+
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_KINDS_OF_MODES = torch._C._TorchDispatchModeKey
+_RECORDING = (_KINDS_OF_MODES.FAKE, _KINDS_OF_MODES.PROXY, _KINDS_OF_MODES.FUNCTIONAL)
+
+
+def is_recording() -> bool:
+    """Is a mode active that makes a graph of the operations: FakeTensorMode, make_fx, functionalization?"""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+
+
+def dispatch_key_bits(*names: str) -> int:
+    """The dispatch keys with these names, as the bits that `dispatch_keys` has."""
+    bits = 0
+    for name in names:
+        bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return bits
+
+
+def dispatch_keys(tensor: Tensor) -> int:
+    """Returns the tensor's dispatch keys, one bit for each key."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+# devices and allocations: asked at each launch
+
+_C: Any = torch._C  # a build without CUDA lacks some of the names
+
+
+def current_device() -> int:
+    """The number of the current GPU."""
+    found: int = _C._cuda_getDevice()
+    return found
+
+
+def current_stream(device: int) -> int:
+    """The current stream of a GPU, as the driver has it."""
+    found: int = _C._cuda_getCurrentRawStream(device)
+    return found
+
+
+def is_stream_capturing() -> bool:
+    """Does the current stream of the current GPU record a CUDA graph?"""
+    return bool(_C._cuda_isCurrentStreamCapturing())
+
+
+def quick_empty_strided(device_type: str) -> Callable[..., Tensor] | None:
+    """empty_strided(size, stride, dtype) on the current device, as torch's own compiled graphs allocate.
+
+    It takes half the time, and no dispatch mode sees it. None where torch has no such function.
+    """
+    found: Callable[..., Tensor] | None = getattr(guards, f"_empty_strided_{device_type}", None)
+    return found
+
+
+# torch.func
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
+is_functional_wrapper: Callable[[Tensor], bool] = _functorch.is_functionaltensor
+is_functionalized: Callable[[Tensor], bool] = torch._is_functional_tensor
+functional_inner: Callable[[Tensor], Tensor] = torch._from_functional_tensor
+
+
+def is_vmap_wrapper(tensor: Tensor) -> bool:
+    """Is the tensor a wrapper of vmap? Says nothing of what it wraps."""
+    return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+
+
+def in_forward_ad() -> bool:
+    """Does this code run inside torch.autograd.forward_ad.dual_level?"""
+    return forward_ad._current_level >= 0
+
+
+# what autograd keeps
+
+UNCOUNTED = -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the tensor's version, which counts writes; UNCOUNTED for a tensor of inference mode."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+def default_saved_hooks() -> bool:
+    """Do hooks pack what is saved for a backward: a checkpoint, an offload?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_without_checks(ctx: Any) -> Iterator[Tensor]:
+    """Yields the tensors of `ctx.save_for_backward`, even if ctx.saved_tensors raises after a write."""
+    return (saved.data for saved in ctx._raw_saved_tensors)
+
+
+# tensors and modules by their parts
+
+
+def ragged_dimension(tensor: Tensor) -> int:
+    """Of a nested tensor of jagged layout."""
+    return tensor._ragged_idx  # type: ignore[attr-defined]
+
+
+def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Its own parameters, buffers and submodules by name, without a walk through the latter."""
+    return module._parameters, module._buffers, module._modules
+
+
+# TorchDynamo: code that runs in it has imported it
+
+
+def dynamo() -> ModuleType:
+    """For code that TorchDynamo runs: a graph is broken where its `graph_break` is called, in no helper."""
+    return torch._dynamo
+
+
+def assume_constant(function: Function) -> Function:
+    """torch.compiler.assume_constant_result, without the import of TorchDynamo, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def fix_sizes(tensor: Tensor, last: int) -> None:
+    """torch._dynamo.mark_static of the last dimensions, of the tensor that this one views too.
+
+    It imports no TorchDynamo.
+    """
+    for known in (tensor, tensor._base):
+        if known is not None:
+            known._dynamo_static_indices = set(range(known.dim())[-last:])  # type: ignore[attr-defined]
+
+
+def _translator() -> Any:
+    """Returns TorchDynamo's translator of the running function's bytecode; None outside of TorchDynamo."""
+    from torch._dynamo import symbolic_convert
+
+    return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+def innermost_mode_name() -> str:
+    """Returns the class name of the innermost TorchFunctionMode inside TorchDynamo, or ""."""
+    translator = _translator()
+    modes: Any = translator.symbolic_torch_function_state.mode_stack if translator else ()
+    return modes[-1].python_type().__name__ if modes else ""
+
+
+@assume_constant
+def let_modes_change(let: bool) -> None:
+    """Sets whether TorchDynamo may enter a mode within a checkpoint, where code runs twice.
+
+    By default it enters none. flexmod's mode ends inside the checkpoint, so it is safe.
+    """
+    translator = _translator()
+    if translator is not None:
+        ask_modes_of_unary_operators()
+        translator.output.current_tracer.allow_side_effects_in_hop = let
+
+
+@cache
+def ask_modes_of_unary_operators() -> None:
+    """See `runtime/compiler_bugs.py`."""
+    from torch._dynamo.variables import TensorVariable
+
+    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def unary(self: Any, tx: Any) -> Any:
+            if tx.symbolic_torch_function_state.in_torch_function_mode():
+                return self.call_method(tx, method, [], {})
+            return plain(self, tx)
+
+        return unary
+
+    for slot, method in (("negative", "neg"), ("absolute", "abs"), ("positive", "positive")):
+        plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
+        if plain is not None:
+            setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))

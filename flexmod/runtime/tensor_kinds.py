@@ -1,0 +1,219 @@
+"""Decides which tensors a kernel can read. torch dispatches some others; the rest raise errors.
+
+A kernel gets a pointer, a shape and strides, which suffice for a tensor with its own strided storage. torch
+marks each other kind of tensor with a dispatch key. So a kernel gets only tensors whose keys are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.errors import FakeTensorError, FreedStorageError, NestedTensorInput, TensorKindError
+from flexmod.runtime import private_torch as internals
+from flexmod.runtime import transforms
+from flexmod.runtime.private_torch import NO_OVERRIDE
+from flexmod.runtime.private_torch import dispatch_key_bits as _bits
+from flexmod.runtime.private_torch import dispatch_keys as _keys
+
+CLASSES = (Tensor, torch.nn.Parameter)
+
+# keys of a strided tensor with its own storage; a call resolves `Negative` before a launch
+_READABLE = _bits(
+    "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "Negative"
+)
+_PYTHON = _bits("Python") & ~_bits("CPU", "CUDA")
+# tensors for torch.ops.flexmod.attention: subclasses with __torch_dispatch__, functionalized tensors, zeros
+# without storage
+_DISPATCHED = _PYTHON | _bits("Functionalize", "ZeroTensor")
+
+
+def overridden(tensors: Sequence[Any]) -> bool:
+    """Returns whether a class or a mode must see a call on tensors for which has_torch_function is true.
+
+    The mode of torch.set_default_device need not see it: it changes only factory functions. A mod may call
+    one, so the mode must stay active.
+    """
+    if not all(map(internals.is_device_mode, internals.function_modes())):
+        return True
+    if not internals.torch_function_enabled():
+        return False
+    classes = [type(tensor) for tensor in tensors if type(tensor) not in CLASSES]
+    return any(getattr(kind, "__torch_function__", NO_OVERRIDE) is not NO_OVERRIDE for kind in classes)
+
+
+def refuse_nested(query: Any, key: Any, value: Any) -> None:
+    """Raises NestedTensorInput for nested tensors, before any code reads shapes.
+
+    torch ends the process when TorchDynamo enters a function and reads the strides of a nested tensor with
+    strided layout.
+    """
+    try:
+        nested = query.is_nested or key.is_nested or value.is_nested
+    except AttributeError:  # not a tensor; a later check raises
+        return
+    if nested:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.is_nested:
+                raise NestedTensorInput(name=name)
+
+
+def as_plain_class(tensor: Tensor) -> Tensor:
+    """Returns a subclass that only renames its storage as a plain torch.Tensor; differentiable."""
+    if type(tensor) in CLASSES or is_dispatched(tensor) or transforms.is_wrapped(tensor):
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
+def is_dispatched(tensor: Tensor) -> bool:
+    """Returns whether torch dispatches operations on the tensor to code other than kernels on its storage."""
+    return bool(_keys(tensor) & _DISPATCHED) or tensor.device.type == "meta"
+
+
+def any_dispatched(tensors: Iterable[Tensor]) -> bool:
+    """Returns `is_dispatched` for any of the tensors, or whether a TorchDispatchMode must see operations."""
+    return bool(internals.dispatch_mode_count()) or any(map(is_dispatched, tensors))
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Returns whether the tensor has no values: on the meta device, or from a FakeTensorMode."""
+    return tensor.device.type == "meta" or getattr(tensor, "fake_mode", None) is not None
+
+
+def recorded_by_torch() -> bool:
+    """Returns whether torch records operations in a graph (FakeTensorMode, make_fx, functionalization).
+
+    Such a graph would miss launches of kernels.
+    """
+    return internals.is_recording()
+
+
+@contextmanager
+def naming_fake(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Surrounds a torch operation; raises FakeTensorError if it cannot mix these tensors with fake ones."""
+    try:
+        yield
+    except AssertionError as error:
+        if "fake" not in str(error).lower():
+            raise
+        advice = (
+            "make all tensors of a call within one FakeTensorMode, or all of them outside; "
+            "FakeTensorMode(allow_non_fake_inputs=True) takes real ones too"
+        )
+        raise FakeTensorError(problem=_mixed(tensors), advice=advice) from error
+
+
+def _mixed(tensors: Mapping[str, Tensor]) -> str:
+    modes = {name: getattr(tensor, "fake_mode", None) for name, tensor in tensors.items()}
+    fake = [name for name, mode in modes.items() if mode is not None]
+    real = [name for name, mode in modes.items() if mode is None]
+    if fake and real:
+        return f"{fake[0]} is a fake tensor, a shape without values, and {real[0]} is a real one"
+    if real:
+        return f"{real[0]} is a real tensor, and a FakeTensorMode is active"
+    other = next((name for name in fake if modes[name] is not modes[fake[0]]), fake[-1])
+    return f"{fake[0]} and {other} are fake tensors of two modes"
+
+
+def check(tensors: Mapping[str, Tensor]) -> None:
+    """Checks that a kernel can read each tensor, or that torch dispatches it.
+
+    Raises:
+        TensorKindError: a tensor is of another kind.
+        FreedStorageError: a storage is too small for its tensor's elements.
+    """
+    for name, tensor in tensors.items():
+        if not is_dispatched(tensor):
+            check_readable({name: tensor})
+            continue
+        functional = internals.is_functionalized(tensor)
+        if functional and transforms.is_wrapped(internals.functional_inner(tensor)):
+            raise TensorKindError(
+                name=name, kind="functionalized inside of another transform of torch.func",
+                advice=f"{name} outside of one of the two",
+            )  # fmt: skip
+
+
+def check_readable(tensors: Mapping[str, Tensor]) -> None:
+    """Checks that a kernel can read each tensor below its torch.func wrappers.
+
+    Raises TensorKindError, FreedStorageError.
+    """
+    for name, tensor in tensors.items():
+        inner = transforms.innermost(tensor)
+        if _keys(inner) & ~_READABLE:
+            kind, advice = _described(name, inner)
+            raise TensorKindError(name=name, kind=kind, advice=advice)
+        check_storage(name, inner)
+
+
+def check_class(name: str, tensor: Tensor) -> None:
+    """Raises TensorKindError if a captured tensor's class has its own __torch_function__.
+
+    A kernel reads the elements, so the class could not change how to read them.
+    """
+    kind = type(tensor)
+    if kind in CLASSES or _keys(tensor) & _PYTHON:
+        return
+    override = kind.__torch_function__
+    if override is NO_OVERRIDE or getattr(override, "__func__", None) is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+        return
+    raise TensorKindError(
+        name=name, kind=f"of the class {kind.__name__}, whose own __torch_function__ may change what is read",
+        advice=f"{name}.as_subclass(torch.Tensor), if its storage holds the elements",
+    )  # fmt: skip
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Raises FreedStorageError if the storage is too small for the tensor's elements."""
+    if _is_freed(tensor):
+        present = tensor.untyped_storage().nbytes()
+        raise FreedStorageError(name=name, needed=_bytes_needed(tensor), present=present)
+
+
+def ends_the_process(tensor: Tensor) -> bool:
+    """Returns whether reading the tensor in torch would end the process, since its storage is freed."""
+    return not is_dispatched(tensor) and not _keys(tensor) & ~_READABLE and _is_freed(tensor)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() < _bytes_needed(tensor) or not storage.data_ptr()
+
+
+def _bytes_needed(tensor: Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, str]:
+    """Describes a tensor that no kernel can read, and what to pass instead."""
+    keys, kind = _keys(tensor), type(tensor).__name__
+    first = name.split(",")[0]
+    it = first if first.replace(".", "_").isidentifier() else "it"
+    if keys & _PYTHON:
+        plain = "the tensor inside of it"
+        for method in ("to_local", "full_tensor", "wait", "dequantize"):
+            if getattr(type(tensor), method, None) is not getattr(Tensor, method, None):
+                plain = f"{it}.{method}()"
+                break
+        return f"of the class {kind}, which alone can reach its elements", plain
+    if keys & _bits("Functionalize"):
+        return "a tensor of functionalization", f"{it} outside of torch.func.functionalize"
+    if keys & _bits("ZeroTensor"):
+        return "zeros without storage", f"{it}.clone()"
+    if keys & _bits("Conjugate"):
+        return "a conjugate that was not computed", f"{it}.resolve_conj()"
+    if tensor.is_quantized:
+        return "quantized", f"{it}.dequantize()"
+    if tensor.is_nested:
+        return "a nested tensor", f"{it}.values()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}", f"{it}.to_dense()"
+    return f"a tensor on {tensor.device}", f"{it} on cuda or cpu"

@@ -1,0 +1,104 @@
+"""Runs the command line, `flexmod` or `python -m flexmod`. Each file here is a command.
+
+A command's file is imported when the command runs: the others' imports and torch's take seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from flexmod.errors import FlexmodError
+
+# Each command, and its line in `flexmod --help`.
+COMMANDS = {
+    "show": "Draw a mask; print its sparsity and facts.",
+    "explain": "Print the graphs of mods, and which kernels serve them.",
+    "source": "Print the kernels, or write a file that runs without flexmod.",
+    "compare": "Compare results and times with SDPA's.",
+    "bench": "Time masks over lengths, beside SDPA.",
+    "build": "Compile kernels for chips; report registers and spills.",
+    "warm": "Fill a folder with compiled kernels to ship.",
+    "tune": "Search for the fastest tiles on this GPU.",
+    "doctor": "Check the installation; say which kernels run here.",
+}
+
+
+class Commands(click.Group):
+    """Lists commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"flexmod.tools.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            close = f" Did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"No such command {name!r}.{close}")
+        return super().resolve_command(ctx, args)
+
+
+def print_version(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+    if given and not context.resilient_parsing:
+        click.echo(f"flexmod {import_module('flexmod').__version__}")
+        context.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version,
+    help="Print the version and exit.",
+)  # fmt: skip
+def flexmod() -> None:
+    """A compiler for attention variants.
+
+    \b
+    MASK is one of
+      causal                                a mask of the library
+      sliding_window:1024                   with parameters
+      "causal & sliding_window(1024)"       several masks
+      softcap:30                            a score mod, with the causal mask
+      my_mods.py:near                       a function of your own
+      noop                                  no mask
+
+    \b
+    Try these first:
+      flexmod doctor
+      flexmod show "causal & sliding_window(1024)"
+      flexmod compare causal
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake.
+    """
+    try:
+        status = flexmod.main(arguments, prog_name="flexmod", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except FlexmodError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return int(status or 0)

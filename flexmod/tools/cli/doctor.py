@@ -1,0 +1,126 @@
+"""flexmod doctor: reports the installation, the backend that would run, and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import click
+import torch
+from tabulate import tabulate
+
+from flexmod.backends.families import serving
+from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import variant
+from flexmod.runtime import config, tuned
+from flexmod.runtime.target import OLDEST, Target, target_of
+
+# What flexmod needs, and what a part of it needs.
+NEEDED = ("torch", "triton", "jinja2", "tabulate", "click")
+FOR_A_PART = {"numpy": "Triton's interpreter", "matplotlib": "plots", "transformers": "its models"}
+DIMS = (32, 64, 128, 256)
+
+
+@click.command()
+def doctor() -> int:
+    """What is installed, which backend would run, and why. The exit status is 1 if something is amiss."""
+    troubles = list(_troubles())
+    click.echo(tabulate(list(_installed()), ("installed", "version", "for"), disable_numparse=True))
+    click.echo()
+    click.echo(tabulate(list(_devices()), ("device", "chip", "memory", "shared memory of a block")))
+    click.echo()
+    click.echo(tabulate(list(_runs()), ("tensors on", "runs", "why")))
+    click.echo()
+    for line in _folders():
+        click.echo(line)
+    click.echo()
+    for trouble in troubles:
+        click.echo(f"trouble: {trouble}")
+    click.echo("nothing is amiss" if not troubles else f"{len(troubles)} to see to")
+    return 1 if troubles else 0
+
+
+def _installed() -> Iterator[tuple[str, str, str]]:
+    yield "Python", platform.python_version(), ""
+    yield "flexmod", version("flexmod"), ""
+    for name in NEEDED:
+        yield name, version(name), ""
+    for name, purpose in FOR_A_PART.items():
+        yield name, version(name), purpose
+
+
+def version(name: str) -> str:
+    """Of a distribution; "-" where it is not installed."""
+    if name in ("flexmod", "torch", "triton"):  # these may run from a folder
+        found: str = importlib.import_module(name).__version__
+        return found
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def _targets() -> list[tuple[torch.device, Target]]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", number) for number in range(count)]
+    return [(device, target_of(device)) for device in devices]
+
+
+def _devices() -> Iterator[tuple[str, str, str, str]]:
+    yield "cpu", platform.machine(), "", ""
+    for device, target in _targets():
+        memory = torch.cuda.get_device_properties(device).total_memory
+        chip = f"{torch.cuda.get_device_name(device)} ({target.name})"
+        yield str(device), chip, f"{memory >> 30} GiB", f"{target.shared_limit} bytes"
+
+
+def _runs() -> Iterator[tuple[str, str, str]]:
+    yield (
+        "cpu",
+        "block-sparse torch",
+        "no kernels there; BACKEND='INTERPRET' interprets Triton's",
+    )
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "no device is found" if built else "this torch is built without CUDA"
+        yield "cuda", "nothing", why
+    for device, target in _targets():
+        for direction in get_args(Direction):
+            dims: dict[tuple[str, str], list[str]] = {}
+            for dim in DIMS:
+                family, passed = serving(variant(head_dim=dim).spec_of(direction), direction, target.name)
+                why = "; ".join(passed.values()) or f"the chip is {target.name}"
+                dims.setdefault((family.title, why), []).append(str(dim))
+            for (title, why), alike in dims.items():
+                yield str(device), f"{direction}, bfloat16, head dimension {', '.join(alike)}: {title}", why
+
+
+def _folders() -> Iterator[str]:
+    folder = config.cache_dir()
+    modules = len(list(folder.glob("*.py"))) if folder.is_dir() else 0
+    found = len(list(tuned.folder().glob("*.json"))) if tuned.folder().is_dir() else 0
+    yield f"cache folder {folder}: {modules} generated modules, {found} tuned"
+    for name in (config.DEBUG, config.CACHE_DIR, "TRITON_CACHE_DIR", "TRITON_INTERPRET"):
+        if os.environ.get(name):
+            yield f"{name}={os.environ[name]}"
+
+
+def _troubles() -> Iterator[str]:
+    """What keeps something from running."""
+    folder = config.cache_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield f"{existing} cannot be written: modules go to a temporary folder. Set {config.CACHE_DIR}."
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        yield "TRITON_INTERPRET=1: Triton compiles nothing in this process. Use BACKEND='INTERPRET'."
+    if torch.cuda.is_available():
+        for device, target in _targets():
+            if target.backend == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+                yield f"{device} is older than {OLDEST}: Triton does not compile for it."
+    if torch.version.cuda and Path("/dev/nvidia0").exists() and not torch.cuda.is_available():
+        yield "there is an NVIDIA device, but torch does not find it: look at the driver with nvidia-smi."

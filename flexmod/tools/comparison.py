@@ -1,0 +1,220 @@
+"""Compares flexmod with SDPA on one mask or score mod: first the results, then the times.
+
+flexmod.compare("sliding_window")
+flexmod.compare(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100, seq=4096)
+python -m flexmod compare causal
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod.block_mask.format import BlockMask
+from flexmod.errors import FlexOnCpuError
+from flexmod.ir.source import mod_kind
+from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
+from flexmod.tools.peers import (
+    Implementation,
+    Inputs,
+    Timing,
+    block_mask_of,
+    compiled_flex,
+    flexmod_attention,
+    random_inputs,
+    sdpa_causal,
+    sdpa_masked,
+    timed,
+)
+
+# The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+# The dense reference and its gradients need about this many float32 matrices of S x S for each head, and may
+# take this many bytes.
+REFERENCE_MATRICES = 8
+REFERENCE_BYTES = 4 << 30
+
+
+class Agreement(NamedTuple):
+    """The error of a result: its largest difference from the reference, and the ratio of RMS values."""
+
+    result: str
+    largest: float
+    relative: float
+    agrees: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The result of `compare`; `str` gives the printed tables."""
+
+    name: str
+    setting: Setting
+    reference: str
+    agreements: tuple[Agreement, ...]
+    first_call_ms: float
+    timings: tuple[Timing, ...]
+    block_mask: BlockMask | None
+
+    @property
+    def agrees(self) -> bool:
+        return all(agreement.agrees for agreement in self.agreements)
+
+    def __repr__(self) -> str:
+        return f"<Comparison {self.name}, {self.setting}: {'agrees' if self.agrees else 'DIFFERS'}>"
+
+    def __str__(self) -> str:
+        parts = [f"{self.name}, {self.setting}"]
+        if self.setting.device.type == "cpu":
+            parts.append("(on the CPU: a size that takes seconds; the kernels need a GPU)")
+        parts += ["", self._agreement_table(), "", self._timing_table(), ""]
+        parts.append(f"flexmod's first forward and backward, compiling too: {self.first_call_ms:.0f} ms")
+        if self.block_mask is not None:
+            parts += ["", str(self.block_mask)]
+        return "\n".join(parts)
+
+    def _agreement_table(self) -> str:
+        with lazy_imports():
+            from tabulate import tabulate
+        header = (f"flexmod against {self.reference}", "largest difference", "relative RMS", "")
+        rows = [
+            (result, f"{largest:.1e}", f"{relative:.1e}", "agrees" if agrees else "DIFFERS")
+            for result, largest, relative, agrees in self.agreements
+        ]
+        return tabulate(rows, header, disable_numparse=True, colalign=("left", "right", "right", "left"))
+
+    def _timing_table(self) -> str:
+        with lazy_imports():
+            from tabulate import tabulate
+        header = ("attention", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s")
+        return tabulate(self.timings, header, floatfmt=("", ".3f", ".3g", ".3f", ".3g"))
+
+
+def compare(
+    mod: str | Mod = "causal",
+    *,
+    score_mod: str | Mod | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    seq: int | None = None,
+    dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    flex: bool = False,
+    show: bool = True,
+) -> Comparison:
+    """Compares flexmod's results and times with SDPA's, forward and backward, and prints the tables.
+
+        mod        a mask_mod, a score_mod, or a name, see `mod_names.py`
+        score_mod  a score_mod to combine with a mask_mod, or its name
+        batch, heads, seq, dim, dtype
+                   of the random inputs [batch, heads, seq, dim]. Defaults depend on the device; on the CPU
+                   the comparison takes seconds.
+        flex       also times torch's compiled flex_attention (CUDA only)
+        show       prints the tables
+
+    SDPA with the materialized mask checks a mask; flexmod's dense reference checks a score_mod. Times are
+    medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
+
+    Raises UnknownModName for an unknown name, FlexOnCpuError for `flex` without CUDA, and the errors of
+    create_block_mask and flex_attention.
+
+    Source: the comparison of the FlexAttention notebook, 2024.
+
+    Example:
+
+        compare("sliding_window", heads=2, seq=512)
+    """
+    given: dict[str, Any] = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "dtype": dtype}
+    usual = usual_setting(device)
+    setting = replace(usual, **{field: value for field, value in given.items() if value is not None})
+    if isinstance(mod, str):
+        setting = replace(setting, seq=fitting(mod, setting))
+    if flex and setting.device.type != "cuda":
+        raise FlexOnCpuError(device=setting.device.type)
+    chosen = _mods(mod, score_mod, setting)
+    block_mask = block_mask_of(chosen.mask, setting)
+    density = 1.0 if block_mask is None else 1 - block_mask.sparsity() / 100
+    inputs = random_inputs(setting)
+
+    flexmod = flexmod_attention("flexmod", chosen.score, block_mask, density)
+    start = time.perf_counter()
+    results = _out_and_gradients(flexmod, inputs)
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize(setting.device)
+    first_call_ms = 1e3 * (time.perf_counter() - start)
+
+    sdpa = sdpa_masked(chosen.mask, setting, density)
+    reference = sdpa if chosen.score is None else _dense(chosen.score, block_mask, setting)
+    agreements = _agreements(results, reference, inputs, setting)
+    del results
+
+    others = [compiled_flex(chosen, setting, density)] if flex else []
+    attentions = (sdpa_causal(setting), sdpa, *others, flexmod)
+    timings = tuple(timed(attention, inputs, setting) for attention in attentions)
+    name = " with ".join(_name(each) for each in (mod, score_mod) if each is not None)
+    comparison = Comparison(name, setting, reference.name, agreements, first_call_ms, timings, block_mask)
+    if show:
+        print(comparison)
+    return comparison
+
+
+def _name(mod: str | Mod) -> str:
+    return mod if isinstance(mod, str) else getattr(mod, "__name__", type(mod).__name__)
+
+
+def _mods(mod: str | Mod, score_mod: str | Mod | None, setting: Setting) -> Mods:
+    if isinstance(mod, str):
+        chosen = choose(mod, setting, score_mod if isinstance(score_mod, str) else None)
+    else:
+        chosen = Mods(mask=mod) if mod_kind(mod) == "mask" else Mods(score=mod)
+        if isinstance(score_mod, str):
+            chosen = chosen._replace(score=choose("noop", setting, score_mod).score)
+    return chosen if score_mod is None or isinstance(score_mod, str) else chosen._replace(score=score_mod)
+
+
+def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:
+    """Returns flexmod's dense reference in float32 or float64, for one batch entry and the heads that fit."""
+    matrix = 4 * setting.seq**2
+    real = torch.promote_types(setting.dtype, torch.float32)
+    heads = max(1, min(setting.heads, REFERENCE_BYTES // (REFERENCE_MATRICES * matrix)))
+    front = None if block_mask is None else block_mask[:1, :heads]
+    dense = flexmod_attention("the dense reference", score_mod, front, 1.0, BACKEND="REFERENCE")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense.call(*(tensor[:1, :heads].to(real) for tensor in (q, k, v)))
+
+    return dense._replace(call=call)
+
+
+def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Returns out and the gradients of q, k and v, for a fixed random gradient of the output."""
+    out = attention.call(*inputs)
+    generator = torch.Generator(out.device).manual_seed(1)
+    grad_out = torch.randn(inputs[0].shape, generator=generator, device=out.device, dtype=inputs[0].dtype)
+    batch, heads = out.shape[:2]
+    gradients = torch.autograd.grad(out, inputs, grad_out[:batch, :heads].to(out.dtype))
+    return out.detach(), *gradients
+
+
+def _agreements(
+    results: tuple[Tensor, ...], reference: Implementation, inputs: Inputs, setting: Setting
+) -> tuple[Agreement, ...]:
+    """Compares results with the reference over the batches and heads that it computed."""
+    expected = _out_and_gradients(reference, inputs)
+    batch, heads = expected[0].shape[:2]
+    rows = []
+    names = ("out", "grad of q", "grad of k", "grad of v")
+    for name, ours, theirs in zip(names, results, expected, strict=True):
+        truth = theirs[:batch, :heads].double()
+        difference = ours[:batch, :heads].double() - truth
+        relative = float(difference.square().mean().sqrt() / truth.square().mean().sqrt().clamp_min(1e-30))
+        agrees = relative <= TOLERANCE[setting.dtype]
+        rows.append(Agreement(name, float(difference.abs().max()), relative, agrees))
+    return tuple(rows)

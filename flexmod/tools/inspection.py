@@ -1,0 +1,244 @@
+"""Shows the graphs, modules and PTX of a flexmod.compile handle, and saves it as a standalone file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from flexmod import errors
+from flexmod.backends.options import USUAL, KernelOptions, Layout
+from flexmod.calls.checks import KERNEL_DTYPES
+from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.codegen.variant import EXTENTS, Variant, of_traces, spec_for
+from flexmod.ir.graph import Graph, dtype_name
+from flexmod.ir.passes import Extents
+from flexmod.ir.trace import Traced, trace
+from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.target import MEASURED, OLDEST, target_of
+from flexmod.tools.explanation import Named, graphs_of
+from flexmod.tools.quotes import quotes
+
+# kernel_options that a standalone file, with portable kernels and a plain launcher, does not support
+NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")
+CALL = "head_dim=64, dtype=torch.bfloat16"
+
+
+class Latest(NamedTuple):
+    """Everything that a call's kernels depend on, except the mods. `spec` has the mask's block size."""
+
+    device: torch.device
+    spec: KernelSpec
+    extents: Extents
+
+
+class Inspection:
+    """The readable side of a handle:
+
+        graph      the optimized graphs: "mask", "score" and "grad", the score's derivative
+        source     the modules of kernels of the latest call, "forward" and "backward"
+        ptx        their PTX by kernel, compiled for the chip of the latest call
+        ptx_for()  the same for a named chip
+        save()     writes a file that depends on torch and triton only
+
+    The first four are dicts, and print as a whole. They show the mods as flexmod.compile traced them. Before
+    the first call, the dtype and head dimensions from flexmod.compile describe the latest call.
+    """
+
+    _mods: dict[str, Callable[..., Any]]
+    _scale: float | None
+    _options: KernelOptions
+    _layout: Layout
+    _latest: Latest | None = None
+
+    @property
+    def _positive_scale(self) -> bool:
+        return self._scale is None or self._scale > 0
+
+    def _traced(self) -> dict[str, Traced]:
+        """Returns the traces of the mods by "score" and "mask"; a missing mod has no entry."""
+        raise NotImplementedError
+
+    @property
+    def graph(self) -> Named[Graph]:
+        """The optimized graphs, with index arithmetic as wide as the latest call needs it."""
+        # a graph does not depend on dtypes and head dimensions
+        spec = self._latest.spec if self._latest else spec_for(torch.float32, 64)
+        return graphs_of(self._made(spec))
+
+    @property
+    def source(self) -> Named[str]:
+        """The modules of kernels of the latest call, for its chip.
+
+        It has both directions, even if the call had no backward. On the CPU only the interpreter runs these
+        kernels. The text shows numbers of the mods as constants, also where a call passes them as arguments.
+
+        Raises:
+            NotCalledError: there was no call, and flexmod.compile got no dtype and head_dim.
+            UnsupportedDtype: there are no kernels for float64.
+        """
+        with lazy_imports():
+            from flexmod.tools import ahead
+        spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
+        made, target = self._made(spec), self._chip() or "cpu"
+        modules = {
+            direction: ahead.kernels_on(made, direction, target).module for direction in get_args(Direction)
+        }
+        return Named({direction: inspect.getsource(module) for direction, module in modules.items()})
+
+    @property
+    def ptx(self) -> Named[str]:
+        """The PTX of the latest call's kernels by name, for its chip; compiling them takes seconds.
+
+        It leaves out kernels without a choice of tiles (statistics, rounding).
+
+        Raises:
+            NotCalledError, UnsupportedDtype: as `source`.
+            NoPtxError: the call ran on the CPU, or on a chip without PTX; see `ptx_for`.
+        """
+        with lazy_imports():
+            from flexmod.tools import ahead
+        spec, chip = self._spec("PTX", f"attend.ptx_for({MEASURED!r}, {CALL})"), self._chip()
+        if chip is None:
+            raise errors.NoPtxError(
+                of="this handle", why="what it shows is for the CPU", advice=ahead.NAME_A_CHIP
+            )
+        return self._ptx(spec, chip)
+
+    def ptx_for(
+        self,
+        target: str,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Named[str]:
+        """Returns the PTX of the kernels by name, for a chip that need not be here, e.g. "sm_90".
+
+            head_dim   of query and key; by default as in the latest call
+            value_dim  of value; by default head_dim if you give it, else as in the latest call
+            dtype      of all three; by default as in the latest call
+
+        Raises UnknownTarget, and the errors of `ptx`.
+        """
+        advice = f"attend.ptx_for({target!r}, {CALL})"
+        return self._ptx(self._spec("PTX", advice, head_dim, value_dim, dtype), target)
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        target: str | None = None,
+    ) -> Path:
+        """Writes a file with this attention, forward and backward, that depends on torch and triton only.
+
+        The file has the portable kernels, a plain launcher, and a main() that checks them against dense
+        attention; see `flexmod.standalone`. Returns its path.
+
+            head_dim, value_dim, dtype
+                    as in `ptx_for`
+            target  the chip to choose tiles for; by default the latest call's, or the oldest supported chip
+                    if that call ran on no GPU
+
+        Raises:
+            NotCalledError, UnsupportedDtype: as `source`.
+            NoStandaloneError: the handle uses an option that a file does not support.
+            UnknownTarget, NoTileFits: see `standalone`.
+        """
+        with lazy_imports():
+            from flexmod.tools import standalone
+        advice = f"attend.save({str(path)!r}, {CALL})"
+        spec = self._spec("file", advice, head_dim, value_dim, dtype)
+        self._check_savable(spec)
+        of_file = replace(spec, mask_form="lists", shared_kv=True)
+        traced = self._traced()
+        # do not quote numbers that changed since the trace
+        unchanged = all(
+            trace(mod, kind).graph.key == traced[kind].graph.key for kind, mod in self._mods.items()
+        )
+        text = standalone.file_of(
+            self._made(of_file, standalone.EXTENTS), quotes([*self._mods.values()], unchanged),
+            target or self._chip() or OLDEST, scale=self._scale,
+        )  # fmt: skip
+        return standalone.written(path, text)
+
+    def _ptx(self, spec: KernelSpec, target: str) -> Named[str]:
+        if any(name.endswith("tuned") for name, _ in self._options.tiles):
+            raise errors.NoPtxError(
+                of="this handle", why="its kernel option tuned asks for tiles that were found on a device",
+                advice="compile a handle without the option",
+            )  # fmt: skip
+        with lazy_imports():
+            from flexmod.tools import ahead
+        return ahead.ptx(self._made(spec), target)
+
+    def _chip(self) -> str | None:
+        """Returns the chip of the latest call, or None."""
+        device = self._latest.device if self._latest else torch.device("cpu")
+        # the latest call of an unpickled handle may have run on a machine with more GPUs
+        here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+        return target_of(device).name if here else None
+
+    def _made(self, spec: KernelSpec, extents: Extents | None = None) -> Variant:
+        traced = self._traced()
+        known = self._latest.extents if self._latest else EXTENTS
+        return of_traces(traced.get("score"), traced.get("mask"), spec, extents or known, self._options.tiles)
+
+    def _spec(
+        self,
+        what: str,
+        advice: str,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KernelSpec:
+        """Returns the latest call's spec, with the given arguments in place of its own."""
+        latest = self._latest
+        if latest is not None:
+            spec = latest.spec
+        elif head_dim is None or dtype is None:
+            raise errors.NotCalledError(what=what, advice=advice)
+        else:
+            spec = spec_for(dtype, head_dim, positive_scale=self._positive_scale)
+        if head_dim is not None:
+            spec = replace(spec, head_dim=head_dim, value_dim=head_dim)
+        if value_dim is not None:
+            spec = replace(spec, value_dim=value_dim)
+        if dtype is not None:
+            spec = replace(spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype)
+        if spec.q_dtype not in KERNEL_DTYPES:
+            raise errors.UnsupportedDtype(
+                name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON",
+                advice=f"to({torch.bfloat16})", accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
+            )  # fmt: skip
+        return spec
+
+    def _check_savable(self, spec: KernelSpec) -> None:
+        why, advice = "", "compile a handle without the option, and save that"
+        options = {name.removeprefix("fwd_").removeprefix("bwd_"): x for name, x in self._options.tiles}
+        unheeded = [name for name in options if name in NOT_IN_A_FILE]
+        if unheeded:
+            why = f"a file does not heed its kernel option {unheeded[0]}"
+        elif options.get("TEMPLATE", "auto") not in ("auto", "portable"):
+            asked = options["TEMPLATE"]
+            why = f"its kernel option TEMPLATE is {asked!r}, and a file has the portable kernels"
+        elif self._scale is not None and self._scale <= 0:
+            why, advice = (
+                f"its scale is {self._scale}, and a file takes a positive one",
+                "scale query instead",
+            )
+        elif self._layout != USUAL:
+            why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
+            advice = "save a handle without layout, and give the file's attention views, x.transpose(1, 2)"
+        elif not spec.q_dtype == spec.k_dtype == spec.v_dtype:
+            why = f"query was {dtype_name(spec.q_dtype)} and key {dtype_name(spec.k_dtype)}, a file has one"
+            advice = "name the dtype, e.g. attend.save(path, dtype=torch.bfloat16)"
+        if why:
+            raise errors.NoStandaloneError(why=why, advice=advice)

@@ -1,0 +1,261 @@
+"""Finds masks and score mods by name, for the command line and `compare`.
+
+    causal                               parameters follow from the sizes
+    sliding_window:1024                  parameters after a colon, with commas between
+    "sliding_window(1024)"               or as in Python: numbers, tuples, and lists for tensors
+    "causal & sliding_window(1024)"      masks, combined by &, | and ~
+    my_mods.py:near                      a function of a file, which flexmod runs
+
+Other texts may have only library names and literals. If a text names a library score mod where a mask is
+expected, the causal mask comes with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod import masks, mods
+from flexmod.block_mask.build import noop_mask
+from flexmod.errors.commands import (
+    ModExpressionError,
+    ModFileError,
+    ModParametersError,
+    ModPlaceError,
+    UnknownModName,
+)
+from flexmod.ir.source import mod_kind
+
+Mod = Callable[..., Any]
+
+# The return annotations of the library's functions.
+RESULTS = {"mask": ("MaskMod", "Mask"), "score": ("ScoreMod",)}
+OF_A_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>\w+)")
+WITH_COLON = re.compile(r"(?P<name>\w+):(?P<parameters>[^:]+)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Self-attention on [batch, heads, seq, dim] tensors."""
+
+    batch: int
+    heads: int
+    seq: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"B={self.batch} H={self.heads} S={self.seq} D={self.dim} {dtype} on {self.device.type}"
+
+    @property
+    def side(self) -> int:
+        """The side of the largest square image whose pixels fit in the sequence."""
+        return math.isqrt(self.seq)
+
+
+class Mods(NamedTuple):
+    mask: Mod | None = None
+    score: Mod | None = None
+
+
+def usual_setting(device: torch.device | str | None = None) -> Setting:
+    """Returns default sizes: large on a GPU; on the CPU a comparison takes seconds."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cpu":
+        return Setting(batch=1, heads=4, seq=2048, dim=64, dtype=torch.float32, device=place)
+    return Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, device=place)
+
+
+def _eight_documents(setting: Setting) -> Tensor:
+    return torch.arange(setting.seq, device=setting.device) * 8 // setting.seq
+
+
+# Default parameters by name; they follow from the sizes.
+USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
+    "sliding_window": lambda s: (s.seq // 8,),
+    "dilated_window": lambda s: (s.seq // 32, 4),
+    "global_window": lambda s: (s.seq // 8, 4),
+    "prefix_lm": lambda s: (s.seq // 4,),
+    "document": lambda s: (_eight_documents(s), True),
+    "block_diffusion": lambda s: (s.seq // 2, max(1, s.seq // 32)),
+    "standalone_window": lambda s: (s.side, s.side, 8),
+    "natten": lambda s: ((s.side, s.side), 7),
+    "alibi": lambda s: (s.heads,),
+    "sandwich": lambda s: (s.heads, s.seq, 128, s.device),
+    "softcap": lambda s: (30.0,),
+    "temperature": lambda s: (2.0,),
+}
+# Names without parameters whose sequence is a square image.
+IMAGES = ("standalone_window", "natten")
+# A score mod that hides scores by itself.
+WITHOUT_MASK = ("causal_score",)
+NOTHING = "noop"
+
+
+def _library(module: ModuleType, kind: str) -> dict[str, Mod]:
+    """Returns the functions of a module that return a mod of this kind."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    wanted = RESULTS[kind]
+    return {
+        name: function
+        for name, function in functions
+        if not name.startswith("_") and function.__annotations__.get("return") in wanted
+    }
+
+
+MASKS = _library(masks, "mask")
+SCORES = {name: mod for name, mod in _library(mods, "score").items() if name not in MASKS}
+KNOWN = (NOTHING, *MASKS, *SCORES)
+
+
+def choose(text: str, setting: Setting, score: str | None = None) -> Mods:
+    """Returns the mods that a text names, sized for the setting; `score` names a score mod to add to a mask.
+
+    Raises UnknownModName, ModExpressionError, ModParametersError, ModFileError, ModPlaceError, and the errors
+    of library functions or the user's file.
+    """
+    if text == NOTHING:
+        chosen = Mods()
+    else:
+        mod, kind = _Reader(text, setting).mod()
+        chosen = Mods(mask=mod)
+        if kind == "score":
+            alone = text.partition("(")[0].partition(":")[0] in WITHOUT_MASK or OF_A_FILE.fullmatch(text)
+            chosen = Mods(None if alone else masks.causal(), mod)
+    if score is None:
+        return chosen
+    if chosen.score is not None:
+        advice = "name a mask first, and one score mod by --score"
+        raise ModPlaceError(text=text, kind="score", wanted="mask", advice=advice)
+    mod, kind = _Reader(score, setting).mod()
+    if kind == "mask":
+        advice = "name it in the place of the mask"
+        raise ModPlaceError(text=score, kind="mask", wanted="score", advice=advice)
+    return chosen._replace(score=mod)
+
+
+def choose_mask(text: str, setting: Setting) -> Mod:
+    """Returns the mask_mod that a text names. Raises the errors of `choose`."""
+    if text == NOTHING:
+        return noop_mask
+    mod, kind = _Reader(text, setting).mod()
+    if kind == "score":
+        raise ModPlaceError(text=text, kind="score", wanted="mask", advice="name a mask, such as causal")
+    return mod
+
+
+def fitting(text: str, setting: Setting) -> int:
+    """Returns a sequence length for the mods: `seq`, or the pixels of the largest square image that fits."""
+    return setting.side**2 if text in IMAGES else setting.seq
+
+
+class _Reader:
+    """Parses one text."""
+
+    def __init__(self, text: str, setting: Setting) -> None:
+        self.text = text
+        self.setting = setting
+
+    def mod(self) -> tuple[Mod, str]:
+        """Returns the mod and its kind."""
+        of_file = OF_A_FILE.fullmatch(self.text)
+        if of_file:
+            function = _of_file(self.text, Path(of_file["path"]), of_file["name"])
+            return function, mod_kind(function)
+        colon = WITH_COLON.fullmatch(self.text)
+        source = f"{colon['name']}({colon['parameters']})" if colon else self.text
+        try:
+            node = ast.parse(source.strip(), mode="eval").body
+        except SyntaxError as error:
+            raise self._error(f"it cannot be read, {error.msg}") from None
+        return self._expression(node)
+
+    def _expression(self, node: ast.expr) -> tuple[Any, str]:
+        """Evaluates an expression to a library mask or score mod, and its kind."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+            sides = [self._expression(side) for side in (node.left, node.right)]
+            if any(kind == "score" for _, kind in sides):
+                raise self._error("& and | combine masks alone")
+            (first, _), (second, _) = sides
+            return (first & second if isinstance(node.op, ast.BitAnd) else first | second), "mask"
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            inverted, kind = self._expression(node.operand)
+            if kind == "score":
+                raise self._error("~ is of masks alone")
+            return ~inverted, kind
+        if isinstance(node, ast.Name):
+            return self._made(node.id, None, {})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            named = {word.arg: self._parameter(word.value) for word in node.keywords if word.arg}
+            if len(named) < len(node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
+                raise self._error("* and ** are not taken")
+            return self._made(node.func.id, [self._parameter(a) for a in node.args], named)
+        raise self._error(f"{ast.unparse(node)} is neither a name nor a name with parameters")
+
+    def _parameter(self, node: ast.expr) -> Any:
+        """Evaluates a parameter: a literal, a tensor from a list of numbers, or a mod."""
+        if isinstance(node, (ast.Name, ast.Call)):
+            return self._expression(node)[0]
+        try:
+            value = ast.literal_eval(node)
+        except ValueError:
+            raise self._error(f"{ast.unparse(node)} is no number, tuple or list") from None
+        return torch.tensor(value, device=self.setting.device) if isinstance(value, list) else value
+
+    def _made(self, name: str, given: list[Any] | None, named: dict[str, Any]) -> tuple[Mod, str]:
+        kind = "mask" if name in MASKS else "score"
+        function = MASKS.get(name) or SCORES.get(name)
+        if function is None:
+            near = difflib.get_close_matches(name, KNOWN, 1)
+            close = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownModName(name=name, close=close, known=", ".join(KNOWN))
+        if not given and not named and name in USUAL:
+            given = list(USUAL[name](self.setting))
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*(given or ()), **named)
+        except TypeError as error:
+            shown = [*map(_shown, given or ()), *(f"{key}={_shown(value)}" for key, value in named.items())]
+            names = ", ".join(str(p).split(":")[0].strip() for p in signature.parameters.values())
+            raise ModParametersError(
+                name=name, signature=f"({names})", given=f"({', '.join(shown)})", problem=error
+            ) from None
+        return function(*(given or ()), **named), kind
+
+    def _error(self, problem: str) -> ModExpressionError:
+        return ModExpressionError(text=self.text, problem=problem)
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def _of_file(text: str, path: Path, name: str) -> Mod:
+    """Runs the user's file, as an import would, and returns its function."""
+    if not path.is_file():
+        raise ModFileError(text=text, problem=f"there is no file {path}", close="")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        near = difflib.get_close_matches(name, own, 1)
+        close = f" Did you mean {near[0]!r}?" if near else ""
+        raise ModFileError(text=text, problem=f"{path} has no function {name}", close=close)
+    found: Mod = getattr(module, name)
+    return found

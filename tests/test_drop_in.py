@@ -1,0 +1,274 @@
+"""What a user of torch's API may rely on, compared with torch.nn.attention.flex_attention itself."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.utils import _pytree as pytree
+
+import flexmod
+from flexmod import BlockMask, create_block_mask, errors, flex_attention, masks
+from flexmod.backends import options as kernel_options
+from flexmod.block_mask.tiles import LISTS
+
+WINDOW = masks.sliding_window(90)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def qkv(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(batch, heads, length, 16) for _ in range(3))
+
+
+def built(
+    module: Any, batch: int | None = 2, heads: int | None = 3, length: int = 300, **options: Any
+) -> Any:
+    return module.create_block_mask(WINDOW, batch, heads, length, length, "cpu", **options)
+
+
+def same_attributes(ours: Any, other: Any, names: Any) -> None:
+    for name in names:
+        one, two = getattr(ours, name), getattr(other, name)
+        assert torch.equal(one, two) if isinstance(two, Tensor) else one == two
+
+
+# names and arguments
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(theirs.__all__) <= set(flexmod.__all__)
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "create_block_mask", "create_mask", "noop_mask"])
+def test_arguments_have_torchs_names_order_and_defaults(name: str) -> None:
+    ours, other = (inspect.signature(getattr(module, name)).parameters for module in (flexmod, theirs))
+    by_place = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+    assert [p.name for p in by_place] == [p.name for p in other.values() if p.kind is not p.KEYWORD_ONLY]
+    for parameter in other.values():
+        own = ours[parameter.name]
+        assert own.kind == parameter.kind
+        if parameter.default is not parameter.empty:
+            assert own.default == parameter.default
+
+
+def test_methods_have_torchs_arguments() -> None:
+    for name in ("__init__", "from_kv_blocks", "as_tuple", "to_string", "_adjust", "to"):
+        ours, other = (inspect.signature(getattr(m.BlockMask, name)).parameters for m in (flexmod, theirs))
+        assert list(ours)[: len(other)] == list(other)
+
+
+def test_options_have_the_names_of_torchs_typed_dict() -> None:
+    ours = typing.get_type_hints(flexmod.FlexKernelOptions)
+    assert set(ours) == set(kernel_options.OPTIONS)
+    assert set(typing.get_type_hints(theirs.FlexKernelOptions)) <= set(ours)
+
+
+def test_metadata_of_torchs_flash_backward_is_accepted() -> None:
+    mask = built(flexmod, compute_dq_write_order=True, dq_kv_order=False)
+    assert mask.dq_write_order is None
+    same_attributes(mask, built(theirs), LISTS)
+
+
+# lists and pytrees
+
+
+def test_lists_of_a_broadcast_mask_are_contiguous() -> None:
+    mask, other = built(flexmod), built(theirs)
+    for name in LISTS:
+        assert getattr(mask, name).is_contiguous()
+    same_attributes(mask, other, LISTS)
+
+
+def test_torchs_paged_attention_converts_a_broadcast_mask() -> None:
+    pages = PagedAttention(20, 128, 2, device="cpu")
+    for entry in range(2):
+        pages.reserve(torch.tensor(entry), torch.tensor(384))
+    entries = torch.tensor([0, 1])
+    ours, other = (
+        pages.convert_logical_block_mask(built(module, 2, 1, 384), entries) for module in (flexmod, theirs)
+    )
+    same_attributes(ours, other, [name for name in LISTS if "kv" in name])
+
+
+def test_flattened_and_made_again() -> None:
+    for separate in (True, False):
+        mask = built(flexmod, separate_full_blocks=separate)
+        other = built(theirs, separate_full_blocks=separate)
+        leaves, context = mask._flatten()
+        found, keyed = other._flatten(), other._flatten_with_keys()
+        assert len(leaves) == len(found[0]) and context[-1] == found[1][-1]
+        assert [key for key, _ in mask._flatten_with_keys()[0]] == [key for key, _ in keyed[0]]
+        again = BlockMask._unflatten(leaves, context)
+        assert list(mask._TENSOR_ATTRS) == other._TENSOR_ATTRS
+        assert list(mask._CONTEXT_ATTRS) == other._CONTEXT_ATTRS
+        same_attributes(again, mask, (*mask._TENSOR_ATTRS, *mask._CONTEXT_ATTRS))
+        q, k, v = qkv(heads=3)
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=again),
+                                   flex_attention(q, k, v, block_mask=mask))  # fmt: skip
+
+
+def test_registered_as_a_pytree() -> None:
+    class Registered(BlockMask):
+        pass
+
+    pytree.register_pytree_node(
+        Registered, Registered._flatten, Registered._unflatten,
+        flatten_with_keys_fn=Registered._flatten_with_keys,
+    )  # fmt: skip
+    mask = built(flexmod)
+    leaves, context = mask._flatten()
+    found = pytree.tree_map(torch.clone, {"mask": Registered._unflatten(leaves, context)})["mask"]
+    assert type(found) is Registered
+    same_attributes(found, mask, (*mask._TENSOR_ATTRS, *mask._CONTEXT_ATTRS))
+
+
+def test_parts_come_in_torchs_order() -> None:
+    for flatten in (True, False):
+        ours, other = built(flexmod).as_tuple(flatten), built(theirs).as_tuple(flatten)
+        assert len(ours) == len(other)
+        assert [type(x) for x in ours[:-1]] == [type(x) for x in other[:-1]]
+
+
+@pytest.mark.parametrize("lengths", [(1, 300), (128, 300), (129, 300), (1, 200)], ids=str)
+def test_fewer_queries_are_assigned(lengths: tuple[int, int]) -> None:
+    """As torch's paged decoding does: the first rows of tiles serve the call."""
+    q, k, v = qkv(1, 3)
+    results = []
+    for module in (flexmod, theirs):
+        mask = built(module, 1)
+        mask.seq_lengths = lengths
+        assert mask.shape == (1, 3, *lengths)
+        call = q[:, :, : lengths[0]], k[:, :, : lengths[1]], v[:, :, : lengths[1]]
+        results.append(flex_attention(*call, block_mask=mask) if module is flexmod else None)
+    dense = flexmod.create_mask(WINDOW, 1, 1, *lengths, device="cpu")
+    expected = torch.nn.functional.scaled_dot_product_attention(*call, dense)
+    torch.testing.assert_close(results[0], expected, atol=1e-5, rtol=1e-5)
+
+
+# exceptions
+
+LISTED = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "not 4-D": lambda m: m.flex_attention(*(x[0] for x in qkv())),
+    "nested": lambda m: m.flex_attention(*[torch.nested.nested_tensor([torch.ones(3, 5, 8)])] * 3),
+    "jagged": lambda m: m.flex_attention(
+        *[torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)] * 3
+    ),
+    "arity": lambda m: m.create_block_mask(lambda b: b, None, None, 128, 128, "cpu"),
+    "arity of a dense mask": lambda m: m.create_mask(lambda b: b, None, None, 128, 128, "cpu"),
+    "score mod as mask mod": lambda m: m.create_block_mask(
+        lambda s, b, h, q, k: s, None, None, 128, 128, "cpu"
+    ),
+    "a mask that is a float": lambda m: m.create_block_mask(
+        lambda b, h, q, k: q * 1.0, None, None, 128, 128, "cpu"
+    ),
+    "if": lambda m: m.create_block_mask(lambda b, h, q, k: bool(q > k), None, None, 128, 128, "cpu"),
+    "item": lambda m: m.create_block_mask(lambda b, h, q, k: k < q.item(), None, None, 128, 128, "cpu"),
+    "random": lambda m: m.flex_attention(*qkv(), lambda s, b, h, q, k: s + torch.rand(())),
+    "counts without indices": lambda m: BlockMask.from_kv_blocks(*LISTED, LISTED[0], None)
+    if m is flexmod
+    else theirs.BlockMask.from_kv_blocks(*LISTED, LISTED[0], None),
+    "lists of one dimension": lambda m: m.BlockMask.from_kv_blocks(LISTED[0][0, 0], LISTED[1][0, 0, 0]),
+    "heads": lambda m: m.flex_attention(*qkv()[:1], *qkv(heads=2)[:2]),
+    "a ratio of heads": lambda m: m.flex_attention(*qkv()[:1], *qkv(heads=3)[:2], enable_gqa=True),
+    "head dimensions": lambda m: m.flex_attention(qkv()[0], qkv()[0][..., :8], qkv()[0]),
+    "lengths of key and value": lambda m: m.flex_attention(qkv()[0], qkv()[0], qkv(length=20)[0]),
+    "batches": lambda m: m.flex_attention(*qkv(4)[:1], *qkv(3)[:2]),
+    "devices": lambda m: m.flex_attention(qkv()[0], *[x.to("meta") for x in qkv()[:2]]),
+    "the mask's device": lambda m: m.flex_attention(*qkv(), block_mask=built(m).to("meta")),
+    "the mask's lengths": lambda m: m.flex_attention(*qkv(length=500), block_mask=built(m, 1, 1)),
+    "both requests": lambda m: m.flex_attention(*qkv(), return_lse=True, return_aux=m.AuxRequest(lse=True)),
+    "no function": lambda m: m.and_masks(3),
+    "no function to or_masks": lambda m: m.or_masks(causal, 3),
+    "a backend": lambda m: m.flex_attention(*qkv(), kernel_options={"BACKEND": "FAST"}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_whoever_catches_torchs_exception_catches_ours(name: str) -> None:
+    with pytest.raises(Exception) as raised:
+        MISTAKES[name](theirs)
+    with pytest.raises(errors.FlexmodError) as ours:
+        MISTAKES[name](flexmod)
+    assert isinstance(ours.value, type(raised.value))
+
+
+# torch.compile with dynamic=True
+
+
+def compiled(function: Any) -> tuple[Any, CompileCounterWithBackend]:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, dynamic=True, fullgraph=True), counter
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batches", [(2, 4, 6), (3, 5, 2)], ids=str)
+def test_another_batch_does_not_compile_again(batches: tuple[int, ...], batched: bool) -> None:
+    attend, counter = compiled(flex_attention)
+    for batch in batches:
+        mask = built(flexmod, batch if batched else None, None, 500)
+        found = attend(*qkv(batch, 7, 500), block_mask=mask)
+        assert found.shape == (batch, 7, 500, 16)
+    assert counter.frame_count == 1
+
+
+def test_another_length_does_not_compile_again() -> None:
+    attend, counter = compiled(flex_attention)
+    for length in (500, 620, 1000):
+        q, k, v = qkv(2, 7, length)
+        mask = built(flexmod, None, None, length)
+        torch.testing.assert_close(attend(q, k, v, block_mask=mask), flex_attention(q, k, v, block_mask=mask))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("options", [{"BLOCK_M": 64}, {"num_warps": 4, "fwd_BLOCK_N": 32}], ids=str)
+def test_kernel_options_of_a_dynamic_graph(options: dict[str, int]) -> None:
+    attend, counter = compiled(flex_attention)
+    for length in (200, 300):
+        q, k, v = qkv(2, 7, length)
+        torch.testing.assert_close(attend(q, k, v, kernel_options=options), flex_attention(q, k, v))
+    assert counter.frame_count == 1
+
+
+def test_a_mask_of_symbolic_lengths() -> None:
+    def run(q: Tensor) -> Tensor:
+        length = q.shape[2]
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return (q_idx >= kv_idx) & (kv_idx >= length // 4)
+
+        mask = create_block_mask(mask_mod, q.shape[0], q.shape[1], length, length, device=q.device)
+        return flex_attention(q, q, q, lambda s, b, h, q_idx, kv_idx: s + length, mask)
+
+    attend, counter = compiled(run)
+    for batch, length in ((2, 200), (4, 200), (3, 333)):
+        q = qkv(batch, 7, length)[0]
+        torch.testing.assert_close(attend(q), run(q))
+    assert counter.frame_count == 1
+
+
+def test_a_scalar_of_the_shape_of_an_index() -> None:
+    def shifted(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return s + h.new_zeros(h.shape) + h.new_full(h.shape, 2)
+
+    attend, _ = compiled(flex_attention)
+    q, k, v = qkv()
+    torch.testing.assert_close(attend(q, k, v, shifted), flex_attention(q, k, v, shifted))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = theirs.flex_attention(q, k, v, shifted)
+    torch.testing.assert_close(attend(q, k, v, shifted), expected, atol=1e-5, rtol=1e-5)
