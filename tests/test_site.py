@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,11 @@ def test_links_lead_to_pages_of_the_site(page: str) -> None:
         target = normpath(f"{dirname(page) or '.'}/{file}") if file else page
         assert target in site_hooks.GENERATED or (DOCS / target).is_file(), (page, link)
         assert not anchor or anchor in anchors(target), (page, link)
+
+
+def test_docstrings_that_pages_show_exist() -> None:
+    shown = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", text_of(page), re.MULTILINE)]
+    assert shown and all(pkgutil.resolve_name(name).__doc__ for name in shown)
 
 
 def test_nothing_comes_from_another_host() -> None:
