@@ -2,6 +2,7 @@
 # make test   environment, install, ruff, mypy, pytest without the long tests: seven minutes on two cores
 # make test-all  make test, then the long tests and make ends
 # make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
+# make docs   environment, install, the site in build/site; make docs-serve shows it
 # make clean  remove the environment and the caches of the tools
 #
 # PYTHON is the Python to start from, VENV the environment that is made from it, FUZZ more arguments for fuzz.
@@ -45,6 +46,18 @@ fuzz: $(VENV)/installed
 .PHONY: sanitize
 sanitize: $(VENV)/installed
 	tools/sanitize $(RUN)
+
+# make docs builds the site into build/site, offline and strict; make docs-serve shows it and follows changes.
+.PHONY: docs docs-serve
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
+docs-serve: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
+
+$(VENV)/docs: $(VENV)/installed
+	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --editable '.[docs]'
+	touch $@
 
 $(VENV)/installed: pyproject.toml tools/environment
 	PYTHON="$(PYTHON)" tools/environment "$(VENV)"
