@@ -39,8 +39,10 @@ def test_files_are_what_the_tool_writes(path: Path) -> None:
 
 
 def test_no_file_is_left_over() -> None:
+    """Only these pages are written elsewhere: errors by tools/error_pages.py, handles by hand."""
     folder = reference.ROOT / reference.FOLDER
-    assert {path.relative_to(reference.ROOT) for path in folder.rglob("*.*")} == set(FILES)
+    left = {path.relative_to(reference.ROOT) for path in folder.rglob("*.*")} - set(FILES)
+    assert left == {reference.FOLDER / "errors.md", reference.FOLDER / "handles.md"}
 
 
 @pytest.mark.parametrize("function", LIBRARY, ids=lambda function: function.__name__)
