@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import typing
 import warnings
 from collections.abc import Callable
@@ -206,7 +208,65 @@ def test_whoever_catches_torchs_exception_catches_ours(name: str) -> None:
     assert isinstance(ours.value, type(raised.value))
 
 
-# torch.compile with dynamic=True
+# torch.compile
+
+GRAPH_MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one kind of tiles": {"separate_full_blocks": False},
+    "an offset": {"q_offset": 5},
+    "offsets of entries": {"q_offset": torch.tensor([3, 40], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRAPH_MASKS)
+def test_a_compiled_create_block_mask_gives_a_block_mask(name: str, dynamic: bool) -> None:
+    ids = torch.randint(0, 3, (2, 400)).sort(-1).values
+
+    def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)
+
+    torch._dynamo.reset()
+    made = torch.compile(create_block_mask, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    arguments = document, 2, None, 300, 300, "cpu"
+    wanted = create_block_mask(*arguments, **GRAPH_MASKS[name])
+    q, k, v = qkv(heads=3)
+    expected = flex_attention(q, k, v, block_mask=wanted)
+    for use in (
+        lambda mask: same_attributes(mask, wanted, (*LISTS, "shape", "seq_lengths", "BLOCK_SIZE")),
+        lambda mask: torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), expected),
+        lambda mask: same_attributes(mask[1], wanted[1], ("kv_num_blocks", "shape")),
+        lambda mask: same_attributes(mask.to("cpu"), wanted, LISTS),
+        lambda mask: same_attributes(copy.copy(mask), wanted, LISTS),
+        lambda mask: torch.testing.assert_close(
+            flex_attention(q, k, v, block_mask=copy.deepcopy(mask)), expected
+        ),
+        lambda mask: same_attributes(pickle.loads(pickle.dumps(mask)), wanted, LISTS),
+        lambda mask: same_attributes(mask & wanted, wanted, ("shape",)),
+    ):
+        mask = made(*arguments, **GRAPH_MASKS[name])
+        assert isinstance(mask, BlockMask)
+        use(mask)
+
+
+def test_a_mask_from_a_graph_goes_into_another_and_sees_writes() -> None:
+    limit = torch.tensor(40)
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx < limit) & (q_idx >= kv_idx)
+
+    torch._dynamo.reset()
+    made, attend = (
+        torch.compile(f, backend="aot_eager", fullgraph=True) for f in (create_block_mask, flex_attention)
+    )
+    arguments = near, None, None, 300, 300, "cpu"
+    q, k, v = qkv()
+    mask = made(*arguments)
+    for size in (40, 10, 200):
+        limit.fill_(size)
+        expected = flex_attention(q, k, v, block_mask=create_block_mask(*arguments))
+        for call in (attend, flex_attention) if size == 40 else (flex_attention, attend):
+            torch.testing.assert_close(call(q, k, v, block_mask=mask), expected)
 
 
 def compiled(function: Any) -> tuple[Any, CompileCounterWithBackend]:

@@ -83,8 +83,7 @@ def create_block_mask(
     here = _device(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
     if torch.compiler.is_compiling():
-        # In the graph the mask is a GraphMask, which flex_attention takes there.
-        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks, positions)  # type: ignore[return-value]
+        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks, positions)
     if positions is not None:
         mask_mod = positions.mask(mask_mod)
     traced = trace_mask(mask_mod, here)

@@ -310,16 +310,17 @@ class MaskData:
 
     def __copy__(self: AnyMask) -> AnyMask:
         """A mask with the same tensors. Assigning to one mask does not change the other."""
+        state = self._state()  # before its class is read: a mask from a graph becomes a plain one
         new = object.__new__(type(self))
-        new.__setstate__({**self._state(), "_storage": copy.copy(self.storage)})
+        new.__setstate__({**state, "_storage": copy.copy(self.storage)})
         return new
 
     def __deepcopy__(self: AnyMask, memo: dict[int, Any]) -> AnyMask:
         """A mask with copies of the tensors. A mask_mod that is a function shares its captures, since Python
         does not copy functions.
         """
-        new = memo[id(self)] = object.__new__(type(self))
         state = self._state()
+        new = memo[id(self)] = object.__new__(type(self))
         mask_mod, traced = state.pop("_mask_mod"), state.pop("_traced")
         mask_mod, (traced,) = deep_copied_traces(mask_mod, [traced], memo)
         state = {name: copy.deepcopy(value, memo) for name, value in state.items()}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from flexmod.ir.graph import POSITIONS, Graph, check_sizes
 from flexmod.ir.offsets import Positions
 from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
+from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
@@ -103,22 +105,57 @@ MOST_RUNS = 1 << 24
 
 
 @dataclass
-class GraphMask:
-    """The result of create_block_mask inside a graph, for flex_attention in the same graph.
+class GraphParts:
+    """What a graph knows of a mask: `tiles` are rows and spans, by row and by column, see `runs.py`.
 
-    `tiles` are rows and spans, by row and by column, see `runs.py`. The mask_mod is `mod`, the text of a
-    Record, with its captures.
+    `tiled` is the recorded mask_mod of the tiles, `mod` the same without the mask's offsets.
     """
 
     tiles: list[Tensor]
-    mod: str
-    captured: list[Tensor]
-    integers: list[int]
-    reals: list[float]
+    tiled: Recorded
+    mod: Recorded
     batch: tuple[int, int]
     seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]
-    positions: Positions | None = None
+    block: tuple[int, int]
+    separate: bool
+
+
+class GraphMask(BlockMask):
+    """The result of create_block_mask inside a graph. Its first use outside makes it a plain BlockMask.
+
+    flex_attention takes its parts inside a graph; everything else needs attributes that a BlockMask has.
+    """
+
+    def __init__(self, parts: GraphParts, positions: Positions | None) -> None:
+        self.parts = parts
+        self.positions = positions
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        torch.compiler.disable(_make_plain)(self)
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _make_plain(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _make_plain(mask: GraphMask) -> None:
+    """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
+    parts, positions = mask.parts, mask.positions
+    device = parts.tiles[0].device
+    traced, own = (
+        traced_of(mod.text, mod.captured, mod.integers, mod.reals, device)[0]
+        for mod in (parts.tiled, parts.mod)
+    )
+    grid = tile_count(parts.seq_lengths[0], parts.block[0]), tile_count(parts.seq_lengths[1], parts.block[1])
+    storage = storage_of(parts.tiles, traced.graph, parts.batch, grid, parts.separate)
+    mask_mod: MaskMod = replay(own)
+    mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
+    made = BlockMask.of_storage(storage, parts.seq_lengths, parts.block, mask_mod, traced)
+    mask.__class__ = BlockMask  # type: ignore[assignment]
+    mask.__dict__ = made.__dict__
 
 
 def create(
@@ -130,12 +167,11 @@ def create(
     positions: Positions | None = None,
 ) -> GraphMask:
     """Does `create_block_mask` inside a graph. Raises InGraphMaskError for masks of very many tiles."""
-    given = mask_mod if positions is None else positions.mask(mask_mod)
-    mod = record(given, "mask", device)
-    tiles = _tiles_of(mod, sizes, block, device, separate)
-    return GraphMask(
-        list(tiles), mod.text, mod.captured, mod.integers, mod.reals, sizes[:2], sizes[2:], block, positions
-    )
+    mod = tiled = record(mask_mod, "mask", device)
+    if positions is not None:
+        tiled = record(positions.mask(mask_mod), "mask", device)
+    tiles = _tiles_of(tiled, sizes, block, device, separate)
+    return GraphMask(GraphParts(list(tiles), tiled, mod, sizes[:2], sizes[2:], block, separate), positions)
 
 
 def outside(
@@ -153,7 +189,7 @@ def outside(
     with tensor_kinds.naming_fake(dict(zip(captures, traced.tensors, strict=True))):
         tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-    storage = storage_of(tiles, traced.graph, sizes[:2], grid)
+    storage = storage_of(tiles, traced.graph, sizes[:2], grid, separate)
     return BlockMask.of_storage(storage, sizes[2:], block, mask_mod, traced)
 
 
@@ -248,7 +284,11 @@ def _even(tiles: int) -> int:
 
 
 def storage_of(
-    tiles: Sequence[Tensor], graph: Graph, batch: tuple[int, int], grid: tuple[int, int]
+    tiles: Sequence[Tensor],
+    graph: Graph,
+    batch: tuple[int, int],
+    grid: tuple[int, int],
+    separate: bool = True,
 ) -> TileStorage:
     """Converts the tiles of a GraphMask to a mask's storage: once if a dimension repeats them."""
     b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
@@ -256,7 +296,7 @@ def storage_of(
         "kv": Runs(tiles[0][b, h], tiles[1]),
         "q": Runs(tiles[2][b, h], tiles[3]),
     }
-    return TileStorage(batch, grid, by_axis, {})
+    return TileStorage(batch, grid, by_axis, {}, separate)
 
 
 # By the indices of a mask: the state of its lists at their last check, and the check's result.

@@ -143,14 +143,14 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
     if mask is None:
         return Parts("none", (), (True, False), no_mod(), [], [])
     if isinstance(mask, GraphMask):
-        mod = Recorded(mask.mod, mask.captured, mask.integers, mask.reals)
+        of = mask.parts
         return Parts(
             "graph",
             (),
-            (True, False),
-            mod,
-            mask.tiles,
-            [-1, *mask.BLOCK_SIZE, *mask.seq_lengths, *mask.batch],
+            (of.separate, False),
+            of.tiled,
+            of.tiles,
+            [-1, *of.block, *of.seq_lengths, *of.batch],
         )
     if isinstance(mask, BlockMask):
         traced = mask._traced
@@ -261,7 +261,8 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
         traced, _ = mod.traced(captured, *known, device)
-        return masked(storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid), lengths, block, traced)
+        storage = storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid, variant.flags[0])
+        return masked(storage, lengths, block, traced)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod.run((b, h, q_idx, kv_idx), captured, known)
