@@ -59,8 +59,8 @@ class Generated:
         """Returns a plan bound to query, key, value, the score_mod's captured tensors and the mask's tensors.
 
         Its results are a `Forward`, and with `keep` the `kept` tensors for a backward. If its kernels need
-        compiling, this method passes stand-ins of the results to `meanwhile`, and runs the returned job in a
-        thread during the compilation.
+        compiling, a thread calls `meanwhile` with stand-ins of the results during the compilation, and then
+        the job that it returns.
 
         Raises:
             NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.choose_tile`.
@@ -91,7 +91,7 @@ class Generated:
         """Returns a job that compiles the first kernels of `backward`, or None if nothing needs compiling.
 
         It takes the arguments of `backward`, also stand-ins, and raises the same errors. The job keeps no
-        tensors alive.
+        tensors alive. A thread may call it while another one compiles the forward.
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
         family = next(one for one, why in self._families("backward", compiled) if why is None)
@@ -237,7 +237,8 @@ class _Compiled:
         first = plan(rungs)
         sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
         jobs = side_by_side.compiles(first, self.tensors, self.qkv[0].device, self.extents)
-        with side_by_side.beside(meanwhile(self._results(first)) if jobs and meanwhile else None):
+        ahead = partial(meanwhile, self._results(first)) if jobs and meanwhile else None
+        with side_by_side.beside(ahead):
             if len(jobs) > 1:
                 side_by_side.in_threads(jobs)
             for name, source in sources.items():

@@ -148,7 +148,7 @@ class PreparedCall:
     def _backward_beforehand(
         self, mask: MaskSnapshot | None, tensors: tuple[Tensor, ...]
     ) -> Callable[[Tensors], Callable[[], object] | None] | None:
-        """Returns a function from a forward's results to a job that compiles the backward, or None.
+        """Returns `Generated.backward_compiler` as a function of a forward's results, or None.
 
         `tensors` are the tensors of the forward and of the mask. The job assumes that only the output gets a
         gradient, with the output's strides; a backward with another gradient still finds most kernels.
@@ -163,13 +163,10 @@ class PreparedCall:
             out, lse, _, *kept = found
             query, key, value, *rest = tensors
             incoming = BackwardInputs(out, None, query, key, value, out, lse, tuple(kept), tuple(rest))
-            try:
-                problem = self.whole(mask, tensors[3:count], needs[3:])
-                job: Callable[[], object] | None = backend(self.backend).backward_compiler(
-                    problem, incoming.in_order(), needs[:3], len(kept)
-                )
-            except Exception:  # the backward raises it again if it runs
-                return None
+            problem = self.whole(mask, tensors[3:count], needs[3:])
+            job: Callable[[], object] | None = backend(self.backend).backward_compiler(
+                problem, incoming.in_order(), needs[:3], len(kept)
+            )
             return job
 
         return compiler

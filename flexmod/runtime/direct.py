@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flexmod.runtime.gluon import TensorDescriptor
 from flexmod.runtime.private_torch import current_device, current_stream, is_stream_capturing
-from flexmod.runtime.private_triton import CompiledKernel, build_launcher, knobs
+from flexmod.runtime.private_triton import CompiledKernel, knobs
 
 # Descriptors in a launch's cache, by pointer: the allocator often returns the same addresses.
 KEPT = 64
@@ -247,14 +247,14 @@ def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) 
         return function.warmup(grid=(1,), **_ready(arguments, device))
 
 
-def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> None:
-    """Compiles the kernel for a launch, and its launcher in C, without loading or allocating anything.
+def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
+    """Returns the compiled kernel for a launch, without loading or allocating anything.
 
     Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
     """
     counter = torch.empty(1, dtype=torch.int32, device="meta")
     given = {name: counter if value is COUNTER else value for name, value in arguments.items()}
-    build_launcher(compiled(function, device, given))
+    return compiled(function, device, given)
 
 
 def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

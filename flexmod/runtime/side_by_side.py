@@ -10,9 +10,9 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,13 @@ from flexmod.runtime import config, direct
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Extents, Place, Plan, contiguous, extents_of, value_of
-from flexmod.runtime.private_triton import after_writing, build_launcher_of, has_compiled, start_compiler
+from flexmod.runtime.private_triton import (
+    after_writing,
+    build_launcher,
+    build_launcher_of,
+    has_compiled,
+    start_compiler,
+)
 
 # ast.parse raises SystemError where two threads run it: https://github.com/python/cpython/issues/106905.
 # Compiles take turns at it; the user's own threads cannot.
@@ -90,30 +96,42 @@ def _work(left: deque[_Task]) -> None:
             left.popleft().run()
 
 
-def beside(job: Job | None) -> AbstractContextManager[None]:
+@contextmanager
+def beside(job: Job | None = None) -> Iterator[list[threading.Thread]]:
     """Runs a job in a thread while this one compiles a kernel inside, and builds its launcher in another.
 
-    Starts both once they do not slow this thread down.
+    Starts both once they do not slow this thread down, and waits for the launcher, since the load of the
+    kernel would build it a second time. Yields a list that has the launcher's thread at the end, if the
+    kernel was not in Triton's cache.
     """
+    launchers: list[threading.Thread] = []
 
     def begin(source: Any) -> None:
         if source is not None:
-            later(partial(build_launcher_of, source))
+            launchers.append(later(partial(build_launcher_of, source)))
         if job is not None:
             later(job)
 
-    return nullcontext() if job is None and threads() == 1 else after_writing(begin)
+    with nullcontext() if job is None and threads() == 1 else after_writing(begin):
+        yield launchers
+    for launcher in launchers:
+        if launcher.is_alive():
+            launcher.join()
 
 
 def later(job: Job) -> threading.Thread:
-    """Runs a job in its own thread and drops its errors, since a caller that needs the result repeats it.
+    """Runs a job in its own thread, and then the job that it returns, if any; the first one is freed before.
 
-    A process waits for the thread before it ends, since the thread may be inside the compiler.
+    Drops their errors, since a caller that needs a result repeats the job. A process waits for the thread
+    before it ends, since the thread may be inside the compiler.
     """
+    jobs: list[Callable[[], Any]] = [job]
 
     def quietly() -> None:
         with suppress(Exception):
-            job()
+            following = jobs.pop()()
+            if following is not None:
+                following()
 
     thread = threading.Thread(target=quietly, name="flexmod compiles ahead")
     with suppress(RuntimeError):  # no thread can be started, as when the process ends
@@ -152,10 +170,16 @@ def compiles(
 
 
 def _compile(function: Any, device: torch.device, launches: Sequence[Mapping[str, Any]]) -> None:
-    """Compiles a kernel's launches one after another, since they mostly share one compiled kernel."""
+    """Compiles a kernel's launches one after another, since they mostly share one compiled kernel.
+
+    Builds their launchers in C too.
+    """
     with suppress(Exception):
         for arguments in launches:
-            direct.compile_ahead(function, device, arguments)
+            with beside() as launchers:
+                compiled = direct.compile_ahead(function, device, arguments)
+            if not launchers:
+                build_launcher(compiled)
 
 
 def stand_in(tensor: Tensor) -> Tensor:

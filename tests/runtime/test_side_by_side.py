@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexmod.runtime import config, side_by_side
+from flexmod.runtime import config, private_triton, side_by_side
 from flexmod.runtime.plan import Place, Size
 from flexmod.runtime.private_triton import after_writing
 from flexmod.runtime.side_by_side import beside, in_threads, later, stand_in, stand_in_of
@@ -121,6 +124,44 @@ def test_errors_of_a_background_job_are_dropped(capsys: pytest.CaptureFixture[st
 
     later(fails).join()
     assert capsys.readouterr().err == ""
+
+
+def test_a_job_is_freed_before_the_job_that_it_returns_runs() -> None:
+    class Tensors: ...
+
+    started, alive = threading.Event(), list[object]()
+
+    def job(tensors: Tensors) -> Callable[[], None]:
+        seen = weakref.ref(tensors)
+
+        def second() -> None:
+            assert started.wait(30)
+            alive.append(seen())
+
+        return second
+
+    thread = later(partial(job, Tensors()))
+    started.set()
+    thread.join()
+    assert alive == [None]
+
+
+def test_a_kernel_waits_for_its_launcher(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its load would build it a second time."""
+    threads(4)
+    built: list[object] = []
+    monkeypatch.setattr(
+        side_by_side, "build_launcher_of", lambda source: (time.sleep(0.1), built.append(source))
+    )
+    source = SimpleNamespace(make_ir=lambda: None)
+    with beside() as launchers:
+        private_triton._written_in_turn(source).make_ir()
+    assert built == [source] and len(launchers) == 1
+    with beside() as launchers:
+        pass
+    assert built == [source] and launchers == []
 
 
 def test_where_no_thread_can_be_started(
@@ -377,11 +418,16 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
         return make_ir
     for kind in (ASTSource, GluonASTSource):
         kind.make_ir = watched(kind.make_ir)
-    side_by_side.later = lambda job: (begun.append(len(compiled)), later(job))[1]
+    def begin(job):
+        begun.append((getattr(job, "func", job).__name__, len(compiled)))
+        return later(job)
+    side_by_side.later = begin
     attend()
     [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
     assert most == [1] * 4, most
-    assert begun == [0, 0], begun  # the launcher and the backward
+    launchers = [name for name, _ in begun[3:]]
+    assert begun[:3] == [("start_compiler", 0), ("build_launcher_of", 0), ("compiler", 0)], begun
+    assert launchers == ["build_launcher_of"] * 3, begun  # of the backward's kernels
 """
     assert len(python(tmp_path, body)[0]) == 4
 
