@@ -21,6 +21,9 @@ from flexmod.runtime.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     import jinja2
 
+# stands for a line of a template that renders to nothing
+NO_LINE = "\0"
+
 
 def render(
     spec: KernelSpec,
@@ -47,7 +50,7 @@ def render(
     grads = captures.by_kernel(grad)
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
     texts = (score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
-    mods = [mod for mod in texts if mod]
+    mods = [mod.text for mod in texts if mod]
     return _tidy(
         _environment()
         .get_template(template)
@@ -58,8 +61,7 @@ def render(
             grad=grad,
             grads=grads,
             terms_of=lambda kernel: terms.get(kernel, ()),
-            mods=mods,
-            prelude=prelude.used_by(*(mod.text for mod in mods), single=spec.exact, target=target),
+            texts=_with_prelude(*mods, single=spec.exact, target=target),
             head=facts.pop("head", None) or head_lines(spec, score, mask),
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
@@ -86,10 +88,15 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
             terms=terms,
             bounds=bounds,
             mask=mask,
-            texts=texts,
-            prelude=prelude.used_by(*texts, single=True),
+            texts=_with_prelude(*texts, single=True),
         )
     )
+
+
+def _with_prelude(*texts: str, single: bool, target: str = "") -> list[str]:
+    """The texts of a module's mods, after the device functions that they call."""
+    used = prelude.used_by(*texts, single=single, target=target)
+    return [used, *texts] if used else [*texts]
 
 
 def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
@@ -123,6 +130,7 @@ def _environment() -> jinja2.Environment:
         hoisted=_hoisted,
         shared_out=_shared_out,
         in_parts=_in_parts,
+        captured=_captured,
         parameters=parameters,
         device_functions=prelude.texts,
         unspecialized=_unspecialized,
@@ -132,33 +140,39 @@ def _environment() -> jinja2.Environment:
 
 
 def _block(text: str, width: int = 0) -> str:
-    """Indents lines by `width`, without blank lines at either end."""
+    """Indents lines by `width`, without blank lines at either end. An empty text leaves no line."""
+    text = text or NO_LINE
     blank = " " * width
     return "\n".join(blank + line if line else line for line in text.strip("\n").split("\n"))
 
 
-def _hoisted(home: str, *mods: ModText | None) -> list[str]:
+def _hoisted(home: str, *mods: ModText | None) -> str:
     """The mods' statements for one home: "program", "row" or "column"."""
-    return [line for mod in mods if mod for line in getattr(mod, home).splitlines()]
+    return "\n".join(line for mod in mods if mod for line in getattr(mod, home).splitlines())
 
 
-def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) -> list[str]:
+def _captured(*mods: ModText | None) -> str:
+    """The mods' parameters, as lines of a kernel's signature."""
+    return "".join(f"    {p.name},{'  # ' + p.comment if p.comment else ''}\n" for p in parameters(*mods))
+
+
+def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) -> str:
     """The statement of a home for a thread's `own` positions, with its results converted to a layout."""
     names, call = getattr(mod, home).split(" = ", 1)
     for position, place in own.items():
         call = re.sub(rf"\b{position}\b", place, call)
     brought = [f"{name} = gl.convert_layout({name}, {layout})" for name in names.split(", ")]
-    return [*f"{names} = {call}".splitlines(), *brought]
+    return "\n".join([f"{names} = {call}", *brought])
 
 
-def _in_parts(mod: ModText, own: str, rest: str) -> list[str]:
+def _in_parts(mod: ModText, own: str, rest: str) -> str:
     """Splits the statement of a linear column into a sum over two parts of the offset.
 
     The first part, a lane's `own`, is behind an optimization barrier.
     """
     name, call = mod.column.split(" = ", 1)
     of_own, of_rest = (re.sub(r"\boffset\b", part, call) for part in (own, rest))
-    return [f"{name} = opaque({of_own})", f"{name} += {of_rest}"]
+    return f"{name} = opaque({of_own})\n{name} += {of_rest}"
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:
@@ -210,6 +224,6 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
 
 def _tidy(text: str) -> str:
     """No trailing blanks, no more than two blank lines together, one newline at the end."""
-    lines = [line.rstrip() for line in text.strip("\n").split("\n")]
+    lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
     return "\n".join(kept) + "\n"
