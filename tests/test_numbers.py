@@ -240,7 +240,7 @@ def test_a_learned_number(backend: str, way: str, form: str) -> None:
     score_mod = SCORES[form](t)
     attend = attention(way, BACKENDS[backend], score_mod)
     tensors = inputs(grad=True)
-    optimizer = torch.optim.SGD([t], lr=50.0)
+    optimizer = torch.optim.SGD([t], lr=0.05)
     values = set()
     for _ in range(4):
         found, wanted = attend(*tensors), truth(*tensors, score_mod)

@@ -68,9 +68,9 @@ def compile(
     Captured tensors are read at each call, so writes to them take effect.
 
     The next call traces the mods again if a captured tensor changes its shape, strides, dtype or device, or
-    if an attribute of an object gets another tensor (`module.window = other`,
-    `load_state_dict(assign=True)`). If a mod's graph depends on values (`t.item()`, `t[0]`, `if t > 3`), each
-    call traces it.
+    if another tensor takes its place (`module.window = other`, `load_state_dict(assign=True)`, a variable of
+    a closure, an entry of a list). If a mod's graph depends on values (`t.item()`, `t[0]`, `if t > 3`), or if
+    a tensor's place is hidden (a class attribute), each call traces it.
 
     From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
     write to a captured tensor, or after the tensor gets other memory (`t.data = other`,
@@ -369,12 +369,12 @@ class _TracedMods:
 
     def current(self) -> _Traces:
         """Returns the traces; traces again if a mod's graph may have changed."""
+        if self.links is None:
+            self.links = self._find_links()
         traces = self.traces
         changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
-        if traces.eager or changed or not hold(self.links or ()):
+        if traces.eager or changed or not hold(self.links):
             traces = self.traces = self._traces_of(self._trace())
-            self.links = None
-        if self.links is None:
             self.links = self._find_links()
         return traces
 

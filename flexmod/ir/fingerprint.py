@@ -132,7 +132,8 @@ class _Sight:
             if self._is_new(value):
                 self.tensors.append(value)
                 key = tensor_key(value)
-                if key is None:
+                # an attribute that a user gave to a tensor, `table.tau`, may be one that the code names
+                if key is None or not ATTRIBUTES.isdisjoint(value.__dict__):
                     raise _Unknown
                 self.key.append(key)
         elif kind is Mask or kind is ScoreMod:
@@ -249,6 +250,12 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
     for value in code.co_consts:
         if isinstance(value, CodeType):
             yield from _nested(value)
+
+
+def global_names(code: CodeType) -> set[str]:
+    """The globals that a code and its inner functions read."""
+    steps = (step for part in _nested(code) for step in dis.get_instructions(part))
+    return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
 
 
 def _pure() -> frozenset[object]:

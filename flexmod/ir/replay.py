@@ -102,11 +102,16 @@ def _parts(value: Any) -> Iterator[Any]:
     if hasattr(type(value), "__deepcopy__") and not isinstance(value, (CopiesByAttribute, torch.nn.Module)):
         return
     yield from [*getattr(value, "__dict__", {}).values()]
+    yield from (part for _, part in slots_of(value))
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values of an object's slots."""
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                yield getattr(value, name)
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
 
 
 WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.ir.fingerprint import tensor_key
+from flexmod.ir.fingerprint import global_names, tensor_key
+from flexmod.ir.graph import Graph
+from flexmod.ir.replay import Replay, slots_of
 from flexmod.runtime.private_torch import UNCOUNTED as UNCOUNTED
 from flexmod.runtime.private_torch import version_of as version_of
 
@@ -69,65 +71,93 @@ def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     return None if kind is None else (kind, writes, tensor.data_ptr())
 
 
-# attributes on the path to a captured tensor: its dict, its name, its value
-Links = tuple[tuple[dict[str, Any], str, object], ...]
+# on the paths to captured tensors: reads a part of an object, the part's name, its recorded value
+Links = tuple[tuple[Callable[[Any], object], Any, object], ...]
+NEVER: Links = (({}.get, "", NotImplemented),)  # does not hold
 SEARCHED = 1000  # objects to search at most
 OWN = ("flexmod.calls.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
+NOT_SEARCHED = (Tensor, ModuleType, type, str, int, float, Graph)
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 
 def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Links:
-    """The attributes through which mods reach tensors: of a method's object, a module, a submodule.
+    """The parts of objects through which mods reach tensors: attributes, entries of dicts and lists,
+    variables of closures, globals, default arguments.
 
-    Includes every attribute that refers to one of the tensors, since the mod may read any of them.
+    Includes every path to one of the tensors, since the mod may read any of them. Without a path to one of
+    them (a class attribute, a weak reference) returns NEVER: only a new trace finds what the mod reads.
     """
-    found = (link for mod, tensors in mods for link in _links(mod, {id(tensor) for tensor in tensors}))
-    return tuple({(id(table), name): (table, name, value) for table, name, value in found}.values())
+    links: dict[object, tuple[Callable[[Any], object], Any, object]] = {}
+    for mod, tensors in mods:
+        wanted = {id(tensor) for tensor in tensors}
+        found = set()
+        for tensor, path in _paths(mod, wanted):
+            found.add(tensor)
+            links.update({(id(owner), name): (_reader(owner), name, value) for owner, name, value in path})
+        if found != wanted and not isinstance(mod, Replay):  # a Replay's tensors stay
+            return NEVER
+    return tuple(links.values())
 
 
-def _links(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[dict[str, Any], str, object]]:
+def hold(links: Links) -> bool:
+    """Do the parts still have their recorded values?"""
+    try:
+        for read, name, value in links:
+            if read(name) is not value:
+                return False
+    except (AttributeError, LookupError, ValueError):  # the part is gone
+        return False
+    return True
+
+
+Part = tuple[Any, Any, Any]  # owner (None if it cannot get another value), name, value
+
+
+def _paths(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[int, tuple[Part, ...]]]:
+    """Each path from a mod to one of the tensors, without parts that cannot change."""
     seen = {id(mod)}
-    queue: deque[tuple[Any, Links]] = deque([(mod, ())])
+    queue: deque[tuple[Any, tuple[Part, ...]]] = deque([(mod, ())])
     while queue and wanted and len(seen) < SEARCHED:
-        value, way = queue.popleft()
-        for table, name, item in _held_by(value):
-            here = way if table is None else (*way, (table, name, item))
+        value, path = queue.popleft()
+        for part in _parts(value):
+            owner, _, item = part
+            here = path if owner is None else (*path, part)
             if id(item) in wanted:
-                yield from here
-            elif id(item) not in seen and not isinstance(item, (Tensor, ModuleType, type, str, int, float)):
+                yield id(item), here
+            elif id(item) not in seen and not isinstance(item, NOT_SEARCHED):
                 seen.add(id(item))
                 if type(item).__module__ not in OWN:
                     queue.append((item, here))
 
 
-def hold(links: Links) -> bool:
-    """Do the attributes still have their recorded values?"""
-    for table, name, value in links:  # noqa: SIM110, three times as slow
-        if table.get(name) is not value:
-            return False
-    return True
+def _reader(owner: Any) -> Callable[[Any], object]:
+    if isinstance(owner, dict):
+        return owner.get
+    return owner.__getitem__ if isinstance(owner, list) else partial(getattr, owner)
 
 
-def _held_by(value: Any) -> Iterator[tuple[dict[str, Any] | None, str, Any]]:
-    """(table, name, value) for each value inside an object; without a table if it cannot be reassigned."""
+def _parts(value: Any) -> Iterator[Part]:
+    """The parts of an object that may lead to a tensor."""
     if isinstance(value, MethodType):
         yield from ((None, "", part) for part in (value.__self__, value.__func__))
     elif isinstance(value, partial):
-        yield from ((None, "", part) for part in (value.func, *value.args, *value.keywords.values()))
+        yield from ((None, "", part) for part in (value.func, *value.args, value.keywords))
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # an empty cell
-                yield None, "", cell.cell_contents
-        yield from ((None, "", part) for part in value.__defaults__ or ())
+                yield cell, "cell_contents", cell.cell_contents
+        yield from ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
         known = value.__globals__
-        yield from ((None, "", known[name]) for name in value.__code__.co_names if name in known)
-    elif isinstance(value, (list, tuple)):
+        yield from ((known, name, known[name]) for name in global_names(value.__code__) if name in known)
+    elif isinstance(value, list):
+        yield from [(value, place, part) for place, part in enumerate(value)]
+    elif isinstance(value, tuple):
         yield from ((None, "", part) for part in value)
     elif isinstance(value, dict):
         yield from [(value, name, part) for name, part in value.items()]
-    else:
-        own = getattr(value, "__dict__", {})
-        if isinstance(value, torch.nn.Module):
-            for table in TABLES:
-                yield from [(own[table], name, part) for name, part in own[table].items()]
-        yield from [(own, name, part) for name, part in [*own.items()] if name not in TABLES]
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, torch.nn.Module):
+        for table in TABLES:
+            yield from [(own[table], name, part) for name, part in own[table].items()]
+    yield from [(own, name, part) for name, part in [*own.items()] if name not in TABLES]
+    yield from ((value, name, part) for name, part in slots_of(value))
