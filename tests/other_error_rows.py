@@ -62,9 +62,23 @@ def without_triton() -> Any:
 
 def dropout_of_transformers() -> Any:
     pytest.importorskip("transformers", minversion="4.57")
+    from transformers import BertConfig
+
     from flexmod.integrations.transformers import attention
 
-    return attention(torch.nn.Module(), x(), x(), x(), None, dropout=0.1)
+    layer = torch.nn.Module()
+    layer.config = BertConfig()
+    return attention(layer, x(), x(), x(), None, dropout=0.1)
+
+
+def bloom_of_transformers() -> Any:
+    pytest.importorskip("transformers", minversion="4.57")
+    from transformers import BloomConfig, BloomModel
+
+    from flexmod.integrations.transformers import register
+
+    register()
+    return BloomModel._from_config(BloomConfig(n_layer=1), attn_implementation="flexmod")
 
 
 def behind_the_recorder() -> Any:
@@ -172,7 +186,13 @@ ROWS: list[Row] = [
         errors.TransformersArgumentError,
         dropout_of_transformers,
         'attn_implementation="flexmod": dropout is 0.1, which flexmod does not do.\n'
-        "  Instead: set attention_dropout=0.0 in the model's config.",
+        "  Instead: set attention_probs_dropout_prob=0.0 in the model's config.",
+    ),
+    (
+        errors.TransformersModelError,
+        bloom_of_transformers,
+        'BloomModel computes attention in its own code, which attn_implementation="flexmod" does not reach.\n'
+        '  Instead: load the model with attn_implementation="eager".',
     ),
     (
         errors.LibraryArgumentError,

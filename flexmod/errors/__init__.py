@@ -25,6 +25,7 @@ __all__ = [
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
     "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
     "DoubleBackwardError", "ForwardModeError", "VmapError", "TransformersArgumentError",
+    "TransformersModelError",
     # masks.py
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
     "BlockMaskPartsError", "LengthError", "MaskExtentError", "DenseMaskError", "BlockMaskIndexError", "BlockMaskCropError",

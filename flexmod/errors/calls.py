@@ -231,3 +231,8 @@ class VmapError(FlexmodError, NotImplementedError):
 class TransformersArgumentError(FlexmodError, NotImplementedError):
     what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
     instead = "{advice}."
+
+
+class TransformersModelError(FlexmodError, NotImplementedError):
+    what = '{model} computes attention in its own code, which attn_implementation="flexmod" does not reach.'
+    instead = 'load the model with attn_implementation="eager".'

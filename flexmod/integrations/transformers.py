@@ -2,20 +2,21 @@
 
 It registers two functions in the library's public interfaces. The first, `attention_mask`, makes a forward's
 block mask from the model's masks (causal, window, chunks, padding, packed sequences), once for all layers of
-a kind. The second, `attention`, runs each layer. Written for transformers 4.57 to 5.23,
-https://github.com/huggingface/transformers (src/transformers/masking_utils.py,
-src/transformers/modeling_utils.py).
+a kind. The second, `attention`, runs each layer. A model that does not take these is refused when it is made.
+Written for transformers 4.57 to 5.24, https://github.com/huggingface/transformers
+(src/transformers/masking_utils.py, src/transformers/modeling_utils.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from flexmod import masks, mods
@@ -23,7 +24,7 @@ from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
 from flexmod.calls.packed import apply_sink
-from flexmod.errors import TransformersArgumentError
+from flexmod.errors import TransformersArgumentError, TransformersModelError
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
 FEW_QUERIES = 16
@@ -34,13 +35,31 @@ def register(name: str = "flexmod") -> None:
 
     register()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="flexmod")
+
+    Making any other model with this name raises TransformersModelError.
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, attention_mask)
+    PreTrainedModel.get_correct_attn_implementation = _checked
+    _NAMES.add(name)
+
+
+_NAMES: set[str] = set()
+_unchecked = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_unchecked)
+def _checked(model: Any, requested: str | None, *others: Any, **options: Any) -> Any:
+    """Transformers would run a model that does not take the attention interface with its own attention."""
+    if requested in _NAMES and not model._can_set_attn_implementation():
+        raise TransformersModelError(model=type(model).__name__)
+    return _unchecked(model, requested, *others, **options)
 
 
 class CarriedMask(TorchBlockMask):
     """A flexmod BlockMask in the type that models hand on to their layers as it is."""
+
+    ndim = 4  # some models ask
 
     def __init__(self, mask: BlockMask) -> None:
         self.mask = mask
@@ -57,7 +76,14 @@ class CarriedMask(TorchBlockMask):
         return self
 
     def __getitem__(self, index: Any) -> CarriedMask:
+        if isinstance(index, tuple) and len(index) > 3:
+            raise TransformersModelError(model="a layer that indexes the elements of its mask")
         return CarriedMask(self.mask[index])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A layer with its own attention adds its mask to the scores."""
+        raise TransformersModelError(model=f"a layer that calls {function.__name__} with its mask")
 
     def __repr__(self) -> str:
         return repr(self.mask)
@@ -76,9 +102,14 @@ def attention_mask(
     cache_position: Tensor | None = None,
     use_vmap: bool = True,
     device: torch.device | str | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None,
     **others: Any,
-) -> CarriedMask:
+) -> CarriedMask | None:
     """Makes the block mask of one forward, [batch_size, 1, q_length, kv_length]; for the mask interface.
+
+    None stands for all pairs, where allow_is_bidirectional_skip says that mask_function has no other
+    restriction than a window of local_size.
 
         mask_function   (batch, head, query, key) -> bool on positions of the sequence; the call's positions
                         begin at q_offset and kv_offset
@@ -95,6 +126,9 @@ def attention_mask(
         # to look would make the host wait, and has no answer while a graph is made
         if kept.device.type != "cpu" or torch.compiler.is_compiling() or not kept.all():
             mask_function = and_masks(mask_function, _not_padding(kept))
+            allow_is_bidirectional_skip = False
+    if allow_is_bidirectional_skip and local_size is None:
+        return None
     mask_mod = _at(mask_function, q_offset, kv_offset)
     if q_length <= FEW_QUERIES:
         mask_mod = _looked_up(_rows(mask_mod, (batch_size, q_length, kv_length), device, use_vmap))
@@ -170,8 +204,8 @@ def attention(
 
         query           [B, Hq, M, D]
         key, value      [B, Hkv, N, D or Dv]
-        attention_mask  the result of `attention_mask` above, or a tensor [B or 1, Hq or 1, M, N or more]. A
-                        bool tensor is True for allowed pairs. A floating-point tensor is added to the scores;
+        attention_mask  the result of `attention_mask` above, or a tensor [B or 1, Hq or 1, M or 1, N or more]
+                        A bool tensor is True for allowed pairs. A floating-point tensor is added to scores;
                         its dtype's lowest number forbids a pair. None is causal, within sliding_window, if
                         is_causal or else the module says so and there are several queries.
         softcap         scores become softcap * tanh(score / softcap), before any addition
@@ -180,10 +214,10 @@ def attention(
 
     Raises TransformersArgumentError for an unsupported argument, and the errors of flex_attention.
     """
-    _refuse({"dropout": dropout, **others})
+    _refuse(module, {"dropout": dropout, **others})
     biases = [] if position_bias is None else [position_bias]
     if isinstance(attention_mask, Tensor):
-        dense = attention_mask[..., : key.shape[2]]
+        dense = _dense(attention_mask, query.shape[2], key.shape[2])
         if dense.dtype != torch.bool:
             biases.append(dense)
         mask: Any = _mask_of_dense(dense)
@@ -200,30 +234,52 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+_EAGER = 'load the model with attn_implementation="eager"'
 _REFUSED = {
-    "dropout": "set attention_dropout=0.0 in the model's config",
-    "output_attentions": 'no kernel holds the weights: load the model with attn_implementation="eager"',
-    "head_mask": 'multiply the heads\' outputs, or load the model with attn_implementation="eager"',
+    "dropout": "",  # the option's name depends on the model
+    "output_attentions": f"no kernel holds the weights: {_EAGER}",
+    "head_mask": f"multiply the heads' outputs, or {_EAGER}",
     "cache": 'flexmod reads no paged cache: generate with cache_implementation="dynamic" or "static"',
+    # keys chosen for each query, and sinks of each query
+    **dict.fromkeys(("indices", "block_indices", "sinks"), _EAGER),
 }
 
 
-def _refuse(given: Mapping[str, Any]) -> None:
+def _refuse(module: nn.Module, given: Mapping[str, Any]) -> None:
     """The layers of a model hand on whatever it was called with; these would change the result."""
     for name, advice in _REFUSED.items():
         value = given.get(name)
         if value is None or isinstance(value, (bool, int, float)) and not value:
             continue
         shown = value if isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
-        raise TransformersArgumentError(name=name, value=shown, advice=advice)
+        raise TransformersArgumentError(
+            name=name, value=shown, advice=advice or _without_dropout(module, value)
+        )
+
+
+def _without_dropout(module: nn.Module, dropout: float) -> str:
+    """What turns a layer's dropout off: the options of its config with this value, attention's own first."""
+    options = vars(getattr(module, "config", module))
+    found = [name for name, value in options.items() if "drop" in name and value == dropout]
+    found = [name for name in found if "att" in name] or found
+    if not found:
+        return f"set the dropout of {type(module).__name__} to 0.0"
+    return f"set {' and '.join(f'{name}=0.0' for name in found)} in the model's config"
+
+
+def _dense(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """[B or 1, Hq or 1, queries, keys] of a mask that may have one row for all queries, or more keys."""
+    if mask.dim() != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TransformersArgumentError(
+            name="attention_mask", value=f"a tensor of shape {tuple(mask.shape)} and {mask.dtype}",
+            advice="give a mask of the tokens, [batch, tokens], to the model, or one of four dimensions, "
+            "bool or floating-point",
+        )  # fmt: skip
+    mask = mask[..., :keys]
+    return mask.expand(-1, -1, queries, -1) if mask.shape[2] == 1 else mask
 
 
 def _mask_of_dense(dense: Tensor) -> BlockMask:
-    if dense.dim() != 4:
-        raise TransformersArgumentError(
-            name="attention_mask", value=f"a tensor of shape {tuple(dense.shape)}",
-            advice="give a mask of the tokens, [batch, tokens], to the model, or one of four dimensions",
-        )  # fmt: skip
     kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
     batch, heads, queries, keys = kept.shape
 

@@ -245,7 +245,7 @@ def test_a_carried_mask_prints_and_slices_as_what_it_carries() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("dropout", 0.1, "set attention_dropout=0.0 in the model's config"),
+        ("dropout", 0.1, "set the dropout of Layer to 0.0"),
         ("output_attentions", True, 'load the model with attn_implementation="eager"'),
         ("head_mask", torch.ones(4), "multiply the heads' outputs"),
         ("cache", object(), "flexmod reads no paged cache"),

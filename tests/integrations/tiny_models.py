@@ -34,13 +34,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(
     name: str, implementation: str, dtype: torch.dtype = torch.float32, **changed: Any
 ) -> PreTrainedModel:
-    """A model by its name in MODELS; its weights are the same at every call. `changed` are options."""
+    """A model by its name in MODELS. `changed` are options."""
     family, options = MODELS[name]
-    config = getattr(families, f"{family}Config")(**COMMON | options | changed)
+    return build(f"{family}ForCausalLM", options | changed, implementation, dtype)
+
+
+def build(name: str, options: dict[str, Any], implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model by the name of its class; its weights are the same at every call."""
+    model_class = getattr(families, name)
     torch.manual_seed(3)
-    made = getattr(families, f"{family}ForCausalLM")._from_config(config, attn_implementation=implementation)
+    config = model_class.config_class(**COMMON | options)
+    made = model_class._from_config(config, attn_implementation=implementation)
     for parameter_name, parameter in made.named_parameters():
-        if parameter_name.endswith("sinks"):
+        if parameter_name.endswith(("sinks", "bias_table")):
             nn.init.normal_(parameter)
     return made.to(dtype).eval()
 
@@ -50,10 +56,11 @@ def truth(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Dense attention in the dtype of its inputs, in formulas of its own; eager's softmax is float32."""
@@ -61,8 +68,13 @@ def truth(
     scores = scaling * query @ key.repeat_interleave(group, 1).mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
     # the lowest number and not -inf: a row of padding has no NaN
-    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
     if s_aux is not None:
         column = s_aux[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
@@ -104,8 +116,11 @@ def batch(kind: str) -> Batch:
 
 def results(model: PreTrainedModel, given: Batch) -> dict[str, Tensor]:
     """The logits of the tokens that count, and the gradient of each parameter that they reach."""
-    logits = model(**given.inputs, use_cache=False).logits[given.valid]
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(7))
-    (logits * weights.to(logits)).sum().backward()
+    return with_gradients(model, model(**given.inputs, use_cache=False).logits[given.valid])
+
+
+def with_gradients(model: PreTrainedModel, out: Tensor) -> dict[str, Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    (out * weights.to(out)).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients}
+    return {"logits": out.detach(), **gradients}
