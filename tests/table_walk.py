@@ -42,6 +42,7 @@ TOLERANCE = {
     "tanh": (0.0, 3e-7), "tanh_relative": (5e-7, 2e-38), "sigmoid": (5e-6, 2e-38), "logistic": (2e-6, 2e-38),
     "erf": (1e-6, 2e-7), "sinh": (1e-5, 2e-38), "cosh": (1e-5, 0.0), "erfc": (1e-5, 2e-38),
     "tanh_approximate": (0.0, 3e-7),
+    "atan": (1e-6, 0.0), "atan2": (1e-6, 2e-38), "hypot": (1e-6, 0.0), "lgamma": (1e-5, 1e-5),
 }  # fmt: skip
 # the chip's own texts; the logistic stops at 2^-60
 TOLERANCE_ON_SM_90 = {"tanh": (0.0, 5e-7), "logistic": (2e-6, 1e-18), "tanh_approximate": (2.0**-11, 1e-7)}
@@ -51,7 +52,7 @@ ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # what lies at a 
 
 # Triton's -x is 0 - x; others meet 0 on their way to a result that is 0
 SIGN_OF_ZERO_LOST = {"neg", "round", "floor_divide", "trunc_divide", "remainder", "fmod", "pow", "tanh",
-                     "tanh_relative", "tanh_approximate"}  # fmt: skip
+                     "tanh_relative", "tanh_approximate", "atan2", "lgamma"}  # fmt: skip
 # which of 0.0 and -0.0 is the smaller is the chip's; so is the sign of what is too small for it
 SIGN_OF_ZERO_IS_A_CHIPS = SIGN_OF_ZERO_LOST | {"minimum", "maximum", "sin", "tan", "erf", "expm1", "log1p"}
 
@@ -133,7 +134,7 @@ DIFFERENCES = (
         (
             "div", "floor_divide", "trunc_divide", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p",
             "sqrt", "rsqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "tanh_relative", "sigmoid",
-            "logistic", "erf", "erfc", "floor", "ceil",
+            "logistic", "erf", "erfc", "atan", "atan2", "hypot", "lgamma", "floor", "ceil",
         ),
         "denormal numbers of float32, which may count as 0",
         lambda a, b, y: _denormal(a) | _denormal(b) | _denormal(y)

@@ -249,6 +249,12 @@ def square_root(a: Bounds) -> Bounds:
     return choose_bounds(a[0] >= 0, (low * 0.99, high * 1.01), UNKNOWN)
 
 
+def hypot(a: Bounds, b: Bounds) -> Bounds:
+    """Between the longer side and the sum of both; widened as roots are."""
+    a, b = absolute(a), absolute(b)
+    return greatest(a[0], b[0]) * 0.99, (a[1] + b[1]) * 1.01
+
+
 def within_one(a: Bounds) -> Bounds:
     """Bounds a tanh or a sine; nan stays nan."""
     return -1.0, 1.0
@@ -389,12 +395,12 @@ def _two_powers(a: Bounds, b: Bounds) -> Bounds:
 
 ROUNDED = frozenset({
     add, sub, mul, div, neg, absolute, minimum, maximum, where, floor, ceil, trunc, nearest, sign,
-    square_root, lt, le, gt, ge, eq, ne,
+    square_root, hypot, lt, le, gt, ge, eq, ne,
 })  # fmt: skip
 # Rules that differ for floating-point numbers.
 OF_FLOATS: dict[Callable[..., Bounds], Callable[..., Bounds]] = {mul: mul_floats}
 # For an argument without ends, which may be nan, these rules would return bounds with an end.
-KEEP_NAN = frozenset({minimum, maximum, absolute, sign})
+KEEP_NAN = frozenset({minimum, maximum, absolute, sign, hypot})
 # The results may leave int64 when the arguments are large.
 ARITHMETIC = frozenset({add, sub, mul, neg, absolute})
 

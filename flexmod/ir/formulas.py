@@ -140,6 +140,86 @@ def _lerp(a: Any, b: Any, weight: Any) -> Any:
     return torch.where(abs(weight) < 0.5, from_a, from_b)
 
 
+def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    scaled = x * beta
+    near = (scaled.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(scaled)))) / beta
+    return torch.where(scaled > threshold, x, near)
+
+
+def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    return torch.where(x > 0, x, torch.expm1(_at_most(x, 0) * input_scale) * alpha) * scale
+
+
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+    return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x))
+
+
+def _log_sigmoid(x: Any) -> Any:
+    return x.minimum(0.0) - torch.log1p(torch.exp(-torch.abs(x)))
+
+
+def _nan_to_num(x: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+    if not x.is_floating_point():
+        return x
+    ends = torch.finfo(x.dtype)
+    low, high = (ends.min if neginf is None else neginf), (ends.max if posinf is None else posinf)
+    finite = torch.where(x == math.inf, high, torch.where(x == -math.inf, low, x))
+    return torch.where(torch.isnan(x), nan, finite)
+
+
+def _logaddexp(a: Any, b: Any) -> Any:
+    apart = torch.where(a == b, 0.0, a - b)  # of two infinities
+    return torch.maximum(a, b) + torch.log1p(torch.exp(-torch.abs(apart)))
+
+
+def _xlogy(x: Any, y: Any, log: Callable[[Any], Any] = torch.log, zero: float = 0.0) -> Any:
+    """x * log(y), and 0 where x is 0, whatever the logarithm. `zero` is log's pole."""
+    safe = (x == 0) & ((y <= zero) | (y == math.inf))
+    return x * log(torch.where(safe, 1.0, y))
+
+
+def _logit(x: Any, eps: float | None = None) -> Any:
+    x = x if eps is None else _clamp(x, eps, 1.0 - eps)
+    return torch.log(x / (1.0 - x))
+
+
+def _signbit(x: Any) -> Any:
+    if isinstance(x, (int, float)):
+        return math.copysign(1.0, x) < 0
+    return (x < 0) | ((x == 0) & (1.0 / x < 0))
+
+
+def _copysign(x: Any, sign: Any) -> Any:
+    size = torch.abs(x) * 1.0
+    return torch.where(_signbit(sign) & (size == size), -size, size)
+
+
+def _asinh(x: Any) -> Any:
+    size = torch.where(x < 0, -x, x) * 1.0  # unlike that of abs, its derivative at 0 is not 0
+    found = torch.log1p(size + size * (size / (1.0 + torch.hypot(size, torch.full_like(size, 1.0)))))
+    return torch.where(x < 0, -found, found)
+
+
+def _digamma(x: Any) -> Any:
+    """The derivative of log(gamma(x)): an asymptotic series at 8 or more, in float64; reflected below 0.5."""
+    z = x.double()
+    left = z < 0.5
+    y = torch.where(left, 1.0 - z, z)
+    shifted, steps = y + 8.0, 1.0 / y
+    for step in range(1, 8):
+        steps = steps + 1.0 / (y + step)
+    square = 1.0 / (shifted * shifted)
+    series: Any = 0.0
+    for term in (1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12):
+        series = (series + term) * square
+    found = torch.log(shifted) - 0.5 / shifted - series - steps
+    turn = z - torch.round(z)
+    angle = math.pi * torch.where(left & (turn != 0), turn, 0.25)  # finite also where it does not count
+    pole = torch.where(z < 0, math.nan, -1.0 / z)
+    turned = torch.where(turn == 0, pole, found - math.pi / torch.tan(angle))
+    return torch.where(left, turned, found).to((x * 1.0).dtype)
+
+
 COMPOSED: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, other, *, alpha=1: torch.sub(other, x, alpha=alpha),
     "clamp": _clamp,
@@ -151,12 +231,50 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,
     "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
-    "softplus": lambda x: x.maximum(0.0) + torch.log1p(torch.exp(-torch.abs(x))),
+    "softplus": _softplus,
+    "log_sigmoid": _log_sigmoid,
+    "mish": lambda x: x * torch.tanh(_softplus(x)),
+    "elu": _elu,
+    "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha),
+    "selu": lambda x: _elu(x, 1.6732632423543772, 1.0507009873554805),
+    "leaky_relu": lambda x, negative_slope=0.01: torch.where(x > 0, x, x * negative_slope),
+    "hardtanh": _hardtanh,
+    "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
+    "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) > lambd, x, 0.0),
+    "softshrink": lambda x, lambd=0.5: torch.where(
+        x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, 0.0)
+    ),
+    "tanhshrink": lambda x: x - torch.tanh(x),
+    "softsign": lambda x: x / (torch.abs(x) + 1.0),
+    "threshold": lambda x, threshold, value: torch.where(x <= threshold, value, x),
+    "nan_to_num": _nan_to_num,
+    "logaddexp": _logaddexp,
+    "logaddexp2": lambda a, b: _logaddexp(a * math.log(2.0), b * math.log(2.0)) / math.log(2.0),
+    "xlogy": _xlogy,
+    "special_xlogy": _xlogy,
+    "special_xlog1py": lambda x, y: _xlogy(x, y, torch.log1p, -1.0),
+    "logit": _logit,
+    "special_logit": _logit,
+    "digamma": _digamma,
+    "asin": lambda x: torch.atan2(x, torch.sqrt((1.0 - x) * (1.0 + x))),
+    "acos": lambda x: torch.atan2(torch.sqrt((1.0 - x) * (1.0 + x)), x),
+    "asinh": _asinh,
+    "acosh": lambda x: torch.log(x + torch.sqrt((x - 1.0) * (x + 1.0))),
+    "atanh": lambda x: 0.5 * (torch.log1p(x) - torch.log1p(-x)),
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+    "frac": lambda x: x - torch.trunc(x),
+    "signbit": _signbit,
+    "copysign": _copysign,
+    "fmin": lambda a, b: torch.where(torch.isnan(a) | (b < a), b, a),
+    "fmax": lambda a, b: torch.where(torch.isnan(a) | (b > a), b, a),
     "log10": lambda x: torch.log2(x) * math.log10(2.0),
     "isfinite": _isfinite,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
     "lerp": _lerp,
     "addcmul": _addcmul,
+    "addcdiv": lambda x, a, b, *, value=1: x + value * (a / b),
     "positive": lambda x: x,
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,

@@ -199,6 +199,12 @@ def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     return by_base, by_exponent
 
 
+def _atan2_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    square = a * a + b * b
+    inverse = 1.0 / torch.where(square == 0, 1.0, square)
+    return g * b * inverse, -g * a * inverse
+
+
 def _unsigned_lt(a: Any, b: Any) -> Any:
     return (a < b) ^ (a < 0) ^ (b < 0)
 
@@ -319,6 +325,12 @@ _ROWS = [
        torch.cos, lambda g, y, x: (-g * torch.sin(x),), bounds.within_one, cost="high", finite=True),
     Op("tan", ("tan",), "result", promote_float, "tl.sin({0}) / tl.cos({0})",
        torch.tan, lambda g, y, x: (g * (1.0 + y * y),), cost="high"),
+    Op("atan", ("atan", "arctan"), "result", promote_float, "atan({0})",
+       torch.atan, lambda g, y, x: (g / (x * x + 1.0),), lambda x: (-1.571, 1.571), cost="high", finite=True),
+    Op("atan2", ("atan2", "arctan2"), "result", promote_float, "atan2({0}, {1})", torch.atan2,
+       _atan2_derivative, lambda a, b: (-3.142, 3.142), cost="high", finite=True),
+    Op("hypot", ("hypot",), "result", promote, {"float": "hypot({0}, {1})"},
+       torch.hypot, lambda g, y, a, b: (g * (a / y), g * (b / y)), bounds.hypot, cost="high", finite=True),
     Op("sinh", ("sinh",), "result", promote_float, "sinh({0})",
        torch.sinh, lambda g, y, x: (g * torch.cosh(x),), cost="high"),
     Op("cosh", ("cosh",), "result", promote_float, "cosh({0})",
@@ -344,6 +356,8 @@ _ROWS = [
     Op("erfc", ("erfc", "special_erfc"), "result", promote_float, "erfc({0})",
        torch.erfc, lambda g, y, x: (g * (-2.0 / math.sqrt(math.pi)) * torch.exp(-x * x),),
        lambda x: (0.0, 2.0), cost="high", finite=True),
+    Op("lgamma", ("lgamma", "special_gammaln"), "result", promote_float, "lgamma({0})",
+       torch.lgamma, lambda g, y, x: (g * torch.digamma(x),), cost="high"),
     # rounding
     Op("floor", ("floor",), "result", _first, {"int": "{0}", "float": "tl.floor({0})"}, torch.floor, _zero,
        bounds.floor, finite=True),

@@ -143,6 +143,8 @@ OF_FLOATS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "sinh": (torch.sinh, 1e-5, 2e-38),
     "cosh": (torch.cosh, 1e-5, 0.0),
     "erfc": (torch.erfc, 1e-5, 2e-38),
+    "atan": (torch.atan, 5e-7, 0.0),
+    "lgamma": (torch.lgamma, 5e-7, 1e-12),
 }
 
 
@@ -154,7 +156,7 @@ def test_functions_of_floats(name: str, device: torch.device) -> None:
     near(found, in_double(function, x), relative, absolute)
 
 
-@pytest.mark.parametrize("name", ["tanh_relative", "log1p", "expm1", "sinh", "cosh"])
+@pytest.mark.parametrize("name", ["tanh_relative", "log1p", "expm1", "sinh", "cosh", "atan"])
 def test_functions_of_doubles(name: str, device: torch.device) -> None:
     function = OF_FLOATS[name][0]
     x = torch.cat([torch.linspace(-12, 12, 997), 10.0 ** torch.linspace(-30, 2, 499)]).double()

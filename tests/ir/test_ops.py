@@ -60,10 +60,10 @@ def torch_dtype(row: Op, dtypes: tuple[Any, ...]) -> torch.dtype | None:
         DIVISIONS.get(row.name, row.torch)(*first, *map(torch.as_tensor, operands))
     except (RuntimeError, NotImplementedError):
         return None
-    is_truth = row.dtype is ops.OPS["eq"].dtype
-    return (
-        torch.bool if is_truth else torch.result_type(*operands) if len(operands) > 1 else operands[0].dtype
-    )
+    if row.dtype is ops.OPS["eq"].dtype:
+        return torch.bool
+    common = torch.result_type(*operands) if len(operands) > 1 else operands[0].dtype
+    return row.torch(*first, *[torch.ones((), dtype=common)] * len(operands)).dtype
 
 
 def traced_dtype(row: Op, dtypes: tuple[Any, ...]) -> torch.dtype | None:
@@ -278,6 +278,49 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "square": torch.square,
     "reciprocal": torch.reciprocal,
     "softplus": F.softplus,
+    "softplus, steeper": lambda x: F.softplus(x, 3.0, 4.0),
+    "log_sigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "elu": F.elu,
+    "elu, scaled": lambda x: F.elu(x, 0.7),
+    "celu": lambda x: F.celu(x, 1.3),
+    "selu": F.selu,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "hardtanh": lambda x: F.hardtanh(x, -0.7, 1.2),
+    "relu6": F.relu6,
+    "hardsigmoid": F.hardsigmoid,
+    "hardshrink": F.hardshrink,
+    "softshrink": F.softshrink,
+    "tanhshrink": F.tanhshrink,
+    "softsign": F.softsign,
+    "threshold": lambda x: F.threshold(x, 0.4, 9.0),
+    "nan_to_num": lambda x: torch.nan_to_num(
+        torch.where(x > 2, math.inf, torch.where(x < -2, math.nan, x)), 3.0
+    ),
+    "logaddexp": lambda x: torch.logaddexp(x, 2 - x),
+    "logaddexp, of infinities": lambda x: torch.logaddexp(
+        x.where(x > 1, -math.inf), x.where(x > 2, -math.inf)
+    ),
+    "logaddexp2": lambda x: torch.logaddexp2(x, 2 - x),
+    "xlogy": lambda x: torch.xlogy(x, x),
+    "special_xlogy": lambda x: torch.special.xlogy(x, x * x),
+    "special_xlog1py": lambda x: torch.special.xlog1py(x, x * x),
+    "logit": torch.logit,
+    "special_logit": lambda x: torch.special.logit(x, eps=0.125),
+    "digamma": torch.digamma,
+    "asin": torch.asin,
+    "acos": torch.acos,
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
+    "deg2rad": torch.deg2rad,
+    "rad2deg": torch.rad2deg,
+    "frac": torch.frac,
+    "signbit": lambda x: torch.where(torch.signbit(x), x, 2 * x),
+    "copysign": lambda x: torch.copysign(x, -x),
+    "copysign, of a number": lambda x: torch.copysign(x, -0.0),
+    "fmin": lambda x: torch.fmin(torch.where(x > 2, math.nan, x), x * x),
+    "fmax": lambda x: torch.fmax(torch.where(x > 2, math.nan, x), x * x),
     "log10": torch.log10,
     "isfinite": lambda x: torch.where(torch.isfinite(x), x, 0.0),
     "masked_fill": lambda x: x.masked_fill(x > 1, 5.0),
@@ -285,6 +328,7 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "lerp, from the other end": lambda x: torch.lerp(x * 1e9, x, 1.0),
     "lerp, by a scalar": lambda x: torch.lerp(x, x * 2, x * 0.25),
     "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5),
+    "addcdiv": lambda x: torch.addcdiv(x, x, x + 5.3, value=0.5),
     "positive": torch.positive,
     "clone": torch.clone,
     "contiguous": lambda x: x.contiguous(),
@@ -303,7 +347,7 @@ def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]
     torch.testing.assert_close(found, function(NUMBERS), rtol=1e-5, atol=1e-6, equal_nan=True)
     x = NUMBERS.double().requires_grad_()
     (expected,) = torch.autograd.grad(function(x).sum(), x)
-    smooth = expected.isfinite()
+    smooth = expected.abs() < 1e15  # torch's derivative of digamma is large, and none, at its poles
     torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
 
 
@@ -332,6 +376,10 @@ def test_a_limit_that_is_nan(low: Any, high: Any, sides: str) -> None:
 # intervals
 
 
+def gives_floats(row: Op) -> bool:
+    return row.name == "hypot" or row.dtype(*(torch.int64,) * row.arity).is_floating_point
+
+
 def interval_arguments(row: Op) -> list[Any]:
     limits = (0, 1) if row.at == "bool" else (-40, 40)
     first = st.tuples(st.integers(*limits), st.integers(*limits)).map(sorted)
@@ -351,7 +399,7 @@ def test_interval_holds_every_value(row: Op) -> None:
         values = [data.draw(st.integers(*b)) for b in bounds]
         if row.name in ("div", "floor_divide", "trunc_divide", "remainder", "fmod"):
             assume(values[1] != 0)
-        number = torch.float64 if row.dtype(*(torch.int64,) * len(values)).is_floating_point else torch.int64
+        number = torch.float64 if gives_floats(row) else torch.int64
         dtypes = [number] * len(values)
         dtypes[0] = torch.bool if row.name == "where" else number
         at = row.argument_dtypes(dtypes, number)

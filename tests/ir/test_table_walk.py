@@ -176,7 +176,8 @@ def whole_result(row: Op, *values: int) -> int | float | bool:
         return a << b if 0 <= b < 64 else 0
     if row.name == "pow":
         return a**b if b >= 0 else 0 if a == 0 else int(a**b)
-    number = torch.float64 if row.dtype(torch.int64, torch.int64).is_floating_point else torch.int64
+    floats = row.name == "hypot" or row.dtype(torch.int64, torch.int64).is_floating_point
+    number = torch.float64 if floats else torch.int64
     dtypes = [torch.bool, number, number] if row.name == "where" else [number] * len(values)
     at = row.argument_dtypes(dtypes, number)
     return row.torch(*(torch.tensor(v, dtype=d) for v, d in zip(values, at, strict=True))).item()

@@ -220,6 +220,72 @@ def cosh(x):
     return 0.5 * root * root + 0.5 / (root * root)
 
 
+@triton.jit
+def atan(x):
+    """From |x| up to tan(pi / 8), by a polynomial with a relative error of 4e-15; the rest by reflection."""
+    size = tl.abs(x)
+    far, middle = size > 2.414213562373095, size > 0.4142135623730951
+    near = tl.where(far, -1.0 / size, tl.where(middle, (size - 1.0) / (size + 1.0), size))
+    square = near * near
+    series = -0.027244625714129084
+    series = series * square + 0.05169909443388437
+    series = series * square + -0.06551314029234698
+    series = series * square + 0.07681127810107558
+    series = series * square + -0.09090265694370937
+    series = series * square + 0.1111109032159028
+    series = series * square + -0.14285713956307727
+    series = series * square + 0.1999999999821795
+    series = series * square + -0.33333333333334214
+    angle = near + near * square * series
+    angle = tl.where(far, angle + 1.5707963267948966, tl.where(middle, angle + 0.7853981633974483, angle))
+    return tl.where(size < 1e-9, x, tl.where(x < 0, -angle, angle))
+
+
+@triton.jit
+def atan2(y, x):
+    """The angle of (x, y), from the ratio of the shorter to the longer side; the signs of zeros count."""
+    tall, wide = tl.abs(y), tl.abs(x)
+    low, high = tl.where(tall < wide, tall, wide), tl.where(tall < wide, wide, tall)
+    angle = atan(tl.where(low == high, (high > 0).to(high.dtype), low / high))
+    angle = tl.where(tall > wide, 1.5707963267948966 - angle, angle)
+    angle = tl.where((x < 0) | (1.0 / x == float("-inf")), 3.141592653589793 - angle, angle)
+    angle = tl.where((y < 0) | (1.0 / y == float("-inf")), -angle, angle)
+    return tl.where((x == x) & (y == y), angle, x + y)
+
+
+@triton.jit
+def hypot(a, b):
+    """sqrt(a^2 + b^2) without the squares, which would overflow."""
+    a, b = tl.abs(a), tl.abs(b)
+    low, high = tl.where(a > b, b, a), tl.where(a > b, a, b)
+    ratio = low / high
+    found = tl.where(high == 0, low + high, high * tl.sqrt(1.0 + ratio * ratio))
+    return tl.where((a == float("inf")) | (b == float("inf")), float("inf"), found)
+
+
+@triton.jit
+def lgamma(x):
+    """log |gamma(x)| by Stirling's series at 8 or more, in float64: near 1 and 2 its terms cancel."""
+    z = x.to(tl.float64)
+    left = z < 0.5
+    y = tl.where(left, 1.0 - z, z)  # gamma(z) * gamma(1 - z) = pi / sin(pi * z)
+    small = y < 8
+    product = y * (y + 1.0) * (y + 2.0) * (y + 3.0) * (y + 4.0) * (y + 5.0) * (y + 6.0) * (y + 7.0)
+    product = tl.where(small, product, 1.0)
+    y = tl.where(small, y + 8.0, y)
+    square = 1.0 / (y * y)
+    series = -0.0019175269175269176 * square + 0.0008417508417508417
+    series = series * square - 0.0005952380952380953
+    series = series * square + 0.0007936507936507937
+    series = series * square - 0.002777777777777778
+    series = (series * square + 0.08333333333333333) / y
+    found = (y - 0.5) * (tl.log(y) - 1.0) + (series + 0.41893853320467274) - tl.log(product)
+    turn = tl.abs(z - tl.floor(z + 0.5))
+    sine = tl.where(turn < 1e-9, turn, tl.sin(turn * 3.141592653589793) * 0.3183098861837907)
+    found = tl.where(left, -tl.log(sine) - found, found)
+    return tl.where((tl.abs(z) == float("inf")) | (left & (turn == 0)), float("inf"), found).to(x.dtype)
+
+
 # `scaled` is (1 + 2x) * e^(x^2) * erfc(x) as a polynomial of 1 - 5 / (x + 2.5), interpolated at Chebyshev
 # points; its relative error is 1e-14.
 @triton.jit
