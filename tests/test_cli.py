@@ -22,7 +22,10 @@ from flexmod.runtime.machine_code import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
 from flexmod.tools import ahead, cli
+from flexmod.tools.bench import Benchmark, Row
 from flexmod.tools.cli import COMMANDS, main
+from flexmod.tools.mod_names import usual_setting
+from flexmod.tools.peers import Timing
 
 PAGE = Path(__file__).parents[1] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,7 +60,8 @@ def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 def without_numbers(text: str) -> str:
     """Numbers as #, however wide the columns that they stand in."""
     text = re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", text)
-    return re.sub(r"-{2,}", "--", re.sub(r" +", " ", text))
+    lines = re.sub(r"─{2,}", "──", re.sub(r" +", " ", text)).splitlines()
+    return "\n".join(line.strip() for line in lines)
 
 
 TRANSCRIPTS = [match for match in BLOCK.finditer(PAGE.read_text()) if match[1] != "gpu"]
@@ -102,16 +106,35 @@ def test_every_command_has_a_section_and_a_file() -> None:
 
 def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "causal", "softcap", *SIZES]) == 0
-    printed = capsys.readouterr().out
-    assert "causal, B=1 H=2 S=256 D=16 float32 on cpu" in printed
-    assert "\n\nsoftcap, B=1 H=2 S=256 D=16 float32 on cpu" in printed
+    printed = capsys.readouterr()
+    assert "causal, B=1 H=2 S=256 D=16 float32 on cpu" in printed.out
+    assert "\n\nsoftcap, B=1 H=2 S=256 D=16 float32 on cpu" in printed.out
+    assert re.search(
+        r"^softcap +agrees +25% +[\d.]+x / [\d.]+x +[\d.]+x / [\d.]+x$", printed.out, re.MULTILINE
+    )
+    assert "A dense mask (causal, softcap) is no showcase on a CPU: " in printed.out
+    assert (
+        "\nIt works: outputs and gradients agree with the reference for 2 of 2 masks, on cpu.\n"
+        in printed.out
+    )
+    assert re.search(
+        r"^The largest gain over SDPA \+ mask is that of (causal|softcap): ", printed.out, re.MULTILINE
+    )
+    assert printed.err.endswith("\nnext: flexmod bench causal softcap --plot chart.png\n")
 
 
-def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = sys.modules["flexmod.tools.peers"]
     attend = module.flex_attention
     monkeypatch.setattr(module, "flex_attention", lambda q, k, v, *a, **o: attend(q, k, 1.01 * v, *a, **o))
-    assert main(["compare", *SIZES]) == 1
+    assert main(["compare", "causal", "noop", *SIZES]) == 1
+    printed = capsys.readouterr()
+    assert (
+        "\nSomething is wrong: outputs and gradients agree with the reference for 0 of 2 masks" in printed.out
+    )
+    assert "next:" not in printed.err
 
 
 @pytest.mark.parametrize(
@@ -121,7 +144,7 @@ def test_a_comparison_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["compare", "--dtype", "int8"], "--dtype"),
         (["show"], "MASK"),
         (["build", "causal", "--target", "sm_9000"], "--target"),
-        (["draw"], "draw"),
+        (["causal"], "Error: No such command 'causal'. For a mask: flexmod show causal"),
         (["shwo"], "Error: No such command 'shwo'. Did you mean 'show'?"),
     ],
 )
@@ -185,9 +208,96 @@ def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_bench_plots(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     lengths = ["--seq", "64", "--seq", "128"]
-    assert main(["bench", "causal", "--heads", "1", *lengths, "--plot", "chart.png"]) == 0
+    assert main(["bench", "causal", "noop", "--heads", "1", *lengths, "--plot", "chart.png"]) == 0
     assert (folder / "chart.png").stat().st_size > 5000
-    assert capsys.readouterr().out.startswith("causal, B=1 H=1 D=64 float32 on cpu\n")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("causal, noop, B=1 H=1 D=64 float32 on cpu\n")
+    assert printed.err.endswith("\nnext: open chart.png\n")
+
+
+def test_a_bench_counts_from_causal_sdpa_of_the_same_length() -> None:
+    fast, slow = Timing("flexmod", 0.5, 1.0, 4.0, 1.0), Timing("SDPA causal", 2.0, 1.0, 1.0, 1.0)
+    rows = (
+        Row(64, "", 50.0, slow),
+        Row(64, "noop", 0.0, fast),
+        Row(128, "", 50.0, fast),
+        Row(128, "noop", 0.0, slow),
+    )
+    *_, header, _, first, second, third, fourth, _, note = str(
+        Benchmark("noop", usual_setting("cpu"), "cpu", rows)
+    ).splitlines()
+    assert header.split()[:4] == ["seq", "mask", "skipped", "attention"]
+    assert [line.split()[-4:][::3] for line in (first, second)] == [["1.00x", "1.00x"], ["4.00x", "0.25x"]]
+    assert [line.split()[-4:][::3] for line in (third, fourth)] == [["1.00x", "1.00x"], ["0.25x", "4.00x"]]
+    assert note == "speed-up: over SDPA causal of the same length"
+
+
+def test_bench_times_causal_sdpa_once_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--heads", "1", "--dim", "16", "--device", "cpu", "--seq", "64", "--seq", "100"]
+    assert main(["bench", "causal", "natten", "noop", *sizes, "--json"]) == 0
+    rows = [
+        (row["seq"], row["mask"], row["attention"]) for row in json.loads(capsys.readouterr().out)["rows"]
+    ]
+    ours = [(seq, mask, "flexmod") for seq in (64, 100) for mask in ("causal", "natten", "noop")]
+    assert rows == [(64, "", "SDPA causal"), *ours[:3], (100, "", "SDPA causal"), *ours[3:]]
+
+
+FACTS = "50.05% of all pairs, in 56.25% of the tiles; every query has keys; one run of tiles a row; "
+
+
+def test_a_terminal_has_colors_and_a_pipe_has_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["show", "causal", "--seq", "1024", "--size", "2"]
+    assert main(command) == 0
+    piped = capsys.readouterr().out
+    assert "\x1b" not in piped and "colors" not in piped
+    assert piped.splitlines()[2:5] == ["(0, 0)", "▒▒", "██▒▒"]
+    assert piped.splitlines()[6].startswith("█ all pairs are kept, ▓ from 2/3 on,") and FACTS in piped
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert main(command) == 0
+    colored = capsys.readouterr().out
+    assert "\x1b[38;2;70;130;210m██ full tiles" in colored
+    assert "\x1b[38;2;224;123;0m██ the mask decides pair by pair" in colored
+    assert main([*command, "--no-color"]) == 0
+    assert capsys.readouterr().out == piped
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(command) == 0
+    assert capsys.readouterr().out == piped
+    assert main(["doctor"]) == 0
+    assert "\x1b[3" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["show", "causal & padding([9])"], "flexmod compare 'causal & padding([9])'"),
+        (["explain", "causal", "--score", "alibi:16"], "flexmod source causal --score alibi:16"),
+        (["doctor"], "flexmod compare sliding_window document causal"),
+        (
+            ["source", "causal", "--standalone", "-o", "a.py"],
+            "python a.py on a GPU, or TRITON_INTERPRET=1 python a.py",
+        ),
+        (["source", "causal"], ""),
+        (["show", "causal", "--plot", "a.svg"], "open a.svg"),
+    ],
+)
+def test_a_command_names_the_next_one(
+    arguments: list[str], hint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.err.partition("next: ")[2].strip() == hint and "next:" not in printed.out
+
+
+def test_a_pipe_without_a_character_for_tiles() -> None:
+    """As on Windows, where it has a code page."""
+    command = [sys.executable, "-m", "flexmod", "show", "causal", "--seq", "256"]
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert b"\n????\n" in result.stdout.replace(b"\r", b"")
 
 
 def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +355,7 @@ def test_help_is_quick(arguments: list[str], parts: list[str]) -> None:
 import resource, sys
 from flexmod.tools.cli import main
 assert main({arguments!r}) == 0
-assert not {{"torch", "rich", "jinja2", "tabulate", "triton"}} & set(sys.modules)
+assert not {{"torch", "rich", "jinja2", "triton"}} & set(sys.modules)
 used = resource.getrusage(resource.RUSAGE_SELF)
 assert used.ru_utime + used.ru_stime < 0.7, used
 """

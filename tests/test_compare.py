@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flexmod import errors
 from flexmod.errors.commands import UnknownModName
 from flexmod.tools.comparison import compare
 from flexmod.tools.mod_names import usual_setting
+from flexmod.tools.peers import Timing
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
 
@@ -30,10 +32,29 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed == f"{comparison}\n"
     assert printed.startswith("causal, B=1 H=2 S=256 D=16 float32 on cpu\n(on the CPU: a size that takes")
-    parts = ("flexmod against SDPA + mask", "forward ms", "BlockMask")
+    parts = (
+        "flexmod against SDPA + mask",
+        "flexmod is",
+        "first forward and backward",
+        "(0, 0)\n",
+        "█ all pairs",
+    )
     assert sorted(parts, key=printed.index) == list(parts)
     assert [timing.attention for timing in comparison.timings] == ["SDPA causal", "SDPA + mask", "flexmod"]
     assert repr(comparison) == "<Comparison causal, B=1 H=2 S=256 D=16 float32 on cpu: agrees>"
+
+
+def test_a_row_says_how_many_times_faster_flexmod_is() -> None:
+    comparison = compare("causal", **SMALL)
+    sdpa = Timing("SDPA causal", 3.0, 1.0, 1.0, 1.0)
+    changed = replace(comparison, timings=(sdpa, Timing("flexmod", 1.5, 1.0, 2.0, 1.0)))
+    rows = [
+        line.split() for line in str(changed).splitlines() if line.startswith(("SDPA causal", "flexmod  "))
+    ]
+    assert rows == [
+        ["SDPA", "causal", "3.000", "1", "2.00x", "1.000", "1", "0.50x"],
+        ["flexmod", "1.500", "1", "2.000", "1"],
+    ]
 
 
 def test_rates_count_the_tiles_that_are_kept() -> None:

@@ -70,6 +70,7 @@ tools.inspection calls.compiled
 masks mods
 calls.packed
 integrations
+tools.terminal
 tools.mod_names
 tools.peers
 tools.comparison

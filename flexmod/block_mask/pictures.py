@@ -26,17 +26,20 @@ from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count
 from flexmod.errors import GridSizeError, MissingMatplotlib
+from flexmod.runtime.lazy_imports import lazy_imports
 
 SOLID, SHADED, BLANK = "█", "░", " "
 # (least density, shade), the densest first
 SHADES = ((1.0, "█"), (2 / 3, "▓"), (1 / 3, "▒"), (0.0, "░"))
-RESET = "\x1b[0m"
 Color = tuple[int, int, int]
 # Colors of elements: kept in full tiles, kept in partial tiles, masked in partial tiles, outside of tiles.
 FULL_COLOR: Color = (35, 61, 101)
 KEPT_COLOR: Color = (224, 123, 0)
 MASKED_COLOR: Color = (253, 236, 208)
 EMPTY_COLOR: Color = (255, 255, 255)
+# In a terminal, on dark and light backgrounds: full and partial tiles.
+FULL_TEXT: Color = (70, 130, 210)
+PARTIAL_TEXT: Color = (224, 123, 0)
 # Up to this many positions on the longer axis, each element is drawn; beyond, this many cells on an axis.
 ELEMENTS = {"svg": 128, "plot": 1024}
 CELLS = {"svg": 96, "plot": 768}
@@ -164,13 +167,20 @@ def _titled(grids: Sequence[str], batch_shape: Sequence[int], limit: int) -> str
 
 
 def _by_density(cells: Cells, color: bool) -> str:
-    """Cells as shades, or as 24-bit colors of a terminal."""
+    """Cells as shades. `color` writes codes of a terminal: one for full tiles, one for cells with others."""
+    shades = [[_shade(x) * 2 for x in row] for row in cells.density().tolist()]
     if not color:
-        return "".join("".join(_shade(x) * 2 for x in row) + "\n" for row in cells.density().tolist())
+        return "".join("".join(row) + "\n" for row in shades)
+    with lazy_imports():
+        from rich.color import Color as TextColor
+        from rich.style import Style
+    styles = [Style(color=TextColor.from_rgb(*rgb)) for rgb in (FULL_TEXT, PARTIAL_TEXT)]
     lines = []
-    for row in colors(cells).tolist():
-        runs = ((rgb, len(list(same))) for rgb, same in itertools.groupby(row))
-        lines.append("".join(f"\x1b[48;2;{r};{g};{b}m{'  ' * n}" for (r, g, b), n in runs) + RESET + "\n")
+    for row, partial in zip(shades, (cells.partial > 0).tolist(), strict=True):
+        for (shade, which), same in itertools.groupby(zip(row, partial, strict=True)):
+            text = shade * len(list(same))
+            lines.append(text if text.isspace() else styles[which].render(text))
+        lines.append("\n")
     return "".join(lines)
 
 

@@ -20,7 +20,7 @@ from types import FrameType
 from flexmod.errors import MissingPackage
 
 # as in pyproject.toml
-REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "tabulate": "tabulate>=0.9"}
+REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "rich": "rich>=13.7"}
 
 # One thread at a time: Python may fail if one thread imports a package while another imports a part of it. A
 # fork waits too: otherwise a child would keep a module that another thread had imported only half.

@@ -1,18 +1,16 @@
-"""bench(): times a variant and SDPA at several lengths; gives a table, JSON or a plot."""
+"""bench(): times masks and SDPA at several lengths; gives a table, JSON or a chart."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from tabulate import tabulate
-
 from flexmod.errors import FlexOnCpuError
 from flexmod.errors.commands import MissingPlots
-from flexmod.tools.mod_names import Setting, choose, fitting
+from flexmod.tools.mod_names import Setting, choose, device_name, fitting
 from flexmod.tools.peers import (
     Implementation,
     Timing,
@@ -24,38 +22,62 @@ from flexmod.tools.peers import (
     sdpa_masked,
     timed,
 )
+from flexmod.tools.terminal import plain, table, times_faster
 
-# A plot's line for flexmod, and the colors of the others.
-OURS = {"color": "#1d5fa8", "linewidth": 2.2, "zorder": 3}
-OTHERS = ("#7f7f7f", "#c4722a", "#3c8d5a")
+# A chart's line style for each attention, and the color of SDPA causal; each mask has a color of its own.
+STYLES = {"flexmod": "-", "SDPA + mask": ":", "SDPA": ":"}
+BASELINE = "#7f7f7f"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention at one length; `sparsity` is the percentage of scores whose tiles the mask skips."""
+    """One attention at one length; `sparsity` is the percentage of scores whose tiles the mask skips.
+
+    `mask` is "" for causal SDPA, which has no other mask.
+    """
 
     seq: int
+    mask: str
     sparsity: float
     timing: Timing
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The result of `bench`; `str` gives the table."""
+    """The result of `bench`; `str` gives the table. The first row of each length is causal SDPA."""
 
     name: str
     setting: Setting
     device: str
     rows: tuple[Row, ...]
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
         s = self.setting
         dtype = str(s.dtype).removeprefix("torch.")
-        title = f"{self.name}, B={s.batch} H={s.heads} D={s.dim} {dtype} on {self.device}"
-        header = ("seq", "skipped", "attention", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s")
-        rows = [(row.seq, f"{row.sparsity:.1f}%", *row.timing) for row in self.rows]
-        table = tabulate(rows, header, floatfmt=("", "", "", ".3f", ".3g", ".3f", ".3g"))
-        return f"{title}\n\n{table}"
+        return f"{self.name}, B={s.batch} H={s.heads} D={s.dim} {dtype} on {self.device}"
+
+    def __str__(self) -> str:
+        return plain(*self.parts())
+
+    def parts(self) -> tuple[Any, ...]:
+        """Returns the title and the table as renderables of rich."""
+        rows = []
+        for row in self.rows:
+            name, forward, rate, backward, backward_rate = row.timing.cells()
+            base = self.baseline(row.seq)
+            gain = times_faster(base.forward_ms, row.timing.forward_ms)
+            backward_gain = times_faster(base.backward_ms, row.timing.backward_ms)
+            sizes = (row.seq if row.mask == "" else "", row.mask, f"{row.sparsity:.1f}%", name)
+            rows.append((*sizes, forward, rate, gain, backward, backward_rate, backward_gain))
+        of_each = ("TFLOP/s", "speed-up")
+        header = ("seq", "mask", "skipped", "attention", "forward\nms", *of_each, "backward\nms", *of_each)
+        note = f"\nspeed-up: over {self.rows[0].timing.attention} of the same length" if self.rows else ""
+        return self.title, "", table(header, rows, words=(1, 3)), note
+
+    def baseline(self, seq: int) -> Timing:
+        """Returns the times of causal SDPA at a length."""
+        return next(row.timing for row in self.rows if row.seq == seq)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns a dict for JSON: times in milliseconds, rates in TFLOP/s of the mask's tiles."""
@@ -65,43 +87,51 @@ class Benchmark:
         for row in self.rows:
             name, *numbers = row.timing
             timing = zip(Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
-            rows.append({"seq": row.seq, "sparsity": row.sparsity, **dict(timing)})
+            rows.append({"seq": row.seq, "mask": row.mask, "sparsity": row.sparsity, **dict(timing)})
         return {"name": self.name, **setting, "rows": rows}
 
     def plot(self, path: str | Path) -> None:
-        """Draw TFLOP/s over lengths, forward and backward, to a file. Raises MissingPlots."""
+        """Draws times over lengths, forward and backward, with each mask's speed-up. Raises MissingPlots."""
         try:
+            from matplotlib import colormaps
             from matplotlib.figure import Figure
         except ImportError as error:
             raise MissingPlots() from error
-        figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-        axes = figure.subplots(1, 2, sharex=True)
-        names = list(dict.fromkeys(row.timing.attention for row in self.rows))
+        figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+        names = list(dict.fromkeys((row.mask, row.timing.attention) for row in self.rows))
+        masks = [mask for mask in dict.fromkeys(mask for mask, _ in names) if mask]
+        colors = {"": BASELINE, **dict(zip(masks, colormaps["tab10"].colors, strict=False))}  # type: ignore[attr-defined]
         lengths = sorted({row.seq for row in self.rows})
-        colors = iter(OTHERS)
-        styles = {n: OURS if n == "flexmod" else {"color": next(colors), "linewidth": 1.4} for n in names}
-        for direction, axis in zip(("forward", "backward"), axes, strict=True):
-            for name in names:
-                own = [row for row in self.rows if row.timing.attention == name]
-                rates = [getattr(row.timing, f"{direction}_tflops") for row in own]
-                axis.plot([row.seq for row in own], rates, label=name, marker="o", **styles[name])
+        for direction, axis in zip(("forward", "backward"), figure.subplots(1, 2), strict=True):
+            for mask, attention in names:
+                own = [row for row in self.rows if (row.mask, row.timing.attention) == (mask, attention)]
+                times = [getattr(row.timing, f"{direction}_ms") for row in own]
+                label = f"{mask}: {attention}" if mask else attention
+                style = {"color": colors[mask], "linestyle": STYLES.get(attention, "--")}
+                axis.plot([row.seq for row in own], times, marker="o", markersize=4, label=label, **style)
+                if attention == "flexmod":
+                    gain = getattr(self.baseline(own[-1].seq), f"{direction}_ms") / times[-1]
+                    axis.annotate(
+                        f"{gain:.2g}x", (own[-1].seq, times[-1]), (6, 0), textcoords="offset points",
+                        va="center", color=colors[mask],
+                    )  # fmt: skip
             axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.minorticks_off()
-            axis.set_ylim(bottom=0)
+            axis.margins(x=0.12)
             axis.set_title(direction, fontsize="medium")
             axis.set_xlabel("length")
+            axis.set_ylabel("milliseconds")
             axis.grid(alpha=0.3)
-        axes[0].set_ylabel("TFLOP/s of the tiles that are kept")
-        figure.suptitle(str(self).partition("\n")[0], fontsize="medium")
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
-        )
+        figure.suptitle(f"{self.title}\nnumbers: speed-up over {names[0][1]}", fontsize="medium")
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, dpi=150)
 
 
 def bench(
-    mod: str,
+    mods: Sequence[str],
     setting: Setting,
     lengths: Sequence[int],
     *,
@@ -110,9 +140,9 @@ def bench(
     flex: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Benchmark:
-    """Times a variant and SDPA at several lengths, forward and backward. Times are medians.
+    """Times masks and SDPA at several lengths, forward and backward. Times are medians.
 
-        mod, score  names, see `mod_names.choose`
+        mods, score names, see `mod_names.choose`
         setting     all sizes except the lengths
         masked      also times SDPA with the materialized mask, a length x length boolean tensor
         flex        also times torch's compiled flex_attention (CUDA only)
@@ -122,22 +152,25 @@ def bench(
     """
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
-    rows = []
-    for seq in lengths:
+    rows: list[Row] = []
+    for seq, mod in itertools.product(lengths, mods):
         sized = replace(setting, seq=seq)
         sized = replace(sized, seq=fitting(mod, sized))
         inputs = random_inputs(sized)
+        if sized.seq not in (row.seq for row in rows):
+            rows.append(Row(sized.seq, "", 50.0, timed(sdpa_causal(sized), inputs, sized)))
+            progress(f"causal SDPA at {sized.seq}")
         for sparsity, attention in _attentions(mod, sized, score, masked, flex):
-            rows.append(Row(sized.seq, sparsity, timed(attention, inputs, sized)))
-            progress(f"{attention.name} at {sized.seq}")
-    kind = setting.device.type
-    device = torch.cuda.get_device_name(setting.device) if kind == "cuda" else kind
-    return Benchmark(f"{mod} with {score}" if score else mod, setting, device, tuple(rows))
+            rows.append(Row(sized.seq, mod, sparsity, timed(attention, inputs, sized)))
+            progress(f"{attention.name} of {mod} at {sized.seq}")
+    names = ", ".join(mods)
+    name = f"{names} with {score}" if score else names
+    return Benchmark(name, setting, device_name(setting.device), tuple(rows))
 
 
-def count(lengths: Sequence[int], masked: bool, flex: bool) -> int:
+def count(mods: Sequence[str], lengths: Sequence[int], masked: bool, flex: bool) -> int:
     """Returns the number of attentions that a bench times."""
-    return len(lengths) * (2 + masked + flex)
+    return len(lengths) * (1 + len(mods) * (1 + masked + flex))
 
 
 def _attentions(
@@ -147,7 +180,6 @@ def _attentions(
     block_mask = block_mask_of(chosen.mask, setting)
     sparsity = 0.0 if block_mask is None else block_mask.sparsity()
     density = 1 - sparsity / 100
-    yield 50.0, sdpa_causal(setting)
     if masked:
         yield sparsity, sdpa_masked(chosen.mask, setting, density)
     if flex:

@@ -70,30 +70,37 @@ class Comparison:
         return f"<Comparison {self.name}, {self.setting}: {'agrees' if self.agrees else 'DIFFERS'}>"
 
     def __str__(self) -> str:
-        parts = [f"{self.name}, {self.setting}"]
+        with lazy_imports():
+            from flexmod.tools.terminal import plain
+        return plain(*self.parts())
+
+    def parts(self, color: bool = False) -> tuple[Any, ...]:
+        """Returns the title, tables and picture as renderables of rich."""
+        with lazy_imports():
+            from flexmod.tools.terminal import picture, table, times_faster, verdict
+        title = f"{self.name}, {self.setting}"
         if self.setting.device.type == "cpu":
-            parts.append("(on the CPU: a size that takes seconds; the kernels need a GPU)")
-        parts += ["", self._agreement_table(), "", self._timing_table(), ""]
-        parts.append(f"flexmod's first forward and backward, compiling too: {self.first_call_ms:.0f} ms")
-        if self.block_mask is not None:
-            parts += ["", str(self.block_mask)]
-        return "\n".join(parts)
-
-    def _agreement_table(self) -> str:
-        with lazy_imports():
-            from tabulate import tabulate
-        header = (f"flexmod against {self.reference}", "largest difference", "relative RMS", "")
+            title += "\n(on the CPU: a size that takes seconds; the kernels need a GPU)"
+        agreement = table(
+            (f"flexmod against {self.reference}", "largest difference", "relative RMS", ""),
+            (
+                (row.result, f"{row.largest:.1e}", f"{row.relative:.1e}", verdict(row.agrees))
+                for row in self.agreements
+            ),
+            words=(0, 3),
+        )
+        *others, ours = self.timings
         rows = [
-            (result, f"{largest:.1e}", f"{relative:.1e}", "agrees" if agrees else "DIFFERS")
-            for result, largest, relative, agrees in self.agreements
-        ]
-        return tabulate(rows, header, disable_numparse=True, colalign=("left", "right", "right", "left"))
-
-    def _timing_table(self) -> str:
-        with lazy_imports():
-            from tabulate import tabulate
-        header = ("attention", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s")
-        return tabulate(self.timings, header, floatfmt=("", ".3f", ".3g", ".3f", ".3g"))
+            (*each.cells()[:3], times_faster(each.forward_ms, ours.forward_ms), *each.cells()[3:],
+             times_faster(each.backward_ms, ours.backward_ms))
+            for each in others
+        ]  # fmt: skip
+        rows.append((*ours.cells()[:3], "", *ours.cells()[3:], ""))
+        faster = "flexmod is\nfaster by"
+        header = ("attention", "forward\nms", "TFLOP/s", faster, "backward\nms", "TFLOP/s", faster)
+        first = f"\nflexmod's first forward and backward, compiling too: {self.first_call_ms:.0f} ms"
+        drawn = () if self.block_mask is None else ("", *picture(self.block_mask, color=color))
+        return title, "", agreement, "", table(header, rows), first, *drawn
 
 
 def compare(

@@ -80,6 +80,11 @@ def usual_setting(device: torch.device | str | None = None) -> Setting:
     return Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, device=place)
 
 
+def device_name(device: torch.device) -> str:
+    """Returns what a report calls a device: the name of a GPU, or the kind of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _eight_documents(setting: Setting) -> Tensor:
     return torch.arange(setting.seq, device=setting.device) * 8 // setting.seq
 

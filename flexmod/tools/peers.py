@@ -43,6 +43,11 @@ class Timing(NamedTuple):
     backward_ms: float
     backward_tflops: float
 
+    def cells(self) -> tuple[str, ...]:
+        """Returns the fields as a table shows them."""
+        name, forward, rate, backward, backward_rate = self
+        return name, f"{forward:.3f}", f"{rate:.3g}", f"{backward:.3f}", f"{backward_rate:.3g}"
+
 
 def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
     if mask_mod is None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from flexmod.backends.families import INTERPRETER, PORTABLE, serving
@@ -27,6 +26,7 @@ from flexmod.runtime.target import target_of
 from flexmod.runtime.tuned import Choice
 from flexmod.tools.mod_names import Mods, Setting
 from flexmod.tools.peers import block_mask_of, median_ms, random_inputs
+from flexmod.tools.terminal import plain, table
 
 # tune drops a choice whose result differs by more from that of flexmod's default, as a ratio of norms.
 TOLERANCE = 1e-2
@@ -75,11 +75,8 @@ class Tuning:
             gain = f"{own / best.ms:.2f}x" if own and best.ms else "-"
             rows.append((part, timed, str(best.choice), _ms(own), _ms(best.ms), gain))
         header = ("kernel", "timed", "fastest", "own choice ms", "fastest ms", "gain")
-        table = tabulate(
-            rows, header, disable_numparse=True, colalign=("left",) + ("right", "left") + ("right",) * 3
-        )
         kept = "\n".join(f"kept in {path}" for path in self.paths)
-        return f"{self.name}, {self.setting}\n\n{table}\n\n{kept}"
+        return plain(f"{self.name}, {self.setting}\n", table(header, rows, words=(0, 2)), f"\n{kept}")
 
 
 def _ms(value: float | None) -> str:

@@ -15,7 +15,15 @@ from flexmod.block_mask import facts as facts_module
 from flexmod.block_mask.build import create_block_mask, create_mask
 from flexmod.block_mask.facts import cells, tokens
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.pictures import EMPTY_COLOR, FULL_COLOR, KEPT_COLOR, MASKED_COLOR, colors
+from flexmod.block_mask.pictures import (
+    EMPTY_COLOR,
+    FULL_COLOR,
+    FULL_TEXT,
+    KEPT_COLOR,
+    MASKED_COLOR,
+    PARTIAL_TEXT,
+    colors,
+)
 from flexmod.block_mask.tiles import PARTIAL
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -102,13 +110,16 @@ def test_a_picture_of_no_head(options):
 
 def test_colors_of_a_terminal():
     text = small(64).to_string(color=True)
+    full, partial = ("\x1b[38;2;{};{};{}m".format(*color) for color in (FULL_TEXT, PARTIAL_TEXT))
     lines = text.splitlines()
-    full, empty = ("\x1b[48;2;{};{};{}m".format(*color) for color in (FULL_COLOR, EMPTY_COLOR))
     assert lines[0] == "(0, 0)"
-    assert lines[4].startswith(f"{full}      \x1b[48;2;")
-    assert lines[1].endswith(f"m  {empty}      \x1b[0m")
-    plain = [re.sub("\x1b\\[[0-9;]*m", "", line) for line in lines[1:]]
-    assert plain == [" " * 8] * 4
+    assert lines[4] == f"{full}██████\x1b[0m{partial}▒▒\x1b[0m"
+    assert re.sub("\x1b\\[[0-9;]*m", "", text) == small(64).to_string(density=True)
+
+
+def test_a_cell_with_partial_tiles_has_their_color():
+    (line,) = small(64).to_string(1, color=True).splitlines()[1:]
+    assert line == "\x1b[38;2;{};{};{}m▒▒\x1b[0m".format(*PARTIAL_TEXT)
 
 
 def drawn_area(svg):

@@ -6,9 +6,11 @@ A command's file is imported when the command runs: the others' imports and torc
 from __future__ import annotations
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from shlex import quote
 
 import click
 
@@ -50,8 +52,8 @@ class Commands(click.Group):
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, COMMANDS, 1)
-            close = f" Did you mean {near[0]!r}?" if near else ""
-            ctx.fail(f"No such command {name!r}.{close}")
+            close = f"Did you mean {near[0]!r}?" if near else f"For a mask: flexmod show {quote(name)}"
+            ctx.fail(f"No such command {name!r}. {close}")
         return super().resolve_command(ctx, args)
 
 
@@ -91,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a pipe on Windows may have no character for a tile
     try:
         status = flexmod.main(arguments, prog_name="flexmod", standalone_mode=False)
     except click.ClickException as error:
@@ -99,6 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.Abort:
         return 130
     except FlexmodError as error:
-        print(error, file=sys.stderr)
+        import_module("flexmod.tools.terminal").complain(str(error))
         return 2
     return int(status or 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from shlex import quote
 from typing import Any
 
 import click
 import torch
-from tabulate import tabulate
 
 from flexmod.codegen.variant import variant
 from flexmod.runtime.target import MEASURED, NAMES, OLDEST
@@ -23,6 +23,7 @@ from flexmod.tools.cli.options import (
     score_option,
 )
 from flexmod.tools.mod_names import choose
+from flexmod.tools.terminal import hint, show, table
 
 COLUMNS = ("target", "kernel", "template", "tile", "registers", "spills", "shared", "matrix", "")
 
@@ -66,8 +67,10 @@ def build(
     if as_json:
         click.echo(json.dumps([{**row, "problem": row.pop("")} for row in facts], indent=1))
     else:
-        click.echo(f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {str(setting.dtype)[6:]}\n")
-        click.echo(tabulate([[*map(_cell, row.values())] for row in facts], COLUMNS))
+        title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {str(setting.dtype)[6:]}\n"
+        rows = [[*map(_cell, row.values())] for row in facts]
+        show(title, table(COLUMNS, rows, words=(0, 1, 2, 3, 7, 8)))
+        hint(f"flexmod warm {quote(mask)} --into kernels")
     return 0 if all(each.fits for _, each in built) else 1
 
 

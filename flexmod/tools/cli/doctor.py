@@ -12,16 +12,17 @@ from typing import get_args
 
 import click
 import torch
-from tabulate import tabulate
+from rich.text import Text
 
 from flexmod.backends.families import serving
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
 from flexmod.runtime import config, tuned
 from flexmod.runtime.target import OLDEST, Target, target_of
+from flexmod.tools.terminal import hint, show, table
 
 # What flexmod needs, and what a part of it needs.
-NEEDED = ("torch", "triton", "jinja2", "tabulate", "click")
+NEEDED = ("torch", "triton", "jinja2", "rich", "click")
 FOR_A_PART = {"numpy": "Triton's interpreter", "matplotlib": "plots", "transformers": "its models"}
 DIMS = (32, 64, 128, 256)
 
@@ -30,18 +31,16 @@ DIMS = (32, 64, 128, 256)
 def doctor() -> int:
     """What is installed, which backend would run, and why. The exit status is 1 if something is amiss."""
     troubles = list(_troubles())
-    click.echo(tabulate(list(_installed()), ("installed", "version", "for"), disable_numparse=True))
-    click.echo()
-    click.echo(tabulate(list(_devices()), ("device", "chip", "memory", "shared memory of a block")))
-    click.echo()
-    click.echo(tabulate(list(_runs()), ("tensors on", "runs", "why")))
-    click.echo()
-    for line in _folders():
-        click.echo(line)
-    click.echo()
-    for trouble in troubles:
-        click.echo(f"trouble: {trouble}")
-    click.echo("nothing is amiss" if not troubles else f"{len(troubles)} to see to")
+    show(
+        table(("installed", "version", "for"), _installed(), words=(0, 1, 2)), "",
+        table(("device", "chip", "memory", "shared memory of a block"), _devices(), words=(0, 1)), "",
+        table(("tensors on", "runs", "why"), _runs(), words=(0, 1, 2)), "",
+        *_folders(), "",
+        *(Text(f"trouble: {trouble}", "red") for trouble in troubles),
+        Text(f"{len(troubles)} to see to", "red") if troubles else Text("nothing is amiss", "green"),
+    )  # fmt: skip
+    if not troubles:
+        hint("flexmod compare sliding_window document causal")
     return 1 if troubles else 0
 
 

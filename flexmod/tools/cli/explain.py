@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 import click
 import torch
 
@@ -15,6 +17,7 @@ from flexmod.tools.cli.options import (
 )
 from flexmod.tools.explanation import explain as explain_mods
 from flexmod.tools.mod_names import choose
+from flexmod.tools.terminal import hint
 
 
 @click.command()
@@ -27,4 +30,6 @@ def explain(mask: str, score: str | None, dim: int | None, dtype: torch.dtype | 
     setting = kernel_setting(dim, dtype)
     mods = choose(mask, setting, score)
     click.echo(str(explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)))
+    more = f" --score {quote(score)}" if score else ""
+    hint(f"flexmod source {quote(mask)}{more}")
     return 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 import click
 import torch
 
 from flexmod.block_mask.build import create_block_mask
+from flexmod.tools import terminal
 from flexmod.tools.cli.options import POSITIVE, mask_argument
 from flexmod.tools.mod_names import Setting, choose_mask, fitting
+from flexmod.tools.terminal import hint
 
 
 @click.command()
@@ -18,8 +22,7 @@ from flexmod.tools.mod_names import Setting, choose_mask, fitting
 @click.option("--heads", type=POSITIVE, help="For a mask that depends on h.")
 @click.option("--block", type=POSITIVE, default=128, show_default=True, help="Queries and keys of a tile.")
 @click.option("--size", type=POSITIVE, default=20, show_default=True, help="Rows of the picture, at most.")
-@click.option("--density", is_flag=True, help="Shade by the share of pairs that is kept.")
-@click.option("--color", is_flag=True, help="In the colors of the terminal.")
+@click.option("--color/--no-color", default=None, help="Colors; by default, on a terminal.")
 @click.option("--plot", metavar="FILE", help="Draw it to an image, .png or .svg, as well.")
 def show(
     mask: str,
@@ -29,8 +32,7 @@ def show(
     heads: int | None,
     block: int,
     size: int,
-    density: bool,
-    color: bool,
+    color: bool | None,
     plot: str | None,
 ) -> int:
     """The picture of a mask, its sparsity, and facts that are counted."""
@@ -40,14 +42,12 @@ def show(
         choose_mask(mask, setting), batch, heads, length, keys or length, device="cpu", BLOCK_SIZE=block
     )
     lengths = f"{length} queries x {keys or length} keys"
-    click.echo(f"{mask}, {lengths}, tiles of {block} x {block}: {block_mask.sparsity():.2f}% are skipped")
-    click.echo()
-    click.echo(block_mask.to_string((size, size), density=density, color=color), nl=False)
-    click.echo()
-    click.echo(str(block_mask.facts()))
+    title = f"{mask}, {lengths}, tiles of {block} x {block}: {block_mask.sparsity():.2f}% are skipped\n"
+    terminal.show(title, *terminal.picture(block_mask, size, terminal.in_color(color)), color=color)
     if plot and plot.endswith(".svg"):
         with open(plot, "w", encoding="utf-8") as file:
             file.write(block_mask.to_svg())
     elif plot:
         block_mask.plot(plot)
+    hint(f"open {plot}" if plot else f"flexmod compare {quote(mask)}")
     return 0

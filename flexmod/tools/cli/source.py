@@ -24,6 +24,7 @@ from flexmod.tools.cli.options import (
 from flexmod.tools.explanation import explain
 from flexmod.tools.mod_names import choose
 from flexmod.tools.standalone import standalone as standalone_text
+from flexmod.tools.terminal import hint
 
 # by what the command calls a module, its family and direction
 TEMPLATES = {
@@ -83,4 +84,6 @@ def source(
     else:
         output.write_text(text, encoding="utf-8")
         click.echo(f"{output}: {len(text.splitlines())} lines")
+        if standalone:
+            hint(f"python {output} on a GPU, or TRITON_INTERPRET=1 python {output}")
     return 0

@@ -9,6 +9,7 @@ import click
 
 from flexmod.tools.cli.options import POSITIVE, mask_argument, score_option, setting_of, size_options
 from flexmod.tools.mod_names import choose
+from flexmod.tools.terminal import hint
 from flexmod.tools.tune import check_device
 from flexmod.tools.tune import tune as tune_mods
 
@@ -46,4 +47,5 @@ def tune(mask: str, score: str | None, seconds: float, device: str | None, **siz
         found = tune_mods(mods, setting, name=name, seconds=seconds, progress=progress)
         bar.update(STEPS * (KERNELS - len(done)))
     click.echo(str(found))
+    hint('flex_attention(..., kernel_options={"tuned": True})')
     return 0

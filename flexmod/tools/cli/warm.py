@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import torch
-from tabulate import tabulate
 
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.runtime import config
@@ -23,6 +22,7 @@ from flexmod.tools.cli.options import (
     score_option,
 )
 from flexmod.tools.mod_names import choose
+from flexmod.tools.terminal import show, table
 
 COLUMNS = ("target", "D", "dtype", "kernel", "template", "tile", "")
 
@@ -66,14 +66,12 @@ def warm(
     for dim, dtype in [(dim, dtype) for dim in dims or (None,) for dtype in kinds]:
         setting = kernel_setting(dim, dtype, seq)
         mods = choose(mask, setting, score)
-        work = fill(
-            folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets
-        )
+        work = fill(folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets)
         for target, built in work:
             click.echo(f"{target} {built.kernel}", file=sys.stderr)
             rows.append([target, setting.dim, str(setting.dtype)[6:], *_cells(built)])
             fits &= built.fits
-    click.echo(tabulate(rows, COLUMNS))
+    show(table(COLUMNS, rows, words=(0, 2, 3, 4, 5, 6)))
     count = sum(1 for path in (folder / COMPILED).iterdir() if any(path.glob("*.json")))
     click.echo(f"\n{folder}: {count} compiled kernels. To use them: {config.CACHE_DIR}={folder}")
     return 0 if fits else 1
