@@ -10,19 +10,16 @@ from flexmod.runtime.lazy_imports import lazy_imports
 
 @cache
 def backend(name: str) -> Any:
-    """Returns a backend, see `interface.py`. Has Triton start beside the first call on a GPU.
-
-    Raises MissingPackage.
-    """
+    """Returns a backend, see `interface.py`. Raises MissingPackage."""
     with lazy_imports():
         if name in ("cpu", "reference"):
             from flexmod.backends import in_torch
 
             return in_torch.ON_CPU if name == "cpu" else in_torch.REFERENCE
+        from flexmod.runtime import side_by_side
+
+        if name == "triton":
+            side_by_side.start_ahead()
         from flexmod.backends import generated
-        from flexmod.runtime import private_triton, side_by_side
-    if name != "triton":
-        return generated.INTERPRETED
-    if side_by_side.threads() > 1:
-        side_by_side.later(private_triton.start_compiler)
-    return generated.ON_GPU
+
+        return generated.ON_GPU if name == "triton" else generated.INTERPRETED

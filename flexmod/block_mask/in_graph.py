@@ -77,6 +77,9 @@ def _in_torch(
 @cache
 def _with_kernels() -> tuple[ModuleType, ModuleType]:
     with lazy_imports():
+        from flexmod.runtime import side_by_side
+
+        side_by_side.start_ahead()
         from flexmod.block_mask import first_mask, generated
     return first_mask, generated
 

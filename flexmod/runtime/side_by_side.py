@@ -52,6 +52,12 @@ def threads() -> int:
     return cores if cores >= PLENTY else 1
 
 
+def start_ahead() -> None:
+    """Has a thread start Triton, which takes half a second, while this one imports and traces."""
+    if threads() > 1:
+        later(start_compiler)
+
+
 def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
     """Runs jobs in threads and returns their results in order. This thread runs the first job.
 
