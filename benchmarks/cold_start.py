@@ -1,10 +1,11 @@
 """The first training step of a process that finds nothing compiled: seconds by stage, in turn and in threads.
 
-    python -m benchmarks.cold_start [--rows causal] [--rounds 3] [--out DIR] [--cpu-smoke]
+    python -m benchmarks.cold_start [--rows causal] [--rounds 3] [--timeline] [--out DIR] [--cpu-smoke]
 
 Each step has a process of its own, with empty caches of flexmod and Triton. A process first imports torch,
 starts CUDA and runs a backward of torch's own, for which torch imports sympy; this is not counted. "floor" is
-the slowest kernel's own compile in turn, and 0.7 s.
+the slowest kernel's own compile in turn, and 0.7 s. With `--timeline`, one more process of each row
+prints which thread did what when; it imports the compiler before the step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import click
 import torch
 from tabulate import tabulate
 
+from benchmarks.timeline import Timeline
+from benchmarks.timeline import table as of_threads
+
 ROOT = Path(__file__).parents[1]
 ROWS = (
     "causal", "soft-cap + causal", "ALiBi + causal", "window 1024 + causal", "8 documents + causal"
@@ -39,14 +43,22 @@ SECONDS = 300  # for one process
 Found = dict[str, Any]
 
 
-def measure(name: str, small: bool) -> Found:
-    """The first step of this process: seconds by stage, and of each kernel's own compile."""
+def measure(name: str, small: bool, watched: bool = False) -> Found:
+    """The first step of this process: seconds by stage, and of each kernel's own compile.
+
+    `watched`: also the rows of a Timeline.
+    """
     device = torch.device("cpu" if small else "cuda")
     leaf = torch.ones(1, device=device, requires_grad=True)
     (leaf * leaf).backward(torch.ones_like(leaf))
     leaf.sum().item()
     found: Found = {}
-    _stage(found, "import", lambda: importlib.import_module("flexmod"))
+    timeline = Timeline()
+
+    def stage(name: str, run: Callable[[], Any]) -> Any:
+        return timeline.note(name, lambda: _stage(found, name, run))
+
+    stage("import", lambda: importlib.import_module("flexmod"))
     from benchmarks.rows import find
     from flexmod import create_block_mask, flex_attention
 
@@ -59,16 +71,19 @@ def measure(name: str, small: bool) -> Found:
         torch.randn(batch, heads, length, dim, dtype=row.dtype, device=device).requires_grad_()
         for dim in (row.head_dim, row.head_dim, row.value_dim)
     )
+    stage("triton", lambda: importlib.import_module("triton"))
     _listen(found)
+    if watched:
+        timeline.watch()
 
     def mask() -> Any:
         return create_block_mask(given.mask_mod, None, None, length, length, device=device)
 
-    block_mask = _stage(found, "mask", mask)
-    out = _stage(found, "forward", lambda: flex_attention(query, key, value, given.score_mod, block_mask))
+    block_mask = stage("mask", mask)
+    out = stage("forward", lambda: flex_attention(query, key, value, given.score_mod, block_mask))
     grad_out = torch.randn_like(out)
-    _stage(found, "backward", lambda: out.backward(grad_out))
-    return found
+    stage("backward", lambda: out.backward(grad_out))
+    return {**found, "timeline": timeline.rows} if watched else found
 
 
 def _stage(found: Found, name: str, run: Callable[[], Any]) -> Any:
@@ -81,7 +96,7 @@ def _stage(found: Found, name: str, run: Callable[[], Any]) -> Any:
 
 
 def _listen(found: Found) -> None:
-    """Imports Triton, and has it note its stages of each compile; the build of a launcher is none of them."""
+    """Has Triton note its stages of each compile; the build of a launcher is none of them."""
 
     def note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         stages = [times.ir_initialization, *(spent for _, spent in times.lowering_stages)]
@@ -91,13 +106,13 @@ def _listen(found: Found) -> None:
     kernels: dict[str, float] = {}
     found |= {"kernels": kernels, "found": 0}
 
-    triton: Any = _stage(found, "triton", lambda: importlib.import_module("triton"))
+    triton: Any = importlib.import_module("triton")
     triton.knobs.compilation.listener = note
 
 
-def started(name: str, mode: str, small: bool) -> Found:
+def started(name: str, mode: str, small: bool, watched: bool = False) -> Found:
     """What `measure` finds in a new process with empty caches."""
-    call = f"measure({name!r}, {small})"
+    call = f"measure({name!r}, {small}, {watched})"
     script = f"import json; from benchmarks.cold_start import measure; print(json.dumps({call}))"
     count = "1" if mode == "in turn" else str(max(4, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:
@@ -144,9 +159,10 @@ def _slowest(in_turn: Sequence[Found]) -> tuple[str | None, float | None]:
 @click.command(help=__doc__)
 @click.option("--rows", multiple=True, type=click.Choice(ROWS), default=ROWS)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--timeline", is_flag=True, help="Also prints a step of each row by thread.")
 @click.option("--out", type=click.Path(path_type=Path), help="A folder for cold_start.json.")
 @click.option("--cpu-smoke", is_flag=True, help="Tries the script on small CPU tensors.")
-def main(rows: tuple[str, ...], rounds: int, out: Path | None, cpu_smoke: bool) -> None:
+def main(rows: tuple[str, ...], rounds: int, timeline: bool, out: Path | None, cpu_smoke: bool) -> None:
     if not (cpu_smoke or torch.cuda.is_available()):
         raise click.ClickException("there is no CUDA device; --cpu-smoke tries the script without")
     results = []
@@ -155,6 +171,9 @@ def main(rows: tuple[str, ...], rounds: int, out: Path | None, cpu_smoke: bool) 
             for mode in MODES:
                 results.append(started(name, mode, cpu_smoke))
                 print(f"{name}, {mode}", file=sys.stderr)
+    for name in rows if timeline else ():
+        found = started(name, MODES[-1], cpu_smoke, watched=True)
+        print(f"{name}, by thread\n\n{of_threads(found['timeline'])}\n")
     print(table(results))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

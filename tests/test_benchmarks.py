@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from importlib.metadata import version
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import block_masks, cold_start, gpu_time, host_path, overheads, targets
+from benchmarks import block_masks, cold_start, gpu_time, host_path, overheads, targets, timeline
 from benchmarks.measure_row import PEERS, take_turns
 from benchmarks.rows import SETS, find
 from flexmod.runtime.direct import Direct
@@ -167,12 +170,30 @@ def test_table_of_the_cold_start():
 def test_a_cold_start_without_a_gpu(tmp_path):
     runner = CliRunner()
     done = runner.invoke(
-        cold_start.main, ["--cpu-smoke", "--rows", "causal", "--rounds", "1", "--out", str(tmp_path)]
+        cold_start.main,
+        ["--cpu-smoke", "--rows", "causal", "--rounds", "1", "--timeline", "--out", str(tmp_path)],
     )
     assert done.exit_code == 0, done.output
+    assert "causal, by thread" in done.output
     results = json.loads((tmp_path / "cold_start.json").read_text())
     assert [(found["row"], found["mode"]) for found in results] == [("causal", m) for m in cold_start.MODES]
     assert all(found[stage] > 0 for found in results for stage in cold_start.STAGES)
+
+
+@pytest.mark.skipif(version("triton") > "3.6.9", reason="later versions have other names")
+@pytest.mark.parametrize("place", [place for place, _ in timeline.WATCHED])
+def test_watched_functions_are_there(place):
+    assert timeline.find(place)[2] is not None
+
+
+def test_rows_of_a_timeline():
+    found = timeline.Timeline()
+    thread = threading.Thread(target=found.note, args=("waits", lambda: time.sleep(0.03)))
+    found.note("starts", lambda: (thread.start(), thread.join()))
+    first, second = [line.split("|")[1:] for line in timeline.table(found.rows).splitlines()[2:]]
+    assert [cell.strip() for cell in first[:3]] == ["0", "starts", ""]
+    assert [cell.strip() for cell in second[:3]] == ["1", "waits", ""]
+    assert float(second[5]) >= 0.03 > float(second[6])
 
 
 def test_a_cold_start_that_fails(monkeypatch):
