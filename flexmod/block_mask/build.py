@@ -47,14 +47,14 @@ def create_block_mask(
 ) -> BlockMask:
     """Builds the BlockMask of a mask_mod(b, h, q_idx, kv_idx) -> bool, or of a dense mask.
 
-    A dense mask is a tensor, bool [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN], True where a
-    query attends to a key, as in scaled_dot_product_attention. It has the sizes and the device of the mask.
-    Calls read it, so a later write to it counts.
+    A dense mask is a tensor, bool [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN]. It is True
+    where a query attends to a key, as in scaled_dot_product_attention. It gives the mask its sizes and its
+    device. Calls read it, so a later write to it counts.
 
-    `B` and `H` are the numbers of batch entries and query heads, None if the mask is the same for all.
-    `Q_LEN` and `KV_LEN` are the numbers of queries and keys. `BLOCK_SIZE` is a tile's size, one number or
-    (queries, keys). `device` None is the current accelerator, else the CPU. With `separate_full_blocks`
-    False, every tile is listed as partial. `_compile`, `compute_dq_write_order` and
+    `B` and `H` are the numbers of batch entries and query heads. None means that the mask is the same for
+    all. `Q_LEN` and `KV_LEN` are the numbers of queries and keys. `BLOCK_SIZE` is a tile's size. It is one
+    number or (queries, keys). `device` None is the current accelerator, or the CPU if there is none. With
+    `separate_full_blocks` False, every tile is listed as partial. `_compile`, `compute_dq_write_order` and
     `dq_kv_order` are torch's, and have no effect. On the device "meta", or in a FakeTensorMode, the mask has
     shapes only.
 
@@ -99,7 +99,7 @@ def create_block_mask(
 def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
     """The mask_mod that reads a dense mask, and the mask's sizes. Raises DenseMaskError.
 
-    Sizes that are given must be those of the tensor, or broadcast from 1.
+    Each given size must equal the tensor's, which may also be 1.
     """
     shape = tuple(dense.shape)
     if dense.dtype != torch.bool:

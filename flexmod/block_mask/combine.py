@@ -122,8 +122,9 @@ class Dense(Derived):
 
 @dataclass(frozen=True, eq=False)
 class OfBatch(Derived):
-    """The mask_mod of masks concatenated along the batch: the first `batch` entries are those of `first`, all
-    others those of `second`, which counts them from 0.
+    """The mask_mod of masks concatenated along the batch.
+
+    The first `batch` entries use `first`. The others use `second`, which counts them from 0.
     """
 
     first: MaskMod

@@ -24,9 +24,12 @@ from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_triton import start_compiler
 from flexmod.runtime.side_by_side import later, threads
 
-DELAY = 2.0  # seconds; by then the kernels of a forward and a backward are mostly past their Python part
-PAUSE = 0.05  # seconds; a waiting thread looks this often whether the process ends
-MOST_TILES = 1 << 22  # of a mask in torch; more would take it long, and much memory
+# Seconds. By then the kernels of a forward and a backward are mostly past their Python part.
+DELAY = 2.0
+# Seconds. A waiting thread checks this often whether the process ends.
+PAUSE = 0.05
+# Torch needs much time and memory for masks of more tiles.
+MOST_TILES = 1 << 22
 REMEMBERED = 1024
 
 

@@ -40,9 +40,9 @@ DEFAULT_BLOCK = 128
 class BlockMask(MaskData):
     """A block-sparse mask: each row's partial and full tiles, and the mask_mod behind them.
 
-    A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is full if the mask keeps all of it, partial if
-    the mask keeps some of it (or the tile reaches past the end of a length), and not listed if the mask keeps
-    nothing.
+    A tile is BLOCK_SIZE[0] queries by BLOCK_SIZE[1] keys. It is full if the mask keeps all of it, and partial
+    if the mask keeps some of it. A tile that reaches past the end of a length is partial too. A tile of which
+    the mask keeps nothing is not listed.
 
         kv_num_blocks, kv_indices              partial tiles of each row of tiles
         full_kv_num_blocks, full_kv_indices    full tiles of each row; both None: every tile is partial

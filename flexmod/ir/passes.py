@@ -3,10 +3,10 @@
 Shared subexpressions and dead code need no pass: a GraphBuilder shares equal nodes, and a Graph contains only
 the nodes that its results reach.
 
-`convert_terms` computes differences of positions in float32 where that is exact.
-`slope * (kv_idx - q_idx)` subtracts integers and converts each difference to a float, and GPUs convert
-much more slowly than they add. float32 represents each integer below 2^24, so there
-`float(kv_idx) - float(q_idx)` is the same number, bit for bit. Only rows and columns need conversions then.
+`convert_terms` computes differences of positions in float32 where that is exact. A mod such as
+`slope * (kv_idx - q_idx)` subtracts integers and converts each difference to a float. GPUs convert much more
+slowly than they add. Each integer below 2^24 is a float32 number, so there `float(kv_idx) - float(q_idx)`
+gives the same bits. Only rows and columns need conversions then.
 """
 
 from __future__ import annotations
