@@ -933,6 +933,12 @@ DERIVATIVES: list[Row] = [
         'kernel_options={"BACKEND": "REFERENCE"}.',
     ),
     (
+        errors.JitTraceError,
+        lambda: torch.jit.trace(call, x(1, 2, 32, 16)),
+        "torch.jit.trace records a call of flexmod; it would keep the call's sizes and miss its kernels.\n"
+        "  Instead: use torch.compile(model) or torch.export.export(model, args).",
+    ),
+    (
         errors.VmapError,
         lambda: torch.func.vmap(call)(x(3, 2, 4, 32, 16)),
         "torch.vmap maps over query; flex_attention has no batching rule. (jacrev and is_grads_batched are "

@@ -16,7 +16,7 @@ from flexmod.backends.options import parse as parse_options
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, library, prepared
 from flexmod.ir.offsets import OffsetLike, of_call, positions_in
-from flexmod.runtime import tensor_kinds
+from flexmod.runtime import tensor_kinds, transforms
 from flexmod.runtime.private_torch import dynamo
 
 ScoreFunction = Callable[..., Any]
@@ -106,7 +106,8 @@ def flex_attention(
                  DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError, NoTileFits,
                  RoundedProductsError, MisaddressedProductsError
 
-    Transforms of torch.func raise VmapError and ForwardModeError, a second backward DoubleBackwardError.
+    Transforms of torch.func raise VmapError and ForwardModeError, a second backward DoubleBackwardError,
+    torch.jit.trace JitTraceError.
 
     A class with a __torch_function__ and an active TorchFunctionMode see this function. A class or a mode
     with a __torch_dispatch__ (DTensor, FakeTensor, make_fx) sees torch.ops.flexmod.attention.
@@ -210,6 +211,7 @@ def _attend(
     want_max: bool,
 ) -> Forward:
     """Runs flex_attention's call outside of torch.compile."""
+    transforms.refuse_jit_trace()
     options = parse_options(kernel_options)
     of_mask = None if block_mask is None else positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:

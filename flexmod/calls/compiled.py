@@ -27,7 +27,7 @@ from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import Links, Watched, hold, links_of
-from flexmod.runtime import tensor_kinds
+from flexmod.runtime import tensor_kinds, transforms
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
 MASKS = 64  # masks that a handle caches, by lengths
@@ -155,6 +155,7 @@ class CompiledAttention(Inspection):
         return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
+        transforms.refuse_jit_trace()
         if self._positions is not None:
             self._positions.check_values()
         facts = None if block_mask is not None else prepared.kinds(query, key, value, self._options)

@@ -95,7 +95,7 @@ class _TorchWriter:
             if argument.is_const:
                 wanted = row.number_dtype(dtype)
                 number = literal(argument.value, wanted)
-                values.append(number if template else f"torch.tensor({number}, dtype={wanted})")
+                values.append(number if template else f"torch.tensor({number}, dtype={wanted}, device='cpu')")
                 continue
             value = self._value(argument)
             cast = strong(argument.dtype) != dtype and (said or row.at == "bool")

@@ -24,7 +24,7 @@ __all__ = [
     "OffsetTypeError", "OffsetValueError", "OffsetShapeError", "OffsetMismatchError",
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
     "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
-    "DoubleBackwardError", "ForwardModeError", "VmapError", "TransformersArgumentError",
+    "DoubleBackwardError", "ForwardModeError", "JitTraceError", "VmapError", "TransformersArgumentError",
     "TransformersModelError",
     # masks.py
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",

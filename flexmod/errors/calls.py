@@ -223,6 +223,11 @@ class ForwardModeError(FlexmodError, NotImplementedError):
     instead = 'use torch.func.vjp or torch.autograd.grad, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
 
 
+class JitTraceError(FlexmodError, NotImplementedError):
+    what = "torch.jit.trace records a call of flexmod; it would keep the call's sizes and miss its kernels."
+    instead = "use torch.compile(model) or torch.export.export(model, args)."
+
+
 class VmapError(FlexmodError, NotImplementedError):
     what = "torch.vmap maps over {name}; flex_attention has no batching rule. (jacrev and is_grads_batched are vmap too.)"
     instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'

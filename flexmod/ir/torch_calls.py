@@ -101,7 +101,7 @@ def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs:
         name = ROUNDINGS[rounding]
     elif rounding is not None:
         options["rounding_mode"] = rounding
-    if "alpha" in options:
+    if "alpha" in options and len(operands) == 2:
         operands = _times(tracer, name, operands, options.pop("alpha"))
     if name == "float_power":
         operands = tuple(tracer.cast(a, torch.float64) for a in operands)

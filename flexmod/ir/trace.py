@@ -7,6 +7,7 @@ in-place writes. Code without a Proxy runs eagerly, as in Python.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir import torch_calls
 from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
-from flexmod.ir.ops import BY_TORCH_NAME, CAST
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF
 from flexmod.ir.proxy import CaptureView, Proxy
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
@@ -267,14 +268,24 @@ class Tracer:
         return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
 
     def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None:
-        """Raises OperationArgumentError, as torch does, for an integer that would wrap in a conversion."""
-        if node.dtype is not int or dtype.is_floating_point or dtype == torch.bool:
+        """Raises OperationArgumentError, as torch does, for a number beyond the limits of a dtype.
+
+        An integer would wrap in the conversion, a float would become infinite.
+        """
+        number, real = node.value, dtype.is_floating_point
+        if not (node.is_const and isinstance(number, (int, float))) or dtype == torch.bool:
             return
-        limits = torch.iinfo(dtype)
-        if not limits.min <= node.value <= limits.max:  # type: ignore[operator]
+        if isinstance(number, bool) or (isinstance(number, float) and not real) or not math.isfinite(number):
+            return
+        if operation == "where" and dtype in HALF:  # torch makes it infinite
+            return
+        limits = torch.finfo(dtype) if real else torch.iinfo(dtype)
+        if not limits.min <= number <= limits.max:
+            wide, instead = ("float64", ", or use math.inf") if real else ("int64", "")
             raise errors.OperationArgumentError(
-                operation=operation, problem=f"{node.value}, which {dtype_name(dtype)} does not hold",
-                where=user_line(), advice="cast the other operand first, e.g. with .to(torch.int64).",
+                operation=operation, problem=f"{number}, which {dtype_name(dtype)} does not hold",
+                where=user_line(),
+                advice=f"cast the other operand first, e.g. with .to(torch.{wide}){instead}.",
             )  # fmt: skip
 
     def cast(self, value: Any, dtype: Any) -> Proxy:

@@ -103,6 +103,7 @@ def quick_empty_strided(device_type: str) -> Callable[..., Tensor] | None:
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
+in_jit_trace: Callable[[], bool] = torch._C._is_tracing
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 is_functional_wrapper: Callable[[Tensor], bool] = _functorch.is_functionaltensor

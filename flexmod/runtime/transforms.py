@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flexmod.errors import ForwardModeError, VmapError
+from flexmod.errors import ForwardModeError, JitTraceError, VmapError
 from flexmod.runtime import private_torch as internals
 
 active: Callable[[], bool] = internals.in_transform
@@ -21,6 +21,12 @@ active: Callable[[], bool] = internals.in_transform
 paused: Callable[[], AbstractContextManager[object]] = internals.outside_transforms
 """For work on plain tensors: what is made here is not wrapped either."""
 is_wrapped: Callable[[Tensor], bool] = internals.is_wrapped
+
+
+def refuse_jit_trace() -> None:
+    """Raises JitTraceError inside torch.jit.trace."""
+    if internals.in_jit_trace():
+        raise JitTraceError()
 
 
 def is_batched(tensor: Tensor) -> bool:

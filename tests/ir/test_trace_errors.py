@@ -627,6 +627,59 @@ def a_factor_that_would_wrap(b, h, q_idx, kv_idx):
     return torch.sub(q_idx.to(torch.int8), 1, alpha=128) > kv_idx  # <-
 
 
+BEYOND = "cast the other operand first, e.g. with .to(torch.float64), or use math.inf."
+
+
+@row(
+    errors.OperationArgumentError,
+    "where was called with -1e+39, which float32 does not hold.",
+    BEYOND,
+    kind="score",
+)
+def a_score_beyond_float32(s, b, h, q, k):
+    return torch.where(q >= k, s, -1e39)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "where was called with 1e+39, which float32 does not hold.",
+    BEYOND,
+    kind="score",
+)
+def a_limit_beyond_float32(s, b, h, q, k):
+    return s.clamp(max=1e39)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "full_like was called with 100000, which float16 does not hold.",
+    BEYOND,
+    kind="score",
+)
+def a_constant_beyond_float16(s, b, h, q, k):
+    return s + torch.full_like(s.half(), 100000)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "add was called with 1e+39, which float32 does not hold.",
+    BEYOND,
+    kind="score",
+)
+def a_factor_beyond_float32(s, b, h, q, k):
+    return torch.add(s, s, alpha=1e39)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.add was called with the argument 'alpha'.",
+    "give it 2 scalar operands and nothing else.",
+    kind="score",
+)
+def a_factor_of_nothing(s, b, h, q, k):
+    return s.add(alpha=3)  # <-
+
+
 @row(
     errors.OperationArgumentError,
     "lt was called with 18446744073709551616, which needs more than 64 bits.",
