@@ -63,7 +63,7 @@ class ConcreteValueError(FlexmodError, TypeError, RuntimeError):
 
 class ReductionError(FlexmodError, TypeError):
     what = "{operation} reduces over elements, but a mod sees one (query, key) pair."
-    instead = "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]."
+    instead = "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]; only a captured row of up to 16 elements is reduced inside."
 
 
 class RandomNumberError(FlexmodError, NotImplementedError):

@@ -241,6 +241,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardswish": lambda x: torch.where(x < -3, 0.0, torch.where(x <= 3, x * (x + 3.0) / 6.0, x)),
     "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) > lambd, x, 0.0),
     "softshrink": lambda x, lambd=0.5: torch.where(
         x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, 0.0)
@@ -271,6 +272,8 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "fmax": lambda a, b: torch.where(torch.isnan(a) | (b > a), b, a),
     "log10": lambda x: torch.log2(x) * math.log10(2.0),
     "isfinite": _isfinite,
+    "isposinf": lambda x: x == math.inf,
+    "isneginf": lambda x: x == -math.inf,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
     "lerp": _lerp,
     "addcmul": _addcmul,

@@ -49,6 +49,8 @@ class AbstractTracer(Protocol):
 
     def node(self, value: Any, operation: str) -> Node: ...
 
+    def not_scalar(self, value: Any, operation: str) -> errors.NotScalarError: ...
+
     def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None: ...
 
     def read_values(self, *values: Any) -> list[torch.Tensor]: ...
@@ -56,8 +58,8 @@ class AbstractTracer(Protocol):
     def name_of(self, tensor: torch.Tensor) -> str: ...
 
 
-class _TracedValue:
-    """Base of both kinds of traced value: passes torch functions and methods to the tracer."""
+class TracedValue:
+    """Base of traced values: passes torch functions and methods to the tracer."""
 
     __slots__ = ("_tracer",)
     _tracer: AbstractTracer
@@ -102,9 +104,10 @@ class _TracedValue:
         raise errors.MutationError(operation="__setitem__", where=user_line())
 
     def __matmul__(self, other: Any) -> Any:
-        raise errors.ReductionError(operation="@", where=user_line())
+        return self._tracer.call(torch.matmul, (self, other), {})
 
-    __rmatmul__ = __matmul__
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._tracer.call(torch.matmul, (other, self), {})
 
     def __getattr__(self, name: str) -> Any:
         """Tensor methods: score.tanh(), q_idx.to(...), row.sum()."""
@@ -120,7 +123,7 @@ class _TracedValue:
         return lambda *args, **kwargs: self._tracer.call(method, (self, *args), kwargs)
 
 
-class Proxy(_TracedValue):
+class Proxy(TracedValue):
     """A traced scalar: behaves like a 0-d tensor whose value is not known yet."""
 
     __slots__ = ("_node",)
@@ -200,10 +203,10 @@ def _install_operators() -> None:
         return refuse
 
     for dunder, name in BINARY.items():
-        setattr(_TracedValue, f"__{dunder}__", binary(name))
-        setattr(_TracedValue, f"__r{dunder}__", reflected(name))
+        setattr(TracedValue, f"__{dunder}__", binary(name))
+        setattr(TracedValue, f"__r{dunder}__", reflected(name))
     for dunder, name in UNARY.items():
-        setattr(_TracedValue, f"__{dunder}__", unary(name))
+        setattr(TracedValue, f"__{dunder}__", unary(name))
     for name in CONCRETE:
         setattr(Proxy, f"__{name}__", concrete(name))
 
@@ -211,7 +214,7 @@ def _install_operators() -> None:
 _install_operators()
 
 
-class CaptureView(_TracedValue):
+class CaptureView(TracedValue):
     """A captured tensor, some of its dimensions indexed: `intervals[img[kv_idx]]`. Not a scalar yet.
 
     `_indices` has one entry for each dimension of the tensor: a Node, or None where it is still free.
@@ -306,7 +309,7 @@ def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> AbstractTracer:
 
 def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:
     for value in values:
-        if isinstance(value, _TracedValue):
+        if isinstance(value, TracedValue):
             return value  # type: ignore[return-value]
         if isinstance(value, (tuple, list)):
             inner = _first_traced(value)

@@ -38,6 +38,8 @@ from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Traced, capture_of, trace
+from flexmod.ir.vectors import NAMES as OF_VECTORS
+from flexmod.ir.vectors import PRODUCTS
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
@@ -46,7 +48,7 @@ GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the numbe
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
 # functions that a trace accepts in addition to its tables' operations
-TO = ("to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor")
+TO = ("to", "type", "type_as", "tensor", "new_tensor", "as_tensor", "scalar_tensor")
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """One call: the function's name, its arguments and its keywords; see `Recorder.noted`."""
@@ -89,7 +91,10 @@ class Recorder(TorchFunctionMode):
             raise errors.ControlFlowError(advice=advice.TRUTH)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         self.steps.append((name, self.noted(args), noted))
-        result = _element(args[0], args[1]) if name == "__getitem__" else func(*args, **kwargs)
+        if name.strip("_") in PRODUCTS:  # torch would multiply the stand-ins' own dimensions
+            result = args[0].new_empty(SHAPE)
+        else:
+            result = _element(args[0], args[1]) if name == "__getitem__" else func(*args, **kwargs)
         if _place(result, self.values) >= 0:  # a cast to its own dtype
             result = result.clone()
         self.values.append(result)
@@ -213,8 +218,8 @@ def _function(name: str) -> Callable[..., Any]:
         return lambda value, other: turned(other, value)
     if name in FUNCTIONS:
         return FUNCTIONS[name]
-    for home in (torch, torch.nn.functional):
-        found = getattr(home, name, None)
+    for home in (torch, torch.nn.functional, torch.special, torch.linalg):
+        found = getattr(home, name.removeprefix("special_").removeprefix("linalg_"), None)
         if callable(found):  # `torch.float` is a dtype, so the method is used
             return found
     method = "where" if name == METHOD_WHERE else name
@@ -222,7 +227,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _check_known(name: str) -> None:
-    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, TO, vars(Proxy))
+    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, TO, OF_VECTORS, vars(Proxy))
     if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
         raise errors.UnknownOperationError(
             operation=f"torch.{name}",

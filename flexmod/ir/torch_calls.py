@@ -10,13 +10,14 @@ values only, and the next call must trace the mod again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
-from flexmod.ir import advice
+from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, promote
 from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, mentions_traced
@@ -46,6 +47,11 @@ def call(
     if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
         kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
         args = ()
+    wide = vectors.any_wide(args, kwargs)
+    if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
+        return vectors.call(tracer, bare, args, kwargs)
+    if wide and any(bare in table for table in (CASTS, FILLS, _SPECIAL, BY_TORCH_NAME, COMPOSED)):
+        return vectors.unrolled(tracer, bare, partial(_each, tracer, func), args, kwargs)
     if bare in CASTS:
         return tracer.cast(args[0], CASTS[bare])
     if bare in FILLS:
@@ -57,13 +63,18 @@ def call(
     if bare in COMPOSED:
         return _composed(tracer, bare, args, kwargs)
     if bare in REDUCTIONS:
-        raise errors.ReductionError(operation=f"torch.{bare}", where=user_line())
+        name = "@" if bare == "matmul" else f"torch.{bare}"
+        raise errors.ReductionError(operation=name, where=user_line())
     if bare in CONCRETE:
         raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line(), advice=advice.SYMBOLIC)
     tables = [tracer.name_of(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
     raise errors.UnknownOperationError(
         operation=f"torch.{bare}", where=user_line(), advice=advice.of_operation(bare, *tables[:1])
     )
+
+
+def _each(tracer: AbstractTracer, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(tracer, func, args, kwargs)
 
 
 def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
@@ -162,6 +173,10 @@ def _copy(tracer: AbstractTracer, value: Any, *, dtype: Any = None, **options: A
     return _to(tracer, value, dtype=dtype)
 
 
+def _new_tensor(tracer: AbstractTracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+    return tracer.cast(data, dtype or promote(tracer.node(like, "new_tensor").dtype))
+
+
 def _type(tracer: AbstractTracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
     return tracer.cast(value, dtype)
 
@@ -170,6 +185,7 @@ _SPECIAL: dict[str, Callable[..., Proxy]] = {
     "to": _to,
     "type": _type,
     "type_as": _to,
+    "new_tensor": _new_tensor,
     "tensor": _copy,
     "as_tensor": _copy,
     "scalar_tensor": _copy,

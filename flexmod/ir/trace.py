@@ -35,6 +35,7 @@ from flexmod.ir.source import (
     user_line,
 )
 from flexmod.ir.torch_calls import Watch
+from flexmod.ir.vectors import Vector, is_wide, unrolled
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import enable_torch_function, tree_leaves
 
@@ -209,8 +210,13 @@ class Tracer:
         """Converts any operand to a Node."""
         if isinstance(value, Proxy):
             return value._node
+        if isinstance(value, Vector):
+            raise value.refusal
         if isinstance(value, (torch.Tensor, CaptureView)):
-            return self._tensor_operand(value, operation)
+            if value.dim():
+                raise self.not_scalar(value, operation)
+            assert isinstance(value, torch.Tensor)
+            return self.load(self.capture(value), ())  # each call reads its value; the trace never does
         number = plain_number(value)
         if number is None:
             raise errors.OperationArgumentError(
@@ -226,21 +232,20 @@ class Tracer:
             )  # fmt: skip
         return GraphBuilder.fresh_const(number, where=self.where())
 
-    def _tensor_operand(self, tensor: torch.Tensor | CaptureView, operation: str) -> Node:
-        rank = tensor.dim()
-        if rank:
-            name = tensor.name if isinstance(tensor, CaptureView) else self.name_of(tensor)
-            indices = ", ".join(MASK_ARGUMENTS[-rank:])
-            indices = f"..., {indices}" if isinstance(tensor, CaptureView) else indices
-            raise errors.NotScalarError(
-                what=f"{operation} was given {name}", shape=tuple(tensor.shape), where=user_line(),
-                example=f"{name}[{indices}]",
-            )  # fmt: skip
-        assert isinstance(tensor, torch.Tensor)
-        return self.load(self.capture(tensor), ())  # each call reads its value; the trace never does
+    def not_scalar(self, value: torch.Tensor | CaptureView, operation: str) -> errors.NotScalarError:
+        """The error for a captured tensor, or a part of one, in the place of a scalar."""
+        name = value.name if isinstance(value, CaptureView) else self.name_of(value)
+        indices = ", ".join(MASK_ARGUMENTS[-value.dim() :])
+        indices = f"..., {indices}" if isinstance(value, CaptureView) else indices
+        return errors.NotScalarError(
+            what=f"{operation} was given {name}", shape=tuple(value.shape), where=user_line(),
+            example=f"{name}[{indices}]",
+        )  # fmt: skip
 
-    def apply(self, name: str, args: Sequence[Any]) -> Proxy:
-        """Applies an operation of the table to operands."""
+    def apply(self, name: str, args: Sequence[Any]) -> Any:
+        """Applies an operation of the table to operands: to each element of short vectors."""
+        if any(map(is_wide, args)):
+            return unrolled(self, name, lambda *elements: self.apply(name, elements), args, {})
         row = BY_TORCH_NAME[name]
         default = torch.get_default_dtype()
         nodes = [self.node(a, name) for a in args]

@@ -236,7 +236,11 @@ def loop_over_an_index(b, h, q, k):
 
 # reductions
 
-BEFORE = "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]."
+BEFORE = (
+    "compute it before the call and capture the result, e.g. total = x.sum(-1), then total[q_idx]; "
+    "only a captured row of up to 16 elements is reduced inside."
+)
+LONG = torch.ones(4, 17)
 
 
 def reduces(operation: str) -> tuple[str, str]:
@@ -249,13 +253,13 @@ def sum_of_a_scalar(b, h, q, k):
 
 
 @row(errors.ReductionError, *reduces("torch.any"))
-def any_of_a_row(b, h, q, k):
-    return table[h].any()  # <-
+def any_of_a_long_row(b, h, q, k):
+    return LONG[h].any()  # <-
 
 
 @row(errors.ReductionError, *reduces("torch.max"))
-def max_of_a_row(b, h, q, k):
-    return torch.max(table[h]) > q  # <-
+def max_over_a_dimension(b, h, q, k):
+    return table[h].max(-1) > q  # <-
 
 
 @row(errors.ReductionError, *reduces("torch.min"))
@@ -264,13 +268,23 @@ def min_over_a_dimension(b, h, q, k):
 
 
 @row(errors.ReductionError, *reduces("@"))
-def product_of_rows(b, h, q, k):
-    return table[h] @ table[h] > q  # <-
+def product_of_long_rows(b, h, q, k):
+    return LONG[h] @ LONG[h] > q  # <-
+
+
+@row(errors.ReductionError, *reduces("@"))
+def product_of_scalars(b, h, q, k):
+    return q @ k > 1  # <-
 
 
 @row(errors.ReductionError, *reduces("torch.dot"))
-def dot_of_rows(b, h, q, k):
-    return torch.dot(table[h], table[h]) > q  # <-
+def dot_of_other_lengths(b, h, q, k):
+    return torch.dot(table[h], (table[h] * 1)[:2]) > q  # <-
+
+
+@row(errors.ReductionError, *reduces("torch.argmax"))
+def argmax_of_a_row(b, h, q, k):
+    return table[h].argmax() > q  # <-
 
 
 @row(errors.ReductionError, *reduces("torch.softmax"), kind="score")
@@ -415,16 +429,6 @@ TABLE = "write it with elementwise operations; flexmod/ir/ops.py is the table of
 )
 def unknown_function(s, b, h, q, k):
     return torch.erfinv(s)  # <-
-
-
-@row(
-    errors.UnknownOperationError,
-    "torch.stack is not an operation that flexmod can trace.",
-    TABLE,
-    kind="score",
-)
-def stack(s, b, h, q, k):
-    return torch.stack([s, s])[0]  # <-
 
 
 @row(errors.UnknownOperationError, "torch.unsqueeze is not an operation that flexmod can trace.", TABLE)
@@ -796,6 +800,44 @@ def sum_of_tensors(s, b, h, q, k):
 )
 def result_is_a_row(b, h, q, k):
     return table[h]
+
+
+@row(
+    errors.NotScalarError,
+    "sub was given table, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. table[..., kv_idx].",
+)
+def result_of_a_vector(b, h, q, k):
+    return (table[h] - 1).abs() > 3  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "torch.stack makes a tensor, of shape (2,), where a scalar is needed: "
+    "a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. torch.stack(...).sum(-1).",
+    kind="score",
+)
+def stacked(s, b, h, q, k):
+    return torch.stack([s, s])  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "mul was called with shapes (8,), (2,), which do not broadcast.",
+    "index them down to rows of one length.",
+)
+def rows_of_two_lengths(b, h, q, k):
+    return (table[h] * torch.stack([q, k])).any()  # <-
+
+
+@row(
+    errors.CaptureIndexError,
+    "a short vector, of shape (2,), is indexed with more than numbers and slices.",
+    "index the captured tensor itself.",
+)
+def vector_at_a_position(b, h, q, k):
+    return torch.stack([q, k])[h] > 0  # <-
 
 
 @row(

@@ -1,0 +1,245 @@
+"""Short vectors inside a mod: rows of captured tensors, unrolled into traced scalars.
+
+    (pos[q_idx] - pos[kv_idx]).pow(2).sum(-1)        (tags[q_idx] == tags[kv_idx]).any()
+
+A Vector has at most MOST elements. An elementwise function of vectors is called once for each element, and a
+reduction joins elements by the table's operations. So the graph has scalars alone, and nothing after the
+trace knows of vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from itertools import product
+from typing import Any
+
+import torch
+
+from flexmod import errors
+from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, TracedValue
+from flexmod.ir.source import user_line
+
+MOST = 16
+Place = tuple[int, ...]
+
+
+class Vector(TracedValue):
+    """Traced scalars by their places. `refusal` is the error for its use where a scalar is needed."""
+
+    __slots__ = ("_items", "_shape", "refusal")
+
+    def __init__(
+        self,
+        tracer: AbstractTracer,
+        shape: Sequence[int],
+        items: dict[Place, Proxy],
+        refusal: errors.NotScalarError,
+    ) -> None:
+        self._tracer = tracer
+        self._shape = torch.Size(shape)
+        self._items = items
+        self.refusal = refusal
+
+    shape = property(lambda self: self._shape)
+    ndim = property(lambda self: len(self._shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._items.values())).dtype
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shape if dim is None else self._shape[dim]
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Selects by numbers, slices and an ellipsis."""
+        entries = list(index) if isinstance(index, tuple) else [index]
+        for at in [at for at, entry in enumerate(entries) if entry is Ellipsis][:1]:
+            entries[at : at + 1] = [slice(None)] * (len(self._shape) - len(entries) + 1)
+        entries += [slice(None)] * (len(self._shape) - len(entries))
+        if len(entries) > len(self._shape) or not all(isinstance(e, (int, slice)) for e in entries):
+            raise errors.CaptureIndexError(
+                name="a short vector", shape=tuple(self._shape), problem="with more than numbers and slices",
+                advice="index the captured tensor itself.", where=user_line(),
+            )  # fmt: skip
+        chosen = [range(size)[e] for e, size in zip(entries, self._shape, strict=True)]
+        ranges = [e if isinstance(e, range) else (e,) for e in chosen]
+        kept = [isinstance(e, range) for e in chosen]
+        items = [self._items[place] for place in product(*ranges)]
+        return self.of([len(e) for e, keep in zip(ranges, kept, strict=True) if keep], items)
+
+    def of(self, shape: Sequence[int], items: Sequence[Proxy]) -> Vector | Proxy:
+        """These elements in a shape, the last dimension first; the element itself for no dimension."""
+        if not shape:
+            return items[0]
+        return Vector(self._tracer, shape, dict(zip(_places(shape), items, strict=True)), self.refusal)
+
+
+def _places(shape: Sequence[int]) -> Iterator[Place]:
+    return product(*map(range, shape))
+
+
+def is_wide(value: Any) -> bool:
+    """Has it dimensions, unlike a scalar?"""
+    return isinstance(value, (Vector, CaptureView)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def any_wide(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(map(is_wide, args)) or any(map(is_wide, kwargs.values()))
+
+
+def _vector(tracer: AbstractTracer, value: Any, operation: str) -> Vector:
+    """A captured tensor or a part of one as a Vector. Raises NotScalarError if it has too many elements."""
+    if isinstance(value, Vector):
+        return value
+    refusal = tracer.not_scalar(value, operation)
+    if not 0 < math.prod(value.shape) <= MOST:
+        raise refusal
+    items = {place: tracer.index(value, place) for place in _places(value.shape)}
+    return Vector(tracer, value.shape, items, refusal)
+
+
+def unrolled(
+    tracer: AbstractTracer,
+    operation: str,
+    function: Callable[..., Proxy],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Vector:
+    """Calls an elementwise function for each element of its arguments, which broadcast as in torch."""
+    args = [_vector(tracer, a, operation) if is_wide(a) else a for a in args]
+    kwargs = {name: _vector(tracer, a, operation) if is_wide(a) else a for name, a in kwargs.items()}
+    vectors = [a for a in (*args, *kwargs.values()) if isinstance(a, Vector)]
+    shape = _broadcast([v.shape for v in vectors])
+    if shape is None:
+        raise errors.OperationArgumentError(
+            operation=operation, advice="index them down to rows of one length.", where=user_line(),
+            problem=f"shapes {', '.join(str(tuple(v.shape)) for v in vectors)}, which do not broadcast",
+        )  # fmt: skip
+    if math.prod(shape) > MOST:
+        raise vectors[0].refusal
+
+    def at(value: Any, place: Place) -> Any:
+        if not isinstance(value, Vector):
+            return value
+        own = zip(place[len(place) - value.dim() :], value.shape, strict=True)
+        return value._items[tuple([0 if size == 1 else entry for entry, size in own])]
+
+    items = {
+        place: function(*(at(a, place) for a in args), **{name: at(a, place) for name, a in kwargs.items()})
+        for place in _places(shape)
+    }
+    return Vector(tracer, shape, items, vectors[0].refusal)
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int] | None:
+    """The common shape; None where there is none. torch's own function would count as work on tensors."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    sizes = [set(along) - {1} for along in zip(*padded, strict=True)]
+    return None if any(len(found) > 1 for found in sizes) else [max(found, default=1) for found in sizes]
+
+
+def _whole(x: Any) -> Any:
+    return x if x.is_floating_point() else x.to(torch.int64)
+
+
+def _sum(items: Sequence[Any]) -> Any:
+    return reduce(lambda x, y: x + y, map(_whole, items))
+
+
+def _norm(items: Sequence[Any]) -> Any:
+    """The root of the sum of squares; its derivative at 0 is 0, as in torch."""
+    square = _sum([x * x for x in items])
+    return torch.where(square == 0, 0.0, torch.sqrt(torch.where(square == 0, 1.0, square)))
+
+
+_greatest, _least = partial(reduce, torch.maximum), partial(reduce, torch.minimum)
+REDUCED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "sum": _sum,
+    "mean": lambda items: _sum(items) / len(items),
+    "prod": lambda items: reduce(lambda x, y: x * y, map(_whole, items)),
+    "any": lambda items: reduce(torch.logical_or, [x.to(torch.bool) for x in items]),
+    "all": lambda items: reduce(torch.logical_and, [x.to(torch.bool) for x in items]),
+    "amax": _greatest,
+    "max": _greatest,
+    "amin": _least,
+    "min": _least,
+    "norm": _norm,
+    "linalg_norm": _norm,
+    "linalg_vector_norm": _norm,
+    "count_nonzero": lambda items: _sum([x != 0 for x in items]),
+}
+PRODUCTS = ("dot", "inner", "vdot", "mv", "matmul")
+MADE = ("stack", "cat", "concat")
+NAMES = frozenset({*REDUCED, *PRODUCTS, *MADE})
+
+
+def reduces(name: str, args: Sequence[Any]) -> bool:
+    """Is it a function of whole vectors? torch.max of two is not."""
+    of_two = name in ("max", "min") and len(args) > 1 and not isinstance(args[1], int)
+    return name in NAMES and not of_two
+
+
+def call(tracer: AbstractTracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
+    named = dict(kwargs)
+    first, *rest = [*args, *(named.pop(key) for key in ("input", "self", "tensors", "other") if key in named)]
+    if name in MADE:
+        return _made(tracer, name, first, *rest, **named)
+    refusal = errors.ReductionError(operation="@" if name == "matmul" else f"torch.{name}", where=user_line())
+    operands = [first, *rest] if name in PRODUCTS else [first]
+    if not all(is_wide(x) and 0 < math.prod(x.shape) <= MOST for x in operands):
+        raise refusal
+    if name in PRODUCTS:
+        if len(operands) != 2 or operands[1].dim() != 1 or operands[0].shape[-1] != len(operands[1]):
+            raise refusal
+        return _reduced(_vector(tracer, operands[0] * operands[1], name), _sum, (-1,), False)
+    named.pop("ord", None) if named.get("ord", 2) == 2 else None
+    named.pop("p", None) if named.get("p", 2) in (2, "fro") else None
+    dims, keepdim = (rest or [named.pop("dim", None)])[0], named.pop("keepdim", False)
+    dtype = named.pop("dtype", None)
+    if named or len(rest) > 1 or (name in ("max", "min") and dims is not None):
+        raise refusal
+    vector = _vector(tracer, first, name)
+    dims = range(vector.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
+    found = _reduced(vector, REDUCED[name], tuple(dims), keepdim)
+    return found if dtype is None else found.to(dtype)
+
+
+def _reduced(
+    vector: Vector, function: Callable[[Sequence[Any]], Any], dims: Sequence[int], keepdim: bool
+) -> Vector | Proxy:
+    away = {d % vector.dim() for d in dims}
+    groups: dict[Place, list[Proxy]] = {}
+    for place in _places(vector.shape):
+        rest = tuple([0 if d in away else entry for d, entry in enumerate(place)])
+        groups.setdefault(rest, []).append(vector._items[place])
+    shape = [1 if d in away else size for d, size in enumerate(vector.shape)]
+    shape = shape if keepdim else [size for d, size in enumerate(vector.shape) if d not in away]
+    return vector.of(shape, [function(items) for items in groups.values()])
+
+
+def _made(tracer: AbstractTracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
+    """stack and cat, of scalars and vectors of at most one dimension."""
+    items: list[Proxy] = []
+    rows = [_vector(tracer, x, name) if is_wide(x) else Proxy(tracer, tracer.node(x, name)) for x in parts]
+    shape = rows[0].shape if rows else ()
+    refusal = errors.NotScalarError(
+        what=f"torch.{name} makes a tensor", shape=(len(rows), *shape), example=f"torch.{name}(...).sum(-1)",
+        where=user_line(),
+    )  # fmt: skip
+    same = len({tuple(x.shape) for x in rows}) == 1 or name != "stack"
+    fits = all(len(x.shape) <= (name != "stack") for x in rows) and dim in (0, -1)
+    for row in rows if same and fits else ():
+        items += [row] if isinstance(row, Proxy) else list(row._items.values())
+    if not 0 < len(items) <= MOST:
+        raise refusal
+    return Vector(tracer, (len(items),), dict(zip(_places((len(items),)), items, strict=True)), refusal)

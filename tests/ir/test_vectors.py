@@ -1,0 +1,119 @@
+"""Short vectors inside mods: rows of captured tensors and reductions over them, as torch computes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+from torch import Tensor
+
+from flexmod import create_block_mask, create_mask, flex_attention
+
+LENGTH = 37
+BACKENDS = (None, "REFERENCE", "INTERPRET")
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "place": torch.randn(LENGTH, 3, generator=generator),
+        "frames": torch.randn(LENGTH, 2, 3, generator=generator),
+        "weight": torch.randn(3, generator=generator),
+        "tags": torch.randint(0, 5, (2, LENGTH, 4), generator=generator),
+        "wanted": torch.tensor([1, 3, 4]),
+    }
+
+
+Made = Callable[[dict[str, Tensor]], Callable[..., Tensor]]
+SCORES: dict[str, Made] = {
+    "distance": lambda t: lambda s, b, h, q, k: s - (t["place"][q] - t["place"][k]).pow(2).sum(-1),
+    "norm": lambda t: lambda s, b, h, q, k: s - (t["place"][q] - t["place"][k]).norm(),
+    "vector norm": lambda t: lambda s, b, h, q, k: s + torch.linalg.vector_norm(t["place"][q], dim=-1),
+    "dot": lambda t: lambda s, b, h, q, k: s + torch.dot(t["place"][q], t["place"][k]),
+    "@": lambda t: lambda s, b, h, q, k: s * (t["place"][q] @ t["weight"]),
+    "@ of a frame": lambda t: lambda s, b, h, q, k: s + (t["frames"][q] @ t["place"][k]).amax(-1),
+    "a whole tensor": lambda t: lambda s, b, h, q, k: s + (t["weight"] * t["place"][k]).mean(),
+    "of the score": lambda t: lambda s, b, h, q, k: torch.tanh(s * t["weight"]).sum(),
+    "max, min": lambda t: lambda s, b, h, q, k: s + t["place"][q].max() - t["place"][k].min(),
+    "prod": lambda t: lambda s, b, h, q, k: s + t["place"][k].prod(),
+    "over one dimension": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum(0).amin(),
+    "over both": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum((0, -1)) + t["frames"][q].sum(),
+    "kept dimensions": lambda t: lambda s, b, h, q, k: (
+        s + (t["frames"][k] - t["frames"][k].mean(-1, keepdim=True)).square().sum()
+    ),
+    "where": lambda t: lambda s, b, h, q, k: s + torch.where(t["place"][q] > 0, t["place"][k], 0.0).sum(),
+    "clamp": lambda t: lambda s, b, h, q, k: s + t["place"][q].clamp(-0.5, 0.5).sum(-1),
+    "entries": lambda t: lambda s, b, h, q, k: s + (t["place"][q] * 2)[1] - (t["place"][k] * 2)[-2:].sum(),
+    "stack": lambda t: lambda s, b, h, q, k: torch.stack([s, t["place"][q][0], s * 2]).amax(0),
+    "cat": lambda t: lambda s, b, h, q, k: s + torch.cat([t["place"][q], t["weight"]]).mean(),
+    "of integers": lambda t: lambda s, b, h, q, k: s + t["tags"][b, q].sum() * 0.1,
+}  # fmt: skip
+MASKS: dict[str, Made] = {
+    "any": lambda t: lambda b, h, q, k: (t["tags"][b, q] == t["tags"][b, k]).any(),
+    "all": lambda t: lambda b, h, q, k: torch.all(t["tags"][b, q] <= t["tags"][b, k] + 1, dim=-1),
+    "one of several": lambda t: lambda b, h, q, k: (t["tags"][b, k][0] == t["wanted"]).any() | (q == k),
+    "count": lambda t: lambda b, h, q, k: (t["tags"][b, q] == t["tags"][b, k]).sum() >= 1,
+    "count_nonzero": lambda t: lambda b, h, q, k: torch.count_nonzero(t["tags"][b, k]) > 2,
+    "distance": lambda t: lambda b, h, q, k: (t["place"][q] - t["place"][k]).square().sum(-1) < 4,
+}
+
+
+def qkv() -> list[Tensor]:
+    return [torch.randn(2, 2, LENGTH, 16, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_and_gradients(name: str) -> None:
+    """Beside torch's own gradients of a dense softmax; learned rows get theirs."""
+    inputs, captured = qkv(), tensors()
+    learned = [captured[key].requires_grad_() for key in ("place", "frames", "weight")]
+    made = SCORES[name](captured)
+    plain = [x.detach() for x in inputs]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        wanted = theirs.flex_attention(*plain, made)
+    expected: Any = None
+    for backend in ("REFERENCE", None, "INTERPRET"):
+        options = None if backend is None else {"BACKEND": backend}
+        out = flex_attention(*inputs, made, kernel_options=options)
+        torch.testing.assert_close(out.detach(), wanted, atol=2e-5, rtol=1e-4)
+        grads = torch.autograd.grad(out.sin().sum(), [*inputs, *learned], allow_unused=True)
+        expected = grads if expected is None else expected
+        for found, known in zip(grads, expected, strict=True):
+            assert (found is None) == (known is None)
+            if found is not None:
+                torch.testing.assert_close(found, known, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    made, inputs = MASKS[name](tensors()), [x.detach() for x in qkv()]
+    dense = theirs.create_mask(made, 2, 1, LENGTH, LENGTH, "cpu")
+    assert torch.equal(create_mask(made, 2, 1, LENGTH, LENGTH, "cpu"), dense)
+    mask = create_block_mask(made, 2, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, dense).nan_to_num(0.0)
+    for backend in BACKENDS:
+        options = None if backend is None else {"BACKEND": backend}
+        out = flex_attention(*inputs, block_mask=mask, kernel_options=options)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["distance", "@ of a frame", "kept dimensions", "stack", "of integers"])
+def test_in_a_compiled_graph(name: str) -> None:
+    torch._dynamo.reset()
+    inputs, captured = qkv(), tensors()
+    captured["place"].requires_grad_()
+    made = SCORES[name](captured)
+    attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(attend(*inputs, made), flex_attention(*inputs, made))
+
+
+def test_the_root_of_nothing_has_a_gradient_of_0() -> None:
+    place = torch.zeros(LENGTH, 3, requires_grad=True)
+    out = flex_attention(*qkv(), lambda s, b, h, q, k: s - (place[q] - place[k]).norm())
+    (grad,) = torch.autograd.grad(out.sum(), place)
+    assert torch.equal(grad, torch.zeros_like(grad))
