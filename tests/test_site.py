@@ -75,6 +75,9 @@ def test_nothing_comes_from_another_host() -> None:
     assert SITE["theme"]["font"] is False
     assert not re.search(r"https?://|//cdn", (ROOT / "mkdocs.yml").read_text())
     assert "url(" not in (DOCS / "stylesheets" / "site.css").read_text()
+    polyfills = SITE["extra"]["polyfills"]
+    assert "offline" in SITE["plugins"] and all((DOCS / script).is_file() for script in polyfills)
+    assert any("iframe-worker" in script for script in polyfills)  # or the offline plugin adds a remote one
 
 
 def test_errors_are_those_of_the_tables() -> None:
@@ -85,10 +88,11 @@ def test_errors_are_those_of_the_tables() -> None:
     assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == classes
 
 
-def test_the_picture_of_the_quickstart_shows_its_mask(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("page", ["index", "quickstart"])
+def test_the_picture_of_a_page_shows_its_mask(page: str, request: pytest.FixtureRequest) -> None:
     """`pytest tests/test_site.py --update-golden` draws it."""
-    drawn = recipes.run(DOCS / "quickstart.md")["block_mask"].to_svg()
-    picture = DOCS / "images" / "quickstart.svg"
+    drawn = recipes.run(DOCS / f"{page}.md")["block_mask"].to_svg()
+    picture = DOCS / "images" / f"{page}.svg"
     if request.config.getoption("--update-golden"):
         picture.write_text(drawn)
     assert picture.read_text() == drawn

@@ -83,9 +83,8 @@ def gallery(pages: list[Path]) -> str:
     rows = ["| " * COLUMNS + "|", "|---" * COLUMNS + "|"]
     for first in range(0, len(pages), COLUMNS):
         row = pages[first : first + COLUMNS]
-        pictures = (f"![{title(page)}](pictures/{page.stem}.svg)" for page in row)
-        links = (f"[{title(page)}]({page.name})" for page in row)
-        rows += [f"| {' | '.join(cells)} |" for cells in (pictures, links)]
+        cells = (f"![](pictures/{page.stem}.svg)<br>[{title(page)}]({page.name})" for page in row)
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
