@@ -1,6 +1,7 @@
-# make demo   environment, install, the comparison with SDPA on three masks
+# make demo   environment, install, the comparison with SDPA on three masks, on a GPU if there is one
 # make test   environment, install, ruff, mypy, pytest without the long tests: seven minutes on two cores
-# make test-all  make test, then the long tests and make ends
+# make test-all  make test, then the long tests, make ends and make package
+# make package   the source distribution and the wheel in dist, checked
 # make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
 # make docs   environment, install, the site in build/site; make docs-serve shows it
 # make clean  remove the environment and the caches of the tools
@@ -14,8 +15,11 @@ RUN := $(VENV)/bin/python
 
 .PHONY: demo test test-all long fuzz clean
 
-demo: $(VENV)/installed
-	$(RUN) -m flexmod compare causal sliding_window document
+demo: $(VENV)/ready
+	@echo "[3/3] compare: flexmod beside torch's SDPA, results first, then times"
+	@$(RUN) -m flexmod compare sliding_window document causal
+	@echo "or:   $(VENV)/bin/flexmod show 'causal & sliding_window(1024)'"
+	@echo "      docs/quickstart.md has the Python, examples/ eight programs; make test runs the tests"
 
 test: $(VENV)/installed
 	$(RUN) -m ruff check .
@@ -23,7 +27,7 @@ test: $(VENV)/installed
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not long and not every"
 
 test-all: test
-	$(MAKE) long ends
+	$(MAKE) long ends package
 
 long: $(VENV)/installed
 	$(RUN) -m pytest -n 2 --dist worksteal -m long
@@ -32,6 +36,11 @@ long: $(VENV)/installed
 .PHONY: ends
 ends: $(VENV)/installed
 	tools/ends "$(VENV)"
+
+# make package: twine and check-wheel-contents look at both, and the source distribution runs tests.
+.PHONY: package
+package: $(VENV)/installed
+	tools/package "$(VENV)"
 
 # make matrix compiles every mask and mod for every chip: hours of work, which goes on where it stopped.
 # MATRIX: options, such as --seconds 3600 --processes 8
@@ -59,9 +68,13 @@ $(VENV)/docs: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --editable '.[docs]'
 	touch $@
 
-$(VENV)/installed: pyproject.toml tools/environment
-	PYTHON="$(PYTHON)" tools/environment "$(VENV)"
+$(VENV)/ready: pyproject.toml tools/environment
+	@PYTHON="$(PYTHON)" tools/environment "$(VENV)"
+	@touch $@
+
+$(VENV)/installed: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --editable '.[test,dev]'
 	touch $@
 
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "flexmod", "templates")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "flexmod", "templates")
 
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
@@ -82,7 +83,101 @@ def test_the_wheel_names_the_command(wheel: Path) -> None:
         assert "flexmod = flexmod.tools.cli:main" in archive.read(entry).decode()
 
 
+def test_the_index_shows_links_and_pictures_of_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        headers, _, readme = archive.read(name).decode().partition("\n\n")
+    home = re.search(r"^Project-URL: Source, (.*)$", headers, re.MULTILINE)
+    assert home is not None and "\nDescription-Content-Type: text/markdown" in headers
+    links = [
+        link for pair in re.findall(r"\]\(([^)#]+)|<img src=\"([^\"]+)", readme) for link in pair if link
+    ]
+    for link in links:
+        assert link.startswith("https://"), link
+        path = re.sub(f"^{home[1]}/(blob|raw)/main/", "", link)
+        assert path == link or (ROOT / path).exists(), link
+    assert f"{home[1]}/raw/main/docs/images/readme_mask.svg" in links and len(links) > 20
+    assert all(f"\nClassifier: Programming Language :: Python :: 3.{n}\n" in headers for n in range(10, 15))
+    assert '\nRequires-Dist: triton>=3.6; sys_platform == "linux"' in headers
+
+
+def test_the_source_distribution_has_what_its_tests_need(tmp_path: Path) -> None:
+    """Built from the tracked files alone; `make package` also runs tests in it."""
+    source = tmp_path / "source"
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    script = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+    run(sys.executable, "-c", script, cwd=source)
+    (built,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    apart = {name for name in tracked if name.startswith(".")}  # of the repository alone
+    assert {*tracked} - apart <= packed
+
+
 def test_the_oldest_triton_is_what_tests_run_with() -> None:
-    floor = re.search(r'"triton>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    floor = re.search(r'"triton>=([\d.]+);', (ROOT / "pyproject.toml").read_text())
     assert floor is not None
     assert f"triton=={floor[1]}.0" in (ROOT / "tools" / "environment").read_text()
+
+
+# macOS, where Triton has no wheels: installing flexmod brings none.
+ELSEWHERE = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, NoTriton())
+import torch
+
+sys.platform = "darwin"
+"""
+CALLS_ELSEWHERE = """
+import torch, flexmod
+from flexmod import errors, masks, mods
+
+q, k, v = torch.randn(3, 1, 2, 70, 16, requires_grad=True)
+mask = flexmod.create_block_mask(masks.causal() & masks.sliding_window(20), None, None, 70, 70, device="cpu")
+results = []
+for backend in ("AUTO", "REFERENCE"):
+    out = flexmod.flex_attention(q, k, v, mods.softcap(30.0), mask, kernel_options={"BACKEND": backend})
+    results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+for ours, dense in zip(*results):
+    torch.testing.assert_close(ours, dense)
+attend = flexmod.compile(mods.softcap(30.0), masks.causal(), dtype=torch.float32, head_dim=16)
+assert attend(q, k, v).isfinite().all()
+try:
+    flexmod.flex_attention(q, k, v, block_mask=mask, kernel_options={"BACKEND": "INTERPRET"})
+except errors.MissingPackage as error:
+    print(error)
+"""
+
+
+def elsewhere(script: str) -> str:
+    return run(sys.executable, "-c", ELSEWHERE + script, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_without_triton_the_cpu_backends_run_and_kernels_are_refused() -> None:
+    assert elsewhere(CALLS_ELSEWHERE) == (
+        "this needs the package triton, which cannot be imported: No module named 'triton'.\n"
+        "  Instead: Triton has wheels for Linux alone. On Windows use WSL; or run the CPU backend, which "
+        'serves CPU tensors by default, or the dense one, kernel_options={"BACKEND": "REFERENCE"}.\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("show causal", 0), ("compare causal --seq 64 --heads 1 --dim 16", 0), ("doctor", 0),
+     ("source causal", 2), ("build causal", 2)],
+)  # fmt: skip
+def test_commands_without_triton(command: str, status: int) -> None:
+    script = f"from flexmod.tools.cli import main; assert main({command.split()!r}) == {status}"
+    printed = elsewhere(script)
+    if command == "doctor":
+        assert re.search(r"^triton +- *$", printed, re.MULTILINE) and "nothing is amiss" in printed
+        assert "no kernels without Triton, which has wheels for Linux alone" in printed

@@ -114,4 +114,4 @@ class NotAGpuError(FlexmodError, ValueError):
 
 class MissingPackage(FlexmodError, ImportError):
     what = "this needs the package {package}, which cannot be imported: {problem}."
-    instead = 'pip install "{requirement}".'
+    instead = "{advice}."

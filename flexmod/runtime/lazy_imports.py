@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ from flexmod.errors import MissingPackage
 
 # as in pyproject.toml
 REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "rich": "rich>=13.7"}
+
+NO_TRITON = (
+    "Triton has wheels for Linux alone. On Windows use WSL; or run the CPU backend, which serves CPU tensors "
+    'by default, or the dense one, kernel_options={"BACKEND": "REFERENCE"}'
+)
 
 # One thread at a time: Python may fail if one thread imports a package while another imports a part of it. A
 # fork waits too: otherwise a child would keep a module that another thread had imported only half.
@@ -43,7 +49,10 @@ def lazy_imports() -> Iterator[None]:
             package = (error.name or "").partition(".")[0]
             if package not in REQUIREMENTS:
                 raise
-            raise MissingPackage(package=package, problem=error, requirement=REQUIREMENTS[package]) from error
+            advice = f'pip install "{REQUIREMENTS[package]}"'
+            if package == "triton" and sys.platform != "linux":
+                advice = NO_TRITON
+            raise MissingPackage(package=package, problem=error, advice=advice) from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from shlex import quote
 import click
 
 from flexmod.errors import FlexmodError
+from flexmod.runtime.lazy_imports import lazy_imports
 
 # Each command, and its line in `flexmod --help`.
 COMMANDS = {
@@ -39,7 +40,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"flexmod.tools.cli.{cmd_name}"), cmd_name)
+        with lazy_imports():
+            command: click.Command = getattr(import_module(f"flexmod.tools.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -14,7 +15,6 @@ import click
 import torch
 from rich.text import Text
 
-from flexmod.backends.families import serving
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
 from flexmod.runtime import config, tuned
@@ -55,12 +55,11 @@ def _installed() -> Iterator[tuple[str, str, str]]:
 
 def version(name: str) -> str:
     """Of a distribution; "-" where it is not installed."""
-    if name in ("flexmod", "torch", "triton"):  # these may run from a folder
-        found: str = importlib.import_module(name).__version__
-        return found
     try:
+        if name in ("flexmod", "torch", "triton"):  # these may run from a folder
+            return str(importlib.import_module(name).__version__)
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except ImportError:
         return "-"
 
 
@@ -79,11 +78,12 @@ def _devices() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _runs() -> Iterator[tuple[str, str, str]]:
-    yield (
-        "cpu",
-        "block-sparse torch",
-        "no kernels there; BACKEND='INTERPRET' interprets Triton's",
-    )
+    if version("triton") == "-":
+        yield "cpu", "block-sparse torch", "no kernels without Triton, which has wheels for Linux alone"
+        return
+    from flexmod.backends.families import serving
+
+    yield "cpu", "block-sparse torch", "no kernels there; BACKEND='INTERPRET' interprets Triton's"
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "no device is found" if built else "this torch is built without CUDA"
@@ -111,6 +111,8 @@ def _folders() -> Iterator[str]:
 
 def _troubles() -> Iterator[str]:
     """What keeps something from running."""
+    if sys.platform == "linux" and version("triton") == "-":
+        yield 'Triton is not installed: no kernel runs. pip install "triton>=3.6".'
     folder = config.cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):
