@@ -50,7 +50,7 @@ FINITE = {
     "backends.table.backend": "backends",
     "runtime.target._read": "devices",
     "runtime.private_triton._assembler_flags": "nothing",
-    "runtime.private_triton._read_own_files": "nothing",
+    "runtime.private_triton._start_reading": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.

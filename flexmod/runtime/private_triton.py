@@ -111,6 +111,7 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
             if known is not None:  # another thread made it while this one waited
                 return known
             start_compiler()
+            _read_own_files()
             _write_in_turn(function)
             return plain(kind, signature, device, *arguments, **options)
 
@@ -149,25 +150,26 @@ def has_compiled(function: Any, device: int | None) -> bool:
 
 
 def start_compiler() -> None:
-    """Has Triton find its driver and read its own files for keys, once; threads would each do both.
+    """Has Triton find its driver, and a thread read Triton's own files for keys; threads would each do both.
 
-    Each takes some tenths of a second, mostly outside of Python, so a thread reads the files.
+    Each takes some tenths of a second, mostly outside of Python. Only a compile needs the files.
     """
     with _starting:
-        reader = threading.Thread(target=_read_own_files)
-        with suppress(RuntimeError):  # no thread can be started
-            reader.start()
+        _start_reading()
         driver.active.get_current_target()
-        if reader.ident is not None:
-            reader.join()
-
-
-_starting = Lock()
 
 
 @cache
+def _start_reading() -> None:
+    with suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=_read_own_files).start()
+
+
+_starting, _reading = Lock(), Lock()
+
+
 def _read_own_files() -> None:
-    with suppress(ImportError):  # later versions may keep it elsewhere
+    with _reading, suppress(ImportError):  # later versions may keep it elsewhere
         from triton.runtime.cache import triton_key
 
         triton_key()
