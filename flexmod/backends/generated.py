@@ -229,9 +229,13 @@ class _Compiled:
 
         It compiles the first rungs in parallel; see `Generated.forward`.
         """
+        plans: dict[object, Plan] = {}
 
-        def plan(rungs: Rungs) -> Plan:
-            return self.plan(lambda writer, call: write(writer, call, rungs))
+        def plan(rungs: FirstRungs) -> Plan:
+            key = rungs.later()
+            if key not in plans:
+                plans[key] = self.plan(lambda writer, call: write(writer, call, rungs))
+            return plans[key]
 
         rungs = FirstRungs(made)
         first = plan(rungs)
@@ -331,6 +335,10 @@ class FirstRungs(dict[str, Any]):
 
     def but(self, kernel: str, rung: Any) -> FirstRungs:
         return FirstRungs(self._made, {**self, kernel: rung})
+
+    def later(self) -> frozenset[tuple[str, Any]]:
+        """Returns the chosen rungs that are not the first; plans with the same ones are the same."""
+        return frozenset((name, rung) for name, rung in self.items() if rung != self._made.ladder(name)[0])
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
