@@ -605,6 +605,14 @@ def test_distributed_tensors_are_dispatched(mesh: Any) -> None:
     with pytest.raises(NotImplementedError, match="flexmod.attention.default"):
         flex_attention(*tensors)
     assert torch.equal(flex_attention(*(x.to_local() for x in tensors)), flex_attention(*plain))
+    with pytest.raises(errors.TensorKindError, match=r"query is of .* DTensor.*\n.*query\.to_local\(\)"):
+        flex_attention(tensors[0], *plain[1:])
+    bias = distribute_tensor(torch.randn(plain[1].shape[2]), mesh, [Replicate()])
+    for options in ({}, INTERPRET, {"BACKEND": "REFERENCE"}):
+        with pytest.raises(errors.TensorKindError, match=r"pass bias\.to_local\(\)"):
+            flex_attention(*plain, lambda s, b, h, q, k: s + bias[k], kernel_options=options)
+        with pytest.raises(errors.TensorKindError, match=r"pass bias\.to_local\(\)"):
+            flexmod.compile(lambda s, b, h, q, k: s + bias[k], kernel_options=options)(*plain)
     documents = distribute_tensor(given()["documents"], mesh, [Replicate()])
     with pytest.raises(errors.TensorKindError, match=r"pass documents\.to_local\(\)"):
         mask_of(documents, given()["lists"])

@@ -189,7 +189,7 @@ def outside(
     values, and while torch traces. Raises InGraphMaskError for masks of very many tiles.
     """
     captures = (f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures)
-    with tensor_kinds.naming_fake(dict(zip(captures, traced.tensors, strict=True))):
+    with tensor_kinds.naming_mixed(dict(zip(captures, traced.tensors, strict=True))):
         tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
     storage = storage_of(tiles, traced.graph, sizes[:2], grid, separate)

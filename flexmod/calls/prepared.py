@@ -239,7 +239,7 @@ def _attend_anew(
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         if dispatched and not reference:
             _check(query, key, value, source, mask, _backend(options, query), track)
-            with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+            with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
                 return dispatch(query, key, value, source, mask, asked)
         call, own = checked(query, key, value, source, mask, asked, track)
         mask = mask if own is None else own
@@ -249,7 +249,7 @@ def _attend_anew(
             remember(memory, facts, ready, KNOWN)
         if not dispatched:
             return autograd.run(call, mask, query, key, value, captured, plain=False)
-        with tensor_kinds.naming_fake(_named(query, key, value, source, mask)):
+        with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
             return autograd.run(call, mask, query, key, value, captured, plain=False)
 
 

@@ -93,10 +93,19 @@ def recorded_by_torch() -> bool:
 
 
 @contextmanager
-def naming_fake(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Surrounds a torch operation; raises FakeTensorError if it cannot mix these tensors with fake ones."""
+def naming_mixed(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Surrounds a torch operation on tensors of several kinds, and names one if torch cannot mix them.
+
+    Raises FakeTensorError, or TensorKindError for a DTensor beside other tensors.
+    """
     try:
         yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and" not in str(error):
+            raise
+        name, tensor = next((n, t) for n, t in tensors.items() if _keys(t) & _PYTHON)
+        kind, advice = _described(name, tensor)
+        raise TensorKindError(name=name, kind=kind, advice=advice) from error
     except AssertionError as error:
         if "fake" not in str(error).lower():
             raise
