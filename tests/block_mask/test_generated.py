@@ -99,7 +99,7 @@ def test_terms_of_all_kinds(mask_mod):
     check(mask_mod, (1, 3, 200, 190), (16, 32))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(MODS)
 def test_random_masks(text):
     scope = {"ids": torch.arange(100).flip(0) // 13}
@@ -164,7 +164,7 @@ OF_A_NUMBER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", long_but({window, chunked, steep, of_documents, of_both}, OF_A_NUMBER))
+@pytest.mark.parametrize("make", long_but({steep, of_documents, of_both}, OF_A_NUMBER))
 def test_a_number_that_changes(make, monkeypatch):
     """What was found out for other numbers serves, and tiles are decided as they are by constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
@@ -178,7 +178,7 @@ def test_a_number_that_changes(make, monkeypatch):
         return start(source, name, device, grid, arguments)
 
     monkeypatch.setattr(launch, "start", watch)
-    sizes, numbers = (1, 2, 200, 190), (40, 70, 3, 2**20, 0, -40, 130, 41)
+    sizes, numbers = (1, 2, 200, 190), (40, 3, 2**20, 0, -40, 41)
     changing = []
     for number in numbers:
         check(make(number), sizes, (16, 16))
@@ -205,7 +205,7 @@ def test_a_number_that_changes_is_analyzed_no_more(make, last, monkeypatch):
     assert len(found) == 1
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(MODS, MODS, st.integers(-90, 90), st.integers(-90, 90))
 def test_random_masks_of_a_number_that_changes(first, second, one, other):
     for number in (one, other, one):
