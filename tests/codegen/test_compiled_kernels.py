@@ -274,6 +274,7 @@ def test_a_folder_is_moved_again(tmp_path: Path) -> None:
     assert compiles(folder, 1) == [0]
 
 
+@pytest.mark.long
 def test_a_damaged_folder_is_compiled_again(tmp_path: Path) -> None:
     folder = moved(tmp_path)
     for path in (folder / "flexmod" / "compiled").rglob("*.json"):

@@ -72,7 +72,7 @@ def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
     ("way", "score_mod", "mask_mod", "dim", "spills", "instructions", "form"),
     [
         pytest.param("forward", None, None, 64, (288, 560), 48, "runs", marks=pytest.mark.long),
-        ("forward", SLOPES, None, 64, (0, 700), 48, "runs"),
+        pytest.param("forward", SLOPES, None, 64, (0, 700), 48, "runs", marks=pytest.mark.long),
         pytest.param(
             "forward", mods.softcap(12.5), near, 128, (64, 144), 48, "runs", marks=pytest.mark.long
         ),

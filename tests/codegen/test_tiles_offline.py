@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import CAUSAL
+from tiers import long_but
 from triton_release import NEWEST
 
 from flexmod import explain
@@ -67,6 +68,7 @@ def test_first_rung_on_hopper(kernel: KernelName, dim: int) -> None:
     assert report.spills <= (256, 560)[NEWEST], report
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["sm_86", "gfx942"])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_small_devices_find_a_rung(kernel: KernelName, target: str) -> None:
@@ -121,7 +123,7 @@ def test_a_condition_of_mask_and_score_is_judged_once() -> None:
     assert 2 * of_a_tile <= both < 2 * of_a_tile + 8
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+@pytest.mark.parametrize("kernel", long_but({"dkdv"}, ["forward", "dq", "dkdv"]))
 def test_a_load_that_waits_for_the_score(kernel: KernelName) -> None:
     """Triton's pipeliner fails on it for Hopper with more than one tile in flight."""
     text = explain(
