@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,13 @@ from flexmod.backends.options import OPTIONS
 from flexmod.block_mask.format import from_torch
 
 Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
+
+
+def line_with(text: str) -> str:
+    """The place of the first line of this file with a text, as messages name it."""
+    lines = Path(__file__).read_text().splitlines()
+    (number, *_) = (number for number, line in enumerate(lines, 1) if text in line)
+    return f"{__file__}:{number}: {lines[number - 1].strip()}"
 
 
 def x(*shape: int, **options: Any) -> Tensor:
@@ -855,21 +863,54 @@ MODS: list[Row] = [
     ),
     (
         errors.NotMadeError,
-        lambda: mask(mod=masks.causal),
-        "masks.causal is a function that makes a mask_mod, and it was not called.\n"
-        "  Instead: call it: masks.causal().",
-    ),
-    (
-        errors.NotMadeError,
         lambda: masks.sliding_window & masks.causal(),  # type: ignore[operator]
         "masks.sliding_window is a function that makes a mask_mod, and it was not called.\n"
+        f"  at {line_with('lambda: masks.sliding_window & ')}\n"
         "  Instead: call it: masks.sliding_window(window).",
     ),
     (
         errors.NotMadeError,
-        lambda: call(score_mod=mods.softcap),
+        lambda: create_block_mask(masks.causal, None, None, 64, 64),
+        "masks.causal is a function that makes a mask_mod, and it was not called.\n"
+        f"  at {line_with('lambda: create_block_mask(masks.causal, ')}\n"
+        "  Instead: call it: masks.causal().",
+    ),
+    (
+        errors.NotMadeError,
+        lambda: flex_attention(x(), x(), x(), mods.softcap),
         "mods.softcap is a function that makes a score_mod, and it was not called.\n"
+        f"  at {line_with('lambda: flex_attention(x(), x(), x(), mods.softcap)')}\n"
         "  Instead: call it: mods.softcap(cap).",
+    ),
+    (
+        errors.NotCallable,
+        lambda: call(score_mod=mask()),
+        "score_mod is a BlockMask, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def score_mod(score, b, h, q_idx, kv_idx): return "
+        "score, and the BlockMask as block_mask=block_mask.",
+    ),
+    (
+        errors.NotCallable,
+        lambda: call(score_mod=x(32, 32, dtype=torch.bool)),
+        "score_mod is a Tensor, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. lambda score, b, h, q_idx, kv_idx: "
+        "torch.where(bias[q_idx, kv_idx], score, -float('inf')).",
+    ),
+    (
+        errors.ModArityError,
+        lambda: call(score_mod=causal),
+        "score_mod causal takes 4 positional arguments without defaults; a score_mod takes 5 (score, b, h, "
+        "q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).\n"
+        "  Instead: write def score_mod(score, b, h, q_idx, kv_idx): return score, or give the mask as "
+        "block_mask=create_block_mask(causal, B, H, Q_LEN, KV_LEN).",
+    ),
+    (
+        errors.ModArityError,
+        lambda: mask(mod=short_bias),
+        "mask_mod short_bias takes 5 positional arguments without defaults; a score_mod takes 5 (score, b, "
+        "h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).\n"
+        "  Instead: write def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx, or give the score_mod "
+        "to the call: flex_attention(..., score_mod=short_bias).",
     ),
     (
         errors.NotCallable,

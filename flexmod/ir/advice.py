@@ -5,23 +5,26 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import _lru_cache_wrapper, reduce
 from inspect import getattr_static
 from types import FrameType
 from typing import Any
 
-import torch
-
 from flexmod.errors import ForeignCaptureError, Where
+from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.source import place_of, user_frame
 
 TRUTH = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
 SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
 LARGEST = {"max": ("torch.maximum", "min"), "min": ("torch.minimum", "max")}
+ALL = {"all": ("&", "and_"), "any": ("|", "or_")}
 LOGICAL = {ast.BitAnd: "&", ast.BitOr: "|", ast.And: "&", ast.Or: "|"}
 NUMERIC_MODULES = ("math", "np", "numpy")
+EXTREMES = {"maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min"}
+RENAMED = {"fabs": "abs", "absolute": "abs", "power": "pow", "mod": "remainder"}
 CONVERSIONS = {"int": "torch.int32", "float": "torch.float32", "bool": "torch.bool"}
 LAMBDA = re.compile(r"\blambda\b")
 
@@ -35,37 +38,63 @@ def of_truth(where: Where | None) -> str:
     return TRUTH
 
 
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites operands that ask for a truth value themselves: `min(max(s, 0), 1)`."""
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        text = _without_truth(node) if isinstance(node, ast.expr) else None
+        return self.generic_visit(node) if text is None else ast.parse(text, mode="eval").body
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(_Rewriter().visit(node))
+
+
 def _without_truth(node: ast.AST) -> str | None:
     """An expression that asks for no truth value; None where `node` does not ask for one."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LARGEST:
-        return _largest(node, *LARGEST[node.func.id])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = node.args[0].elts if len(node.args) == 1 and _is_sequence(node.args[0]) else node.args  # type: ignore[attr-defined]
+        if node.func.id in LARGEST:
+            return None if node.keywords else _largest(arguments, *LARGEST[node.func.id])
+        if node.func.id in ALL and len(node.args) == 1:
+            if _is_sequence(node.args[0]):
+                return f" {ALL[node.func.id][0]} ".join(f"({_text(each)})" for each in arguments)
+            return f"functools.reduce(operator.{ALL[node.func.id][1]}, {ast.unparse(node.args[0])})"
     if isinstance(node, ast.Compare):
         return _compared(node)
     if isinstance(node, ast.BoolOp):
-        return f" {LOGICAL[type(node.op)]} ".join(f"({ast.unparse(value)})" for value in node.values)
+        return f" {LOGICAL[type(node.op)]} ".join(f"({_text(value)})" for value in node.values)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return f"~({ast.unparse(node.operand)})"
+        return f"~({_text(node.operand)})"
     if isinstance(node, ast.Assert):
         return "no assertion: it looks at values before there are any"
     if isinstance(node, ast.IfExp):
-        return f"torch.where({', '.join(map(ast.unparse, (node.test, node.body, node.orelse)))})"
+        return f"torch.where({', '.join(map(_text, (node.test, node.body, node.orelse)))})"
     return None
 
 
-def _largest(node: ast.Call, function: str, bound: str) -> str | None:
-    numbers = [ast.unparse(argument) for argument in node.args if isinstance(argument, ast.Constant)]
-    others = [ast.unparse(argument) for argument in node.args if not isinstance(argument, ast.Constant)]
-    if not others or len(node.args) < 2 or len(numbers) > 1 or node.keywords:
+def _is_sequence(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Tuple, ast.List, ast.Set))
+
+
+def _largest(arguments: Sequence[ast.expr], function: str, bound: str) -> str | None:
+    numbers = [ast.unparse(argument) for argument in arguments if _is_number(argument)]
+    others = [_text(argument) for argument in arguments if not _is_number(argument)]
+    if not others or len(arguments) < 2 or len(numbers) > 1:
         return None
     text = reduce(lambda one, other: f"{function}({one}, {other})", others)
     return f"torch.clamp({text}, {bound}={numbers[0]})" if numbers else text
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
 
 
 def _compared(node: ast.Compare) -> str | None:
     """A chain of comparisons as several; `a >= b & c < d` with the brackets that were meant."""
     operands = [node.left, *node.comparators]
     if len(node.ops) == 1:
-        items = operands[1].elts if isinstance(operands[1], (ast.Tuple, ast.List, ast.Set)) else ()
+        items = operands[1].elts if _is_sequence(operands[1]) else ()  # type: ignore[attr-defined]
         equal = " | ".join(f"({ast.unparse(operands[0])} == {ast.unparse(item)})" for item in items)
         if isinstance(node.ops[0], ast.In):
             return equal or None
@@ -95,7 +124,7 @@ def of_value(where: Where | None) -> str:
         if isinstance(node, ast.Compare):
             text = _compared(node)
         elif isinstance(node, ast.Call):
-            text = _in_torch(ast.unparse(node.func), ", ".join(map(ast.unparse, node.args)))
+            text = _in_torch(node)
         else:
             continue
         if text is not None:
@@ -103,14 +132,19 @@ def of_value(where: Where | None) -> str:
     return SYMBOLIC
 
 
-def _in_torch(function: str, arguments: str) -> str | None:
+def _in_torch(node: ast.Call) -> str | None:
     """A call of a function of Python's or numpy's as one of torch's."""
+    function, arguments = ast.unparse(node.func), ", ".join(map(ast.unparse, node.args))
     if function in CONVERSIONS:
         value = arguments if arguments.isidentifier() else f"({arguments})"
         return f"{value}.to({CONVERSIONS[function]})"
     module, _, name = function.rpartition(".")
-    numeric = module in NUMERIC_MODULES or function == "round"
-    return f"torch.{name}({arguments})" if numeric and hasattr(torch, name) else None
+    if module not in NUMERIC_MODULES and function != "round":
+        return None
+    if name in EXTREMES:
+        return _largest(node.args, *LARGEST[EXTREMES[name]])
+    name = RENAMED.get(name, name)
+    return f"torch.{name}({arguments})" if name in {*BY_TORCH_NAME, *COMPOSED} else None
 
 
 def is_cached(frame: FrameType) -> bool:
@@ -150,11 +184,42 @@ def check_container(*kinds: type) -> None:
     frame = user_frame()
     where = place_of(frame)
     for node in _nodes(where):
-        if frame is not None and isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-            name, found = ast.unparse(node.value), _found(frame, node.value)
-            if isinstance(found, kinds) or _is_numpys(found):
-                facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
-                raise ForeignCaptureError(where=where, **facts)
+        table = _table_of(node)
+        if frame is None or table is None:
+            continue
+        name, found = ast.unparse(table), _found(frame, table)
+        if isinstance(table, (ast.List, ast.Dict, ast.Tuple)):
+            found = ast.literal_eval(table) if _is_literal(table) else None
+        if isinstance(found, kinds) or _is_numpys(found):
+            facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
+            raise ForeignCaptureError(where=where, **facts)
+
+
+def _table_of(node: ast.AST) -> ast.expr | None:
+    """What `table[index]` or `table.get(index)` looks up in."""
+    if isinstance(node, ast.Subscript):
+        return None if isinstance(node.slice, ast.Constant) else node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+        return node.func.value
+    return None
+
+
+def _is_literal(node: ast.expr) -> bool:
+    with suppress(ValueError):
+        ast.literal_eval(node)
+        return True
+    return False
+
+
+def of_operand(value: object) -> str:
+    """For a value that is no scalar, among the operands of an operation."""
+    numbers = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
+    if numbers or _is_numpys(value):
+        tensor = _as_tensor("values", value)
+        return f"make a tensor of it before the call, table = {tensor}, and index that: table[q_idx]."
+    if callable(value):
+        return "call it with the positions, e.g. other_mask(b, h, q_idx, kv_idx)."
+    return "give it traced scalars, numbers or elements of captured tensors."
 
 
 def _is_numpys(value: object) -> bool:

@@ -251,6 +251,9 @@ class CaptureView(TracedValue):
     def name(self) -> str:
         return self._tracer.name_of(self._tracer.tensors[self._number])
 
+    def __repr__(self) -> str:
+        return f"Proxy(a part of {self.name}: {dtype_name(self.dtype)} {list(self.shape)})"
+
     def __getitem__(self, index: Any) -> Proxy | CaptureView:
         """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
         entries = self._expand(index if isinstance(index, tuple) else (index,))

@@ -105,13 +105,22 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
     """Raises an error if a mod cannot be called with the arguments of its kind."""
     count = _checked_count(mod, f"{kind}_mod", EXAMPLES[kind])
     if count != len(MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS):
-        raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=EXAMPLES[kind])
+        expected = EXAMPLES[kind]
+        if kind == "score" and count == len(MASK_ARGUMENTS):
+            expected += (
+                f", or give the mask as block_mask=create_block_mask({mod_name(mod)}, B, H, Q_LEN, KV_LEN)"
+            )
+        elif kind == "mask" and count == len(SCORE_ARGUMENTS):
+            expected += f", or give the score_mod to the call: flex_attention(..., score_mod={mod_name(mod)})"
+        raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=expected)
 
 
 def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
     if not callable(mod):
         if isinstance(mod, torch.Tensor):
             expected = _of_tensor(what, mod)
+        elif type(mod).__name__ == "BlockMask":
+            expected += ", and the BlockMask as block_mask=block_mask"
         raise errors.NotCallable(mod=what, type=type(mod).__name__, expected=expected)
     check_made(mod)
     try:
@@ -129,16 +138,18 @@ def check_made(mod: object) -> None:
     if getattr(sys.modules.get(f"flexmod.{package}"), name, None) is mod:
         needs = [p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty]  # type: ignore[arg-type]
         kind = "mask" if package == "masks" else "score"
-        raise errors.NotMadeError(
-            function=f"{package}.{name}", kind=kind, call=f"{package}.{name}({', '.join(needs)})"
-        )
+        call = f"{package}.{name}({', '.join(needs)})"
+        raise errors.NotMadeError(function=f"{package}.{name}", kind=kind, call=call, where=user_line())
 
 
 def _of_tensor(what: str, tensor: torch.Tensor) -> str:
     """A mod that reads a dense bias."""
     arguments = SCORE_ARGUMENTS if what.startswith("score") else MASK_ARGUMENTS
     element = f"bias[{', '.join(MASK_ARGUMENTS[-tensor.dim() :])}]" if 0 < tensor.dim() <= 4 else "bias[...]"
-    result = f"score + {element}" if what.startswith("score") else element
+    result = element
+    if what.startswith("score"):
+        hides = tensor.dtype == torch.bool
+        result = f"torch.where({element}, score, -float('inf'))" if hides else f"score + {element}"
     return f"lambda {', '.join(arguments)}: {result}"
 
 
@@ -182,7 +193,7 @@ def _surroundings(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
     seen = {id(mod): mod}
     queue = deque([mod])
     while queue and len(seen) < SEARCHED:
-        for name, item in _near(queue.popleft()):
+        for name, item in near(queue.popleft()):
             if isinstance(item, torch.Tensor):
                 yield name, item
             elif id(item) not in seen and _may_hold_tensors(item):
@@ -196,7 +207,7 @@ def _may_hold_tensors(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
 
 
-def _near(value: Any) -> Iterator[tuple[str, Any]]:
+def near(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) for each value inside a function, object or container."""
     if isinstance(value, functools.partial):
         yield from value.keywords.items()
@@ -204,7 +215,7 @@ def _near(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.func
     elif inspect.ismethod(value):
         yield "", value.__func__
-        yield from _near(value.__self__)
+        yield from near(value.__self__)
     elif inspect.isfunction(value):
         yield from _near_function(value)
     elif isinstance(value, (tuple, list)):

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from operator import ne
 from typing import Any
 
 import torch
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.ir import torch_calls
+from flexmod.ir import advice, torch_calls
 from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF
 from flexmod.ir.proxy import CaptureView, Proxy
@@ -32,6 +31,7 @@ from flexmod.ir.source import (
     check_arity,
     line_of,
     mod_name,
+    near,
     user_line,
 )
 from flexmod.ir.torch_calls import Watch
@@ -74,24 +74,33 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     tracer = Tracer(mod, device or torch.device("cpu"))
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
-    before = _random_states()
+    before = _random_states(mod)
     with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
-    for module, drawn in zip(("random", "numpy.random"), map(ne, before, _random_states()), strict=True):
-        if drawn:
-            raise errors.RandomNumberError(operation=module, where=line_of(mod, "random."))
+    for name, state in _random_states(mod).items():
+        if state != before.get(name, state):
+            line = line_of(mod, f"{name.rpartition('.')[2]}.")
+            raise errors.RandomNumberError(operation=name, where=line)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     beside = (tuple(tensors.values()) for tensors in (tracer.described, tracer.read))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, *beside)
 
 
-def _random_states() -> tuple[object, object]:
-    """The states of Python's and of numpy's random numbers, which no torch function announces."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    name, keys, *rest = numpy.random.get_state()
-    return random.getstate(), (name, keys.tobytes(), *rest)
+def _random_states(mod: Callable[..., Any]) -> dict[str, object]:
+    """The states of Python's and numpy's random numbers, and of generators that the mod captures, by name.
+
+    No torch function announces that they are drawn from.
+    """
+    found: dict[str, object] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy.random"] = (name, keys.tobytes(), *rest)
+    for name, value in near(mod):
+        if isinstance(value, random.Random):
+            found[name] = value.getstate()
+        elif type(value).__name__ == "Generator" and type(value).__module__.startswith("numpy."):
+            found[name] = repr(value.bit_generator.state)
+    return found
 
 
 @contextmanager
@@ -221,7 +230,7 @@ class Tracer:
         if number is None:
             raise errors.OperationArgumentError(
                 operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
-                advice="give it traced scalars, numbers or elements of captured tensors.",
+                advice=advice.of_operand(value),
             )  # fmt: skip
         # the conversion of an unknown class may have read a tensor
         self.eager |= not isinstance(value, (bool, int, float)) and type(value).__module__ != "numpy"

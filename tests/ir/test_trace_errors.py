@@ -155,6 +155,34 @@ def largest_of_three(b, h, q, k):
     return max(q, k, h) > 3  # <-
 
 
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(torch.clamp(s, min=-1.0), max=1.0).", kind="score")
+def between_limits(s, b, h, q, k):
+    return min(max(s, -1.0), 1.0)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.maximum(q, k).")
+def largest_of_a_list(b, h, q, k):
+    return max([q, k]) > 3  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) & ((k == 1) | (k == 2)).")
+def a_condition_in_another(b, h, q, k):
+    return q >= k and k in (1, 2)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q >= k) & (k > 2).")
+def all_of_a_tuple(b, h, q, k):
+    return all((q >= k, k > 2))  # <-
+
+
+@row(
+    errors.ControlFlowError, TRUTH[0],
+    "write functools.reduce(operator.or_, (q == end for end in (1, 2))).",
+)  # fmt: skip
+def any_of_a_generator(b, h, q, k):
+    return any(q == end for end in (1, 2))  # <-
+
+
 @row(
     errors.ControlFlowError, TRUTH[0], "write no assertion: it looks at values before there are any."
 )  # fmt: skip
@@ -222,7 +250,10 @@ def in_an_index(b, h, q, k):
     return 3 in q  # <-
 
 
-@row(errors.ConcreteValueError, *value_of("index()"))
+@row(
+    errors.ForeignCaptureError, "[1, 2, 3] is a list: only a tensor can be indexed with a traced value.",
+    "make a tensor of it before the call, table = torch.tensor([1, 2, 3]), and capture that: table[...].",
+)  # fmt: skip
 def index_of_a_list(b, h, q, k):
     return [1, 2, 3][q] >= k  # <-
 
@@ -510,7 +541,7 @@ def in_a_set_of_numbers(b, h, q, k):
     return q in {1, 2}  # <-
 
 
-@row(errors.ConcreteValueError, *LOOKUP, kind="score")
+@row(errors.ForeignCaptureError, *foreign("named is a dict", DICT), kind="score")
 def got_from_a_dict(s, b, h, q, k):
     return s + named.get(h, 0)  # <-
 
@@ -531,6 +562,44 @@ NUMPY = "numpy.tanh needs the value of a traced scalar, which has none while the
 @row(errors.ConcreteValueError, NUMPY, "write torch.tanh(s).", kind="score")
 def a_function_of_numpy(s, b, h, q, k):
     return np.tanh(s)  # <-
+
+
+@row(
+    errors.ConcreteValueError, NUMPY.replace("tanh", "maximum"), "write torch.clamp(s, min=-1).", kind="score"
+)  # fmt: skip
+def a_limit_of_numpy(s, b, h, q, k):
+    return np.maximum(s, -1)  # <-
+
+
+@row(
+    errors.ConcreteValueError,
+    "a numpy array of it needs the value of a traced scalar, which has none while the mod is compiled.",
+    SYMBOLIC,
+)
+def a_function_of_numpy_that_no_kernel_has(b, h, q, k):
+    return np.arange(q)[0] >= k  # <-
+
+
+@row(errors.ConcreteValueError, value_of("float()")[0], "write torch.abs(s).", kind="score")
+def absolute_value_of_math(s, b, h, q, k):
+    return s + math.fabs(s)  # <-
+
+
+@row(
+    errors.OperationArgumentError, "add was called with a list.",
+    "make a tensor of it before the call, table = torch.tensor(values), and index that: table[q_idx].",
+    kind="score",
+)  # fmt: skip
+def add_a_list(s, b, h, q, k):
+    return s + listed  # <-
+
+
+@row(
+    errors.OperationArgumentError, "bitwise_and was called with a function.",
+    "call it with the positions, e.g. other_mask(b, h, q_idx, kv_idx).",
+)  # fmt: skip
+def and_a_function(b, h, q, k):
+    return a_mask & (q > k)  # <-
 
 
 @row(
@@ -568,6 +637,19 @@ def random_of_numpy(b, h, q, k):
     return q - k < np.random.rand()  # noqa: NPY002 # <-
 
 
+own_generator, own_random = np.random.default_rng(0), python_random.Random(0)
+
+
+@row(errors.RandomNumberError, *drawn("own_generator"), kind="score")
+def random_of_a_generator(s, b, h, q, k):
+    return s + own_generator.random()  # <-
+
+
+@row(errors.RandomNumberError, *drawn("own_random"))
+def random_of_an_object(b, h, q, k):
+    return q - k < own_random.random()  # <-
+
+
 # arguments
 
 OPERANDS = "give it traced scalars, numbers or elements of captured tensors."
@@ -578,7 +660,10 @@ def add_a_string(b, h, q, k):
     return q + "1" > k  # <-
 
 
-@row(errors.OperationArgumentError, "mul was called with a ndarray.", OPERANDS)
+@row(
+    errors.OperationArgumentError, "mul was called with a ndarray.",
+    "make a tensor of it before the call, table = torch.from_numpy(values), and index that: table[q_idx].",
+)  # fmt: skip
 def times_an_array(b, h, q, k):
     return array * q > k  # <-
 
@@ -1018,7 +1103,8 @@ def too_few(b, q, k):
     errors.ModArityError,
     "score_mod a_mask takes 4 positional arguments without defaults; a score_mod takes 5 "
     "(score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).",
-    "write def score_mod(score, b, h, q_idx, kv_idx): return score.",
+    "write def score_mod(score, b, h, q_idx, kv_idx): return score, or give the mask as "
+    "block_mask=create_block_mask(a_mask, B, H, Q_LEN, KV_LEN).",
     kind="score",
     line=False,
 )
@@ -1150,3 +1236,17 @@ def test_numbers_of_numpy_are_numbers_on_either_side() -> None:
         return 2.0 * s + 3 * q - 1.0 / (k + 1) + 7 % (q + 1)
 
     assert trace(left, "score").graph == trace(right, "score").graph
+
+
+def test_a_printed_value_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def printing(b, h, q_idx, kv_idx):
+        print(q_idx, table[h], doc[q_idx] > 0)
+        return q_idx >= kv_idx
+
+    trace(printing, "mask")
+    shown = "Proxy(q_idx: int32) Proxy(a part of table: float32 [8]) Proxy(gt: bool)"
+    assert capsys.readouterr().out.strip() == shown
+
+
+def test_a_generator_that_a_mod_leaves_alone_may_be_captured() -> None:
+    trace(lambda b, h, q, k, generator=own_generator: q >= k, "mask")

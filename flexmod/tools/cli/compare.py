@@ -73,8 +73,8 @@ def _summary(found: list[Comparison]) -> Iterator[RenderableType]:
     best = max(found, key=lambda each: each.timings[-2].forward_ms / each.timings[-1].forward_ms)
     *_, peer, ours = best.timings
     yield (
-        f"The largest gain over {peer.attention} is that of {best.name}: forward "
-        f"{times_faster(peer.forward_ms, ours.forward_ms)}, backward "
+        f"Best beside {peer.attention}: {best.name}, forward "
+        f"{times_faster(peer.forward_ms, ours.forward_ms)} as fast, backward "
         f"{times_faster(peer.backward_ms, ours.backward_ms)}."
     )
 
