@@ -65,7 +65,7 @@ docs-serve: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve
 
 $(VENV)/docs: $(VENV)/installed
-	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --editable '.[docs]'
+	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --config-settings editable_mode=compat --editable '.[docs]'
 	touch $@
 
 $(VENV)/ready: pyproject.toml tools/environment

@@ -77,6 +77,15 @@ def test_the_installed_wheel_runs_a_kernel(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-c", KERNEL_RUN, site, version, cwd=tmp_path, env=environment)
 
 
+@pytest.mark.long
+def test_a_users_script_is_typed_against_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = shutil.copy(ROOT / "tests" / "typed_script.py", tmp_path)
+    options = "--strict", "--follow-imports=silent", "--cache-dir", tmp_path / "cache"
+    path = {**os.environ, "MYPYPATH": str(tmp_path / "site")}
+    run(sys.executable, "-m", "mypy", *options, script, cwd=tmp_path, env=path)
+
+
 def test_the_wheel_names_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -43,6 +43,43 @@ class AuxOutput(NamedTuple):
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreFunction | None = ...,
+    block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreFunction | None = ...,
+    block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = ...,
+    return_aux: None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreFunction | None = ...,
+    block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: AuxRequest, layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreFunction | None = ...,
+    block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
+    return_lse: bool = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    return_aux: AuxRequest | None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ...,
+    kv_offset: OffsetLike = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
 def flex_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -131,6 +131,30 @@ class CompiledAttention(Inspection):
         self._first = torch.empty(0, device=accelerator or "cpu").device
         self._variant(self._first)
         self._latest = self._described(dtype, head_dim, value_dim)
+
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
+        return_lse: Literal[False] = ..., *, return_aux: None = ...,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
+        *, return_lse: Literal[True], return_aux: None = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
+        return_lse: Literal[False] = ..., *, return_aux: AuxRequest,
+    ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
+        return_lse: bool = ..., *, return_aux: AuxRequest | None = ...,
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
     def __call__(
         self,

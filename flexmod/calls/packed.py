@@ -5,7 +5,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,33 @@ from flexmod.errors import LibraryArgumentError
 from flexmod.masks.checks import MaskMod, check_tensor
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import ragged_dimension
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = ...,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, Any] | None = ..., *, block_mask: BlockMask | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = ...,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = ...,
+    block_mask: BlockMask | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = ...,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., return_lse: bool = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    block_mask: BlockMask | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def varlen_attention(
@@ -81,6 +108,33 @@ def varlen_attention(
         scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options,
     )  # fmt: skip
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+@overload
+def nested_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, Any] | None = ..., *, block_mask: BlockMask | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def nested_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = ...,
+    block_mask: BlockMask | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def nested_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    score_mod: ScoreFunction | None = ..., mask_mod: MaskMod | None = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., return_lse: bool = ..., kernel_options: Mapping[str, Any] | None = ..., *,
+    block_mask: BlockMask | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def nested_attention(
@@ -166,10 +220,10 @@ def _attend(
         block_mask = create_block_mask(jagged, None, query.shape[0], total, kv_total, device=query.device)
     if score_mod is not None:
         score_mod = mods.jagged(offsets, score_mod, **lengths)
-    result: Any = flex_attention(
+    out, lse = flex_attention(
         query[None], key[None], value[None], score_mod, block_mask, return_lse=True, **rest
     )
-    return result[0][0], result[1][0]
+    return out[0], lse[0]
 
 
 def _check_nested(name: str, tensor: Any) -> None:

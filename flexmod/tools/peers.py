@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ def flexmod_attention(
     name: str, score_mod: Mod | None, block_mask: BlockMask | None, density: float, **options: str
 ) -> Implementation:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cast(Tensor, flex_attention(q, k, v, score_mod, block_mask, kernel_options=options))
+        return flex_attention(q, k, v, score_mod, block_mask, kernel_options=options)
 
     return Implementation(name, call, density)
 
