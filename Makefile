@@ -73,7 +73,7 @@ $(VENV)/ready: pyproject.toml tools/environment
 	@touch $@
 
 $(VENV)/installed: $(VENV)/ready
-	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --editable '.[test,dev]'
+	$(VENV)/bin/pip install --quiet --constraint "$(VENV)/constraints.txt" --config-settings editable_mode=compat --editable '.[test,dev]'
 	touch $@
 
 clean:

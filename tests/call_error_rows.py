@@ -227,7 +227,7 @@ BSHD: list[Row] = [
         errors.KeyValueHeadsMismatch,
         lambda: call(x(2, 32, 4, 16), value=x(2, 32, 2, 16), layout="bshd"),
         "key has 4 heads but value has 2.\n"
-        "  Instead: repeat each head of value, value.repeat_interleave(2, dim=2).",
+        "  Instead: pass enable_gqa=True: each head of key and of value then serves a group of query heads.",
     ),
     (
         errors.KeyValueHeadsMismatch,
@@ -535,7 +535,7 @@ TENSORS: list[Row] = [
         errors.KeyValueHeadsMismatch,
         lambda: call(value=x(2, 2, 32, 16)),
         "key has 4 heads but value has 2.\n"
-        "  Instead: repeat each head of value, value.repeat_interleave(2, dim=1).",
+        "  Instead: pass enable_gqa=True: each head of key and of value then serves a group of query heads.",
     ),
     (
         errors.KeyValueHeadsMismatch,

@@ -114,7 +114,9 @@ def flex_attention(
                         exp (not exp2); h is the query head.
         block_mask      from create_block_mask, or torch's own. Without one each query attends to all keys.
         scale           multiplies query @ key^T; 1/sqrt(D) if None
-        enable_gqa      allows Hq to be a multiple of Hkv
+        enable_gqa      allows Hq to be a multiple of Hkv. Key and value may then have different numbers of
+                        heads that both divide Hq, as in differential attention; the heads are copied until
+                        both have as many.
         return_lse      returns (output, lse)
         return_aux      returns (output, AuxOutput) with the results that the AuxRequest names
         kernel_options  see docs/kernel_options.md
@@ -277,6 +279,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:
             why = "the scale of a graph is a number of 64 bits"
         else:
+            key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)
             checks.check_tensors(query, key, value, enable_gqa)
             asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)

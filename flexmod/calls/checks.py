@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
             key=key.shape[length], value=value.shape[length], dimension=f"{length}{layout.named}"
         )
     if key.shape[heads] != value.shape[heads]:
-        raise errors.KeyValueHeadsMismatch.of(key.shape[heads], value.shape[heads], heads, layout.named)
+        counts = (query.shape[heads], key.shape[heads], value.shape[heads])
+        raise errors.KeyValueHeadsMismatch.of(*counts, heads, layout.named)
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
@@ -61,6 +63,21 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
         raise errors.HeadRatioError(query=of_query, key=of_key)
     if of_query != of_key and not enable_gqa:
         raise errors.HeadCountMismatch(query=of_query, key=of_key)
+
+
+def with_equal_heads(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor] | None:
+    """Repeats heads of key or of value, so that both have as many; None if they have, or cannot.
+
+    Kernels read keys and values by one head's number. With `enable_gqa` both numbers may divide query's.
+    """
+    given = (query, key, value)
+    if not enable_gqa or not all(isinstance(x, Tensor) and x.dim() == 4 for x in given):
+        return None
+    of_query, of_key, of_value = (x.shape[1] for x in given)
+    if of_key == of_value or not of_key or not of_value or of_query % of_key or of_query % of_value:
+        return None
+    most = math.lcm(of_key, of_value)
+    return key.repeat_interleave(most // of_key, 1), value.repeat_interleave(most // of_value, 1)
 
 
 def check_extents(query: Tensor, key: Tensor) -> None:

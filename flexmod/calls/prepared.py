@@ -215,6 +215,9 @@ def _attend_anew(
     reference = options.backend == "REFERENCE"
     if not reference:
         transforms.check({"query": query, "key": key, "value": value})
+    equal = checks.with_equal_heads(query, key, value, asked.enable_gqa)
+    if equal is not None:
+        return attend(query, *equal, mask, asked, dispatch)
     checks.check_tensors(query, key, value, asked.enable_gqa)
     given = query, key, value
     query, key, value = map(tensor_kinds.as_plain_class, given)

@@ -132,20 +132,18 @@ class KeyValueHeadsMismatch(FlexmodError, ValueError):
     instead = "{advice}."
 
     @classmethod
-    def of(cls, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
+    def of(cls, query: int, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
         """Builds the error. `heads` is the dimension of heads in the layout, `named` the layout's name."""
-        few, many = sorted((key, value))
         advice = f"give key and value the same number of heads (dimension {heads}{named})"
-        if few and many % few == 0:
-            ratio = many // few
-            advice = f"repeat each head of value, value.repeat_interleave({ratio}, dim={heads})"
-            if value > key:
-                split = f"value.unflatten({heads}, ({key}, {ratio}))"
-                moved = split if heads == 2 else f"{split}.transpose(2, 3)"
-                advice = (
-                    f"put the {ratio} value heads of each key head side by side, {moved}.flatten(3): the "
-                    "output has theirs side by side too"
-                )
+        if key and value and query % key == query % value == 0:
+            advice = "pass enable_gqa=True: each head of key and of value then serves a group of query heads"
+        elif key and value > key and value % key == 0:
+            split = f"value.unflatten({heads}, ({key}, {value // key}))"
+            moved = split if heads == 2 else f"{split}.transpose(2, 3)"
+            advice = (
+                f"put the {value // key} value heads of each key head side by side, {moved}.flatten(3): the "
+                "output has theirs side by side too"
+            )
         return cls(key=key, value=value, advice=advice)
 
 
