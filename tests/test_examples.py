@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flexmod.runtime import offline
+from tools import notebooks
 
 FOLDER = Path(__file__).parents[1] / "examples"
 TRAINING = ["train_learned_bias"]
@@ -43,6 +44,17 @@ def test_online_softmax_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         others = [name for name in kernel.arg_names if name not in constants]
         signature = {name: types.get(name, "*fp32") for name in others}
         assert offline.compile(kernel, signature, constants, "sm_80").fits
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_a_notebook_shows_what_its_cells_give(name: str, request: pytest.FixtureRequest) -> None:
+    """If the new outputs are right: pytest --update-golden."""
+    found = notebooks.read(name)
+    executed = notebooks.executed(found)
+    if request.config.getoption("--update-golden"):
+        notebooks.write(name, executed)
+    assert notebooks.read(name) == executed
+    assert any(cell.get("outputs") for cell in executed["cells"])
 
 
 @pytest.mark.long

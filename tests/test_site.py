@@ -37,10 +37,8 @@ def named(entries: Any) -> Iterator[str]:
 
 def text_of(page: str) -> str:
     """A page as mkdocs reads it."""
-    if page == site_hooks.EXAMPLES:
-        return site_hooks.examples()
-    source = site_hooks.GENERATED.get(page)
-    return site_hooks.for_site((ROOT / source if source else DOCS / page).read_text(), page)
+    generated = page in site_hooks.GENERATED
+    return site_hooks.for_site(site_hooks.text_of(page) if generated else (DOCS / page).read_text(), page)
 
 
 def anchors(page: str) -> set[str]:
@@ -62,7 +60,8 @@ def test_links_lead_to_pages_of_the_site(page: str) -> None:
             continue
         file, _, anchor = link.partition("#")
         target = normpath(f"{dirname(page) or '.'}/{file}") if file else page
-        assert target in site_hooks.GENERATED or (DOCS / target).is_file(), (page, link)
+        made = target in site_hooks.GENERATED or target in site_hooks.pictures()
+        assert made or (DOCS / target).is_file(), (page, link)
         assert not anchor or anchor in anchors(target), (page, link)
 
 
@@ -102,6 +101,7 @@ def test_the_picture_of_a_page_shows_its_mask(page: str, request: pytest.Fixture
     ("written", "page", "read"),
     [
         ("[a](../examples/causal.py)", "concepts.md", "[a](examples/index.md#causalpy)"),
+        ("[a](../examples/mod_to_kernel.ipynb)", "concepts.md", "[a](examples/mod_to_kernel.md)"),
         ("[a](docs/design.md#rooms)", "contributing.md", "[a](design.md#rooms)"),
         ("[a](../CONTRIBUTING.md)", "testing.md", "[a](contributing.md)"),
         ("[a](../masks.md)", "reference/masks.md", "[a](../masks.md)"),

@@ -8,15 +8,21 @@ host fails the build.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import notebooks  # noqa: E402
+
 EXAMPLES = "examples/index.md"
+NOTEBOOKS = {f"examples/{name}.md": f"examples/{name}.ipynb" for name in notebooks.NAMES}
 # pages of the site that are not files of docs -> their files
-GENERATED = {EXAMPLES: "examples", "contributing.md": "CONTRIBUTING.md"}
-OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "examples": EXAMPLES}
+GENERATED = {EXAMPLES: "examples", "contributing.md": "CONTRIBUTING.md", **NOTEBOOKS}
+OUTSIDE = {"README.md": "index.md", **{file: page for page, file in GENERATED.items()}}
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
 WIDE = re.compile(r"^```output$(?=[^`]*% of all pairs)", re.MULTILINE)  # facts of a mask, one long line
 REMOTE = re.compile(
@@ -37,9 +43,10 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    for page, source in GENERATED.items():
-        text = examples() if page == EXAMPLES else (ROOT / source).read_text()
-        files.append(File.generated(config, page, content=text))
+    for page in GENERATED:
+        files.append(File.generated(config, page, content=text_of(page)))
+    for picture, text in pictures().items():
+        files.append(File.generated(config, picture, content=text))
     return files
 
 
@@ -52,6 +59,20 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     if found is not None:
         raise ValueError(f"{page.file.src_uri} loads from another host: {found[0]}")
     return output
+
+
+def text_of(page: str) -> str:
+    """A generated page."""
+    if page == EXAMPLES:
+        return examples()
+    file = ROOT / GENERATED[page]
+    return notebooks.page(file.stem)[0] if page in NOTEBOOKS else file.read_text()
+
+
+def pictures() -> dict[str, str]:
+    """The pictures of the notebooks' pages, by path."""
+    made = [notebooks.page(name)[1] for name in notebooks.NAMES]
+    return {f"examples/{name}": text for each in made for name, text in each.items()}
 
 
 def for_site(markdown: str, page: str) -> str:
@@ -70,7 +91,7 @@ def target(link: str, folder: str, page: str) -> str:
     path = normpath(f"{folder}/{link}")
     if path in OUTSIDE:
         path = OUTSIDE[path]
-    elif path.startswith("examples/"):
+    elif path.endswith(".py"):
         return f"{relpath(EXAMPLES, dirname(page) or '.')}#{anchor(path.removeprefix('examples/'))}"
     else:
         path = path.removeprefix("docs/")
@@ -82,7 +103,9 @@ def examples() -> str:
     parts = [
         "---\nsearch:\n  boost: 0.5\n---",  # pages that explain come first
         "# Examples",
-        "Files of the folder `examples`: run one with `python examples/NAME.py`.",
+        "Files of the folder `examples`: run one with `python examples/NAME.py`. Two notebooks are there "
+        "too: [attention variants in pictures](examples/attention_variants.ipynb), "
+        "[from a mod to a kernel](examples/mod_to_kernel.ipynb).",
     ]
     files = sorted((ROOT / "examples").glob("*.py"))
     parts += [f"## {path.name}\n\n```py\n{path.read_text()}```" for path in files]

@@ -335,6 +335,10 @@ class BlockMask(MaskData):
         """
         return pictures.svg(self._one(b, h))
 
+    def _repr_svg_(self) -> str:
+        """Notebooks show the mask's picture."""
+        return self.to_svg()
+
     def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
         """Draws one batch and head with matplotlib into `target`: a file's name, axes, or None for a new
         figure. Returns the axes.
