@@ -162,8 +162,8 @@ def negative_view(*shape: int) -> Tensor:
 @pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
 def test_tensors_whose_sign_is_a_flag(backend: str) -> None:
     """query, what a score mod captures, what a mask captures, the gradient of the output."""
-    case, bias, limits = negative_view(2, 4, 40, 16), negative_view(40), negative_view(40)
-    grad_out = negative_view(2, 4, 40, 16)
+    case, bias, limits = negative_view(1, 2, 40, 16), negative_view(40), negative_view(40)
+    grad_out = negative_view(1, 2, 40, 16)
 
     def attended(query: Tensor, bias: Tensor, limits: Tensor, grad_out: Tensor) -> list[Tensor]:
         inputs = [query.detach().requires_grad_(), bias.detach().requires_grad_()]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 from torch import Tensor
 
 from flexmod.runtime import config, private_triton, side_by_side
@@ -433,7 +434,7 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(version("triton") > "3.6.9", reason="this version of Triton writes no launcher in C")
-@pytest.mark.parametrize("options", ["None", "{'TEMPLATE': 'portable'}"])
+@pytest.mark.parametrize("options", long_but({"None"}, ["None", "{'TEMPLATE': 'portable'}"]))
 def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: Path) -> None:
     """Its C text is what Triton writes for the compiled kernel."""
     body = """
