@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmod import create_block_mask, flex_attention, mods
-from flexmod.backends import cpu
+from flexmod.backends import blocks, cpu
 
 REFERENCE = {"BACKEND": "REFERENCE"}
 BATCH, HEADS, ROWS, COLUMNS = 2, 4, 13, 11
@@ -41,7 +41,7 @@ def small_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradcheck(name: str, mask_mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of q, k, v and what is learned, through out and lse, with grouped heads and in several steps."""
-    monkeypatch.setattr(cpu, "BUDGET", 100)
+    monkeypatch.setattr(blocks, "BUDGET", 100)
     make, shapes = LEARNED[name]
     mask = mask_of(mask_mod)
 
@@ -235,7 +235,7 @@ def test_gradients_of_q_k_v_are_the_same_beside_a_learned_table() -> None:
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask, where scores would be 2048 x 2048, no tensor is larger than the budget or an input."""
-    monkeypatch.setattr(cpu, "BUDGET", 1 << 14)
+    monkeypatch.setattr(blocks, "BUDGET", 1 << 14)
     case = make_case(q_len=2048, heads=1)
     table = torch.zeros(1, 4095, requires_grad=True)
     out = flex_attention(*case.inputs, lambda s, b, h, q, k: s + table[h, q - k + 2047])

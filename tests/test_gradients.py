@@ -13,7 +13,7 @@ from reference_case import LargestTensor, expected, make_case
 from torch import Tensor
 
 from flexmod import create_block_mask, flex_attention
-from flexmod.backends import cpu
+from flexmod.backends import blocks
 from flexmod.runtime import launch
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -77,7 +77,8 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("options", [None, REFERENCE], ids=["cpu", "reference"])
 def test_gradcheck(options: Any, name: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of out and lse, in float64, in steps of a few rows."""
-    monkeypatch.setattr(cpu, "BUDGET", 600)
+    monkeypatch.setattr(blocks, "BUDGET", 600)
+    monkeypatch.setattr("flexmod.backends.tiles.MASKED", 600)
     case = make_case(
         batch=2, kv_batch=1, heads=2, kv_heads=1, q_len=rows, kv_len=columns, head_dim=3, value_dim=2,
         dtype=torch.float64,
@@ -194,7 +195,8 @@ def test_layouts(options: Any, layout: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "band", "infinite scores"])
 def test_no_buffer_of_all_scores(options: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole training step, mask and all: nothing beyond a few times an input."""
-    monkeypatch.setattr(cpu, "BUDGET", 1 << 14)
+    monkeypatch.setattr(blocks, "BUDGET", 1 << 14)
+    monkeypatch.setattr("flexmod.backends.tiles.MASKED", 1 << 14)
     monkeypatch.setattr("flexmod.block_mask.refine.AT_ONCE", 1 << 14)
     case = make_case(q_len=512, heads=2)
     leaves = [x.requires_grad_() for x in case.inputs]

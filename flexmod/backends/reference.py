@@ -52,7 +52,7 @@ class Heads:
 
     def split_query(self, x: Tensor) -> Tensor:
         """Returns [B, Hq, ...] as contiguous [Z, G, ...] in `real`."""
-        return self._split(x).to(self.real).contiguous()
+        return self.group(x).to(self.real).contiguous()
 
     def split_key(self, x: Tensor) -> Tensor:
         """Returns [B or 1, Hkv, ...] as contiguous [Z, ...] in `real`."""
@@ -72,7 +72,7 @@ class Heads:
         """Returns b and h of each query head, both int64 [Z, G]."""
         b = torch.arange(self.batch, device=self.device)[:, None].expand(-1, self.query_heads)
         h = torch.arange(self.query_heads, device=self.device).expand(self.batch, -1)
-        return self._split(b), self._split(h)
+        return self.group(b), self.group(h)
 
     def where(self, b: int | None, h: int | None) -> tuple[range, range]:
         """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
@@ -84,7 +84,8 @@ class Heads:
             hits &= query_heads == h
         return _as_range(hits.any(1)), _as_range(hits.any(0))
 
-    def _split(self, x: Tensor) -> Tensor:
+    def group(self, x: Tensor) -> Tensor:
+        """Returns [B, Hq, ...] as [Z, G, ...], a view if its strides permit."""
         rest = x.shape[2:]
         lead = self.batch // self.key_batch
         x = x.reshape(self.key_batch, lead, self.key_heads, -1, *rest).movedim(1, 2)

@@ -6,7 +6,7 @@ a full tile. For a partial tile the mask_mod decides each element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
-# Steps join small q blocks and cut large ones to about this many rows, enough for a fast product.
+# Steps join small q blocks to about this many rows, enough for a fast product.
 ROWS = 128
+# Scores of a step with partial tiles, which need a mask in memory.
+MASKED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,30 +40,33 @@ class AskedColumns:
 
 @dataclass(frozen=True)
 class TileStep:
-    """Rows, and all columns that any of them attends to.
+    """Rows, and all columns that any of them attends to, as ascending ranges.
 
-    `columns` is a slice, or int64 positions in ascending order if they have gaps.
+    `causal`: row i attends to the first i + 1 columns, and `asked` is empty.
     """
 
     rows: slice
-    columns: slice | Tensor
-    asked: tuple[AskedColumns, ...]
+    columns: tuple[slice, ...]
+    asked: tuple[AskedColumns, ...] = ()
+    causal: bool = False
 
     @property
     def row_count(self) -> int:
-        return self.rows.stop - self.rows.start
+        return length(self.rows)
 
     @property
     def column_count(self) -> int:
-        columns = self.columns
-        return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
+        return sum(map(length, self.columns))
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns q_idx [rows, 1] and kv_idx [columns]."""
-        columns = self.columns
-        if isinstance(columns, slice):
-            columns = torch.arange(columns.start, columns.stop, device=device)
-        return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None], columns
+        columns = [torch.arange(run.start, run.stop, device=device) for run in self.columns]
+        return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None], torch.cat(columns)
+
+
+def length(run: slice) -> int:
+    found: int = run.stop - run.start
+    return found
 
 
 def shared_part(table: Tensor) -> Tensor:
@@ -89,27 +94,69 @@ def _spread(table: Tensor, dim: int, block: int, size: int) -> Tensor:
     return table.index_select(dim, torch.arange(size, device=table.device) // block)
 
 
-def steps_without_mask(rows: int, columns: int, budget: int) -> Iterator[TileStep]:
-    """Yields steps over all scores, of at most `budget` scores or one row."""
-    yield from _cut(slice(0, rows), slice(0, columns), (), budget)
-
-
 def steps_of_table(
-    table: Tensor, block_size: tuple[int, int], rows: int, columns: int, budget: int
+    table: Tensor,
+    block_size: tuple[int, int],
+    rows: int,
+    columns: int,
+    is_causal: Callable[[range, int], bool] | None,
 ) -> Iterator[TileStep]:
-    """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing."""
+    """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing.
+
+    `is_causal(q tiles, first kv tile)` says whether the mask_mod is causal in the tiles from there along the
+    diagonal. If it is None, no step is causal.
+    """
     q_block, kv_block = block_size
     together = max(1, ROWS // q_block)
-    for first in range(0, table.shape[0], together):
-        group = table[first : first + together]
-        listed = (group != EMPTY).any(0)
-        tiles = listed.nonzero().flatten()
-        if len(tiles) == 0:
+    squares = _squares(table) if is_causal and q_block == kv_block else {}
+    first = 0
+    while first < table.shape[0]:
+        square = squares.get(first)
+        if square is not None and is_causal is not None and is_causal(*square):
+            tiles, column = square
+            start, stop = column * kv_block, min((column + len(tiles)) * kv_block, columns)
+            span = slice(first * q_block, min(tiles.stop * q_block, rows))
+            yield TileStep(span, (slice(start, stop),), causal=True)
+            first = tiles.stop
             continue
-        span = slice(first * q_block, min((first + together) * q_block, rows))
-        group = group[:, tiles]
-        asked = tuple(_asked(group, block_size, span, _column_count(tiles, kv_block, columns)))
-        yield from _cut(span, _columns(tiles, kv_block, columns), asked, budget)
+        last = min(first + together, table.shape[0])
+        listed = (table[first:last] != EMPTY).any(0)
+        while last < table.shape[0] and torch.equal(
+            (table[last : last + together] != EMPTY).any(0), listed
+        ):
+            last = min(last + together, table.shape[0])
+        span = slice(first * q_block, min(last * q_block, rows))
+        tiles_of = listed.nonzero().flatten()
+        if len(tiles_of):
+            runs = [slice(a * kv_block, min(b * kv_block, columns)) for a, b in _runs(listed)]
+            asked = tuple(_asked(table[first:last, tiles_of], block_size, span, sum(map(length, runs))))
+            yield from _cut(TileStep(span, tuple(runs), asked))
+        first = last
+
+
+def _squares(table: Tensor) -> dict[int, tuple[range, int]]:
+    """Finds squares of tiles that may be causal: full below the diagonal, partial on it, the rest empty.
+
+    Returns by their first q tile all their q tiles and their first kv tile. The rows of a square attend to
+    nothing else.
+    """
+    listed = table != EMPTY
+    count, full = listed.sum(1).tolist(), (table == FULL).sum(1).tolist()
+    places = torch.arange(table.shape[1], device=table.device)
+    start = listed.int().argmax(1).tolist()
+    stop = (listed * (places + 1)).amax(1)
+    ends_partial = (table.gather(1, (stop - 1).clamp(min=0)[:, None])[:, 0] == PARTIAL).tolist()
+    found: dict[int, tuple[range, int]] = {}
+    top = 0
+    for row, last in enumerate(stop.tolist()):
+        width = last - start[row]
+        fits = ends_partial[row] and count[row] == full[row] + 1 == width
+        if fits and width == 1:
+            top = row
+        elif not fits or found.get(top) != (range(top, row), start[row]) or width != row - top + 1:
+            continue
+        found[top] = range(top, row + 1), start[row]
+    return found
 
 
 def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) -> Iterator[AskedColumns]:
@@ -120,37 +167,22 @@ def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) 
         if bool((kinds == PARTIAL).all()):
             yield AskedColumns(span, None)
             continue
-        spread = _spread(kinds, 0, q_block, rows.stop - rows.start)
-        yield AskedColumns(span, _spread(spread, 1, kv_block, span.stop - span.start))
+        spread = _spread(kinds, 0, q_block, length(rows))
+        yield AskedColumns(span, _spread(spread, 1, kv_block, length(span)))
 
 
-def _cut(
-    rows: slice, columns: slice | Tensor, asked: tuple[AskedColumns, ...], budget: int
-) -> Iterator[TileStep]:
-    whole = TileStep(rows, columns, asked)
-    height = min(max(1, budget // whole.column_count), ROWS)
-    if whole.row_count <= height:
+def _cut(whole: TileStep) -> Iterator[TileStep]:
+    """Cuts a step with partial tiles into steps of at most MASKED scores, or of one row."""
+    height = max(1, MASKED // whole.column_count)
+    if not whole.asked or whole.row_count <= height:
         yield whole
         return
+    rows = whole.rows
     for start in range(rows.start, rows.stop, height):
         stop = min(start + height, rows.stop)
         part = slice(start - rows.start, stop - rows.start)
-        here = tuple(AskedColumns(a.span, None if a.tiles is None else a.tiles[part]) for a in asked)
-        yield TileStep(slice(start, stop), columns, here)
-
-
-def _columns(tiles: Tensor, block: int, columns: int) -> slice | Tensor:
-    """Returns positions of ascending tiles; a slice if they have no gaps."""
-    first, last = int(tiles[0]), int(tiles[-1])
-    if last - first + 1 == len(tiles):
-        return slice(first * block, min((last + 1) * block, columns))
-    positions = (tiles[:, None] * block + torch.arange(block, device=tiles.device)).flatten()
-    return positions[: _column_count(tiles, block, columns)]
-
-
-def _column_count(tiles: Tensor, block: int, columns: int) -> int:
-    """Counts the columns of ascending tiles, of which only the last may reach over the end."""
-    return len(tiles) * block - max(0, (int(tiles[-1]) + 1) * block - columns)
+        here = tuple(AskedColumns(a.span, None if a.tiles is None else a.tiles[part]) for a in whole.asked)
+        yield TileStep(slice(start, stop), whole.columns, here)
 
 
 def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:

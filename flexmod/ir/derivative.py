@@ -133,6 +133,11 @@ def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm
     return tuple(terms)
 
 
+def is_diagonal(graph: Graph) -> bool:
+    """Do the graph's results depend on q_idx and kv_idx only through their difference?"""
+    return all(result in _Differences(graph).diagonal for result in graph.results)
+
+
 def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> Along:
     if all(index.home <= UNIFORM for index in indices):
         return uniform

@@ -99,6 +99,20 @@ def quick_empty_strided(device_type: str) -> Callable[..., Tensor] | None:
     return found
 
 
+# attention on the CPU
+
+
+def flash_on_cpu() -> tuple[Callable[..., tuple[Tensor, ...]], ...] | None:
+    """torch's flash attention for CPU tensors, forward and backward; None where torch has no such operations.
+
+    Head dimensions of query, key and value must be equal, and a mask has the query's dtype. Of a row that
+    attends to nothing, the log-sum-exp is 0. `is_causal` needs a positive scale.
+    """
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    found = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
+    return None if None in found else tuple(each.default for each in found)  # type: ignore[union-attr]
+
+
 # torch.func
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active

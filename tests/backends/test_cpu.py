@@ -1,4 +1,4 @@
-"""The block-sparse CPU backend against the float64 reference."""
+"""The block-sparse CPU backend against the float64 reference, by flash attention and in blocks of scores."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
-from flexmod.backends import cpu
+from flexmod.backends import blocks, cpu, flash, tiles
 from flexmod.backends.interface import Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 
 ALL = (True, True, True)
+
+
+@pytest.fixture(params=["flash", "blocks"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs twice: by flash attention where it serves, and without it."""
+    if request.param == "blocks":
+        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+    return str(request.param)
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -180,7 +188,9 @@ def test_score_mods(score_mod: Any, mask_mod: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mask_mod", [None, sinks_and_window, document])
 def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, batches and heads are cut apart as the budget asks, a single row at the least."""
-    monkeypatch.setattr(cpu, "BUDGET", budget)
+    monkeypatch.setattr(blocks, "BUDGET", budget)
+    monkeypatch.setattr(flash, "BIASES", budget)
+    monkeypatch.setattr(tiles, "MASKED", budget)
     case = make_case(dtype=torch.float64, batch=2, heads=6, kv_heads=2, q_len=50)
     for block in ((64, 16), (16, 16)):  # tiles that the end cuts, and full ones beside partial ones
         check(case, alibi, None if mask_mod is None else block_mask(case, mask_mod, block))
@@ -280,7 +290,7 @@ def test_gradcheck(mask_mod: Any) -> None:
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask, where scores would be 2048 x 2048, no tensor is larger than the budget or an input."""
-    monkeypatch.setattr(cpu, "BUDGET", 1 << 14)
+    monkeypatch.setattr(blocks, "BUDGET", 1 << 14)
     case = make_case(q_len=2048, heads=1)
     with LargestTensor() as seen:
         run(case, capped)

@@ -1,0 +1,192 @@
+"""Computes attention on the CPU in plain torch, in blocks of scores: any score mod, in linear memory.
+
+A block is a part of a step, see `steps`: as many heads as the budget allows, and all columns of its rows, so
+no partial softmax needs merging. The backward recomputes each row's weights from its scores, with the same
+rounding as the forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexmod.backends.captured import CaptureSums
+from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.reference import Heads, as_slice, in_order_of
+from flexmod.backends.steps import Step, steps_of
+from flexmod.backends.tiles import ROWS
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.graph import Graph
+
+# Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
+BUDGET = 1 << 20
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
+    """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
+    heads = Heads.of(q, k)
+    query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
+    out = query.new_zeros((*query.shape[:3], v.shape[-1]))
+    lse = query.new_full(query.shape[:3], -torch.inf)
+    largest = lse.clone()
+    scratch = Scratch(query)
+    for part in parts(problem, heads, query.shape[2], key.shape[1]):
+        scores = scratch.take("scores", part.shape)
+        part.product(query, key, problem.scale, scores)
+        part.modify(scores, scores)
+        highest = scores.amax(-1)
+        torch.softmax(scores, -1, out=scores)
+        # The largest weight is exp(0) / sum, which gives the sum.
+        total = highest - scores.amax(-1).log()
+        result = part.times_columns(scores, value)
+        dead = highest == -torch.inf
+        # not in place: a selective checkpoint may have saved the product
+        out[part.rows] = result.masked_fill(dead[..., None], 0.0)
+        lse[part.rows] = total.masked_fill_(dead, -torch.inf)
+        largest[part.rows] = highest
+    maximum = heads.join_query(largest) if want_max else None
+    joined = in_order_of(heads.join_query(out).to(q.dtype), q)
+    return Forward(joined, heads.join_query(lse), maximum)
+
+
+def backward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> Gradients:
+    """Runs a backward, see `interface`. Two runs agree bit for bit.
+
+    It does not read `out`, whose rounding would reach the gradients.
+    """
+    heads = Heads.of(q, k)
+    query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
+    grad = heads.split_query(grad_out)
+    dead = heads.split_query(lse) == -torch.inf
+    some_dead = bool(dead.any())
+    # The lse of a row without keys is constant: drop its incoming gradient.
+    grad_sum = None if grad_lse is None else heads.split_query(grad_lse).masked_fill(dead, 0.0)
+
+    wanted = zip((query, key, value), needs, strict=True)
+    dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in wanted)
+    sums = None if problem.capture_grad is None else CaptureSums(problem, heads.real)
+    scratch = Scratch(query)
+    for part in parts(problem, heads, query.shape[2], key.shape[1]):
+        scores = scratch.take("scores", part.shape)
+        part.product(query, key, problem.scale, scores)
+        weights = scratch.take("weights", part.shape) if problem.score else scores
+        part.modify(scores, weights)
+        torch.softmax(weights, -1, out=weights)
+        if some_dead:
+            weights.masked_fill_(dead[part.rows][..., None], 0.0)
+        if dv is not None:
+            part.add_to_columns(dv, weights, grad, 1.0)
+        if dq is None and dk is None and sums is None:
+            continue
+        change = scratch.take("change", part.shape)
+        part.product(grad, value, 1.0, change)
+        delta = change.mul_(weights).sum(-1)
+        if grad_sum is not None:
+            delta -= grad_sum[part.rows]
+        change.addcmul_(weights, delta[..., None], value=-1.0)
+        part.unmodify(scores, change, sums)
+        if dq is not None:
+            dq[part.rows] = part.times_columns(change, key).mul_(problem.scale)
+        if dk is not None:
+            part.add_to_columns(dk, change, query, problem.scale)
+    return Gradients(
+        None if dq is None else heads.join_query(dq).to(q.dtype),
+        None if dk is None else heads.join_key(dk).to(k.dtype),
+        None if dv is None else heads.join_key(dv).to(v.dtype),
+        () if sums is None else sums.result(),
+    )
+
+
+class ScorePart:
+    """A step, with what the score mod and its derivatives make of its scores."""
+
+    def __init__(self, problem: Problem, step: Step) -> None:
+        self.problem, self.step = problem, step
+        self.shape, self.rows = step.shape, step.rows
+
+    def product(self, x: Tensor, y: Tensor, scale: float, into: Tensor) -> None:
+        """Writes scale * x . y for each row of x [Z, G, M, dim] and each column of y [Z, N, dim]."""
+        flat = into.view(self.shape[0], -1, self.shape[3])
+        rows = x[self.rows].flatten(1, 2)
+        torch.baddbmm(flat, rows, self.step.columns_of(y).mT, beta=0, alpha=scale, out=flat)
+
+    def times_columns(self, weights: Tensor, x: Tensor) -> Tensor:
+        """Returns weights @ columns of x [Z, N, dim], as [z, g, rows, dim]."""
+        return torch.bmm(weights.flatten(1, 2), self.step.columns_of(x)).view(*self.shape[:3], -1)
+
+    def add_to_columns(self, target: Tensor, weights: Tensor, x: Tensor, scale: float) -> None:
+        """Adds scale * weights^T @ rows of x [Z, G, M, dim] to the columns of `target` [Z, N, dim]."""
+        transposed, rows = weights.flatten(1, 2).mT, x[self.rows].flatten(1, 2)
+        first, *more = self.step.tiles.columns
+        if more:
+            self.step.add_to_columns(target, torch.bmm(transposed, rows).mul_(scale))
+        else:
+            target[as_slice(self.step.z), first].baddbmm_(transposed, rows, alpha=scale)
+
+    def modify(self, scores: Tensor, into: Tensor) -> None:
+        """Writes the scores after the score mod and the mask."""
+        if self.problem.score is not None:
+            into.copy_(self._run(self.problem.score.graph, score=scores)[0])
+        self.step.forbid(into, -torch.inf)
+
+    def unmodify(self, scores: Tensor, change: Tensor, sums: CaptureSums | None = None) -> None:
+        """Turns the gradient of the modified scores into the gradient of `scores`, in place.
+
+        Adds the terms of captured tensors to `sums`. A derivative may be infinite or NaN where the mask is
+        False.
+        """
+        if sums is None and self.problem.score_grad is None:
+            return
+        graph = self.problem.score_grad if sums is None else sums.graph
+        assert graph is not None
+        by_score, *terms = self._run(graph, score=scores, grad=change)
+        if sums is not None:
+            # before the write to `change`: a term may be the same tensor
+            sums.add(terms, self.shape, lambda term: self.step.forbid(term, 0.0))
+        change.copy_(by_score)
+        self.step.forbid(change, 0.0)
+
+    def _run(self, graph: Graph, *, score: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Evaluates a graph of the score mod on all elements."""
+        assert self.problem.score is not None
+        at, tensors = self.step.positions, self.problem.score.tensors
+        return evaluate(graph, tensors, **at, score=score, grad=grad, real=self.step.heads.real)
+
+
+def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
+    """Splits a call into parts of at most BUDGET scores, without cutting rows.
+
+    Rows that attend to nothing may be in no part.
+    """
+    for whole in steps_of(problem.mask, heads, rows, columns, squares=False):
+        for step in whole.cut(BUDGET, ROWS):
+            yield ScorePart(problem, step)
+
+
+class Scratch:
+    """Buffers that parts of different shapes reuse."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns an uninitialized contiguous tensor, valid until the next call with `name`."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = self._like.new_empty(size)
+        return buffer[:size].view(shape)

@@ -1,0 +1,184 @@
+"""Computes attention on the CPU by torch's flash attention, a call for each step of the mask's tiles.
+
+A step has all columns of its rows, so no partial softmax needs merging. Its partial tiles and a bias, which a
+score mod adds to the score, become the kernel's mask. The backward runs the same steps: with the rows' lse,
+the gradient of each step is its share of dQ, dK and dV.
+
+Zeros make the head dimensions of keys and values equal. One more dimension takes the gradient of lse: the
+kernel computes the sum of grad_out * out for each row, which must lose grad_lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.backends.bias import Bias
+from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.reference import Heads, in_order_of
+from flexmod.backends.steps import Forbidden, Step, steps_of
+from flexmod.backends.tiles import ROWS
+from flexmod.runtime.private_torch import flash_on_cpu
+
+# Elements of a bias in memory, 4 MiB of float32.
+BIASES = 1 << 20
+# One float32 lse gives the weights of scores up to this size as exactly as the scores themselves.
+LARGEST_LSE = 256.0
+
+
+def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
+    """Runs a forward, see `interface`; None if the tensors have values that the kernel does not support."""
+    call = _Call(problem, bias, q, k, v.shape[3])
+    query, key, value = call.rows(q), call.columns(k), call.columns(v)
+    if not call.supports(query, key):
+        return None
+    attend, whole = call.kernels[0], None
+    out = lse = query.new_empty(0)
+    for step, mask in call.steps(query.dtype):
+        found = attend(
+            query[step.rows], *call.of_step(step, key, value), 0.0, step.tiles.causal,
+            attn_mask=mask, scale=problem.scale,
+        )  # fmt: skip
+        part, part_lse = found[0][..., : v.shape[3]], found[1]
+        dead = _dead(step, mask, part_lse, bias)
+        if dead is not None:
+            part_lse = part_lse.masked_fill(dead, -torch.inf)
+        if step.shape[:3] == query.shape[:3]:
+            out, lse, whole = part, part_lse, step
+            break
+        if whole is None:
+            out = q.new_zeros((*query.shape[:3], v.shape[3]))
+            lse, whole = query.new_full(query.shape[:3], -torch.inf), step
+        out[step.rows], lse[step.rows] = part, part_lse
+    if whole is None:  # no query attends to anything
+        out = q.new_zeros((*query.shape[:3], v.shape[3]))
+        lse = query.new_full(query.shape[:3], -torch.inf)
+    return Forward(in_order_of(call.heads.join_query(out).to(q.dtype), q), call.heads.join_query(lse), None)
+
+
+def backward(
+    problem: Problem,
+    bias: Bias | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> Gradients | None:
+    """Runs a backward, see `interface`; None as in `forward`."""
+    least, most = (float(x) for x in lse.aminmax())
+    alive = lse
+    if least == -torch.inf:
+        dead = lse == -torch.inf
+        alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
+        least, most = (float(x) for x in lse.masked_fill(dead, 0.0).aminmax())
+    if q.dtype != torch.float64 and not max(-least, most) <= LARGEST_LSE:
+        return None
+    call = _Call(problem, bias, q, k, v.shape[3], more=grad_lse is not None)
+    query, key, value = call.rows(q), call.columns(k), call.columns(v)
+    if not call.supports(query, key):
+        return None
+    grad, result, row_lse = call.rows(grad_out), call.rows(out), call.heads.group(alive)
+    if grad_lse is not None:
+        grad[..., -1] = 1.0
+        result[..., -1] = -call.heads.group(grad_lse)
+    grads: list[Tensor] = []
+    differentiate = call.kernels[1]
+    for step, mask in call.steps(query.dtype):
+        of_step = query[step.rows], *call.of_step(step, key, value)
+        found = differentiate(
+            grad[step.rows], *of_step, result[step.rows], row_lse[step.rows], 0.0, step.tiles.causal,
+            attn_mask=mask, scale=problem.scale,
+        )  # fmt: skip
+        parts = found[0], *(x.sum(1) if x.shape[1] > 1 else x[:, 0] for x in found[1:])
+        if step.shape == (*query.shape[:3], key.shape[1]):
+            grads += parts
+            break
+        grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
+        grads[0][step.rows] = parts[0]
+        for total, part in zip(grads[1:], parts[1:], strict=True):
+            step.add_to_columns(total, part)
+    heads = call.heads
+    dq, dk, dv = grads or [torch.zeros_like(x) for x in (query, key, value)]
+    return Gradients(
+        heads.join_query(dq[..., : q.shape[3]]).to(q.dtype) if needs[0] else None,
+        heads.join_key(dk[..., : k.shape[3]]).to(k.dtype) if needs[1] else None,
+        heads.join_key(dv[..., : v.shape[3]]).to(v.dtype) if needs[2] else None,
+        (),
+    )
+
+
+class _Call:
+    """The layout of one call: [Z, G, M, dim] for tensors by query, [Z, N, dim] for keys and values."""
+
+    def __init__(
+        self, problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, value_dim: int, more: bool = False
+    ) -> None:
+        kernels = flash_on_cpu()
+        assert kernels is not None
+        self.kernels = kernels
+        self.problem, self.bias, self.heads = problem, bias, Heads.of(q, k)
+        self._dim = max(q.shape[3], value_dim) + more
+        self._lengths = q.shape[2], k.shape[2]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Returns [B, Hq, M, dim] as [Z, G, M, dim], padded with zeros."""
+        return self._ready(self.heads.group(x))
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Returns [B or 1, Hkv, N, dim] as [Z, N, dim], padded with zeros."""
+        return self._ready(x.flatten(0, 1))
+
+    def _ready(self, x: Tensor) -> Tensor:
+        """Returns x in the dtype of the computation, with strides that matrix products support."""
+        x = x.to(self.heads.real)
+        if x.shape[-1] < self._dim:
+            return torch.nn.functional.pad(x, (0, self._dim - x.shape[-1]))
+        return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+
+    def supports(self, query: Tensor, key: Tensor) -> bool:
+        """Returns whether no masked score can be nan or infinite: the kernel adds -inf to it."""
+        return self.problem.mask is None or bool(torch.isfinite(query.sum() + key.sum()))
+
+    def of_step(self, step: Step, *tensors: Tensor) -> Iterator[Tensor]:
+        """Returns the step's columns of keys or values [Z, N, dim], as [z, g, columns, dim]."""
+        for x in tensors:
+            yield step.columns_of(x)[:, None].expand(-1, len(step.g), -1, -1)
+
+    def steps(self, dtype: torch.dtype) -> Iterator[tuple[Step, Tensor | None]]:
+        """Yields each step and the kernel's mask, which broadcasts to the step's scores."""
+        squares = self.bias is None and self.problem.scale > 0
+        known: tuple[Forbidden, int] | None = None
+        mask = None
+        for step in steps_of(self.problem.mask, self.heads, *self._lengths, squares=squares):
+            if self.bias is not None:
+                for part in step.cut(BIASES, ROWS):
+                    yield part, self.bias.of(part, dtype)
+            elif not step.forbidden:
+                yield step, None
+            else:
+                if known is None or known[0] is not step.forbidden or known[1] != step.shape[3]:
+                    known, mask = (step.forbidden, step.shape[3]), _mask_of(step, dtype)
+                yield step, mask
+
+
+def _mask_of(step: Step, dtype: torch.dtype) -> Tensor:
+    sizes = [max(sizes) for sizes in zip(*(x.shape[:3] for _, x in step.forbidden), strict=True)]
+    mask = torch.zeros(*sizes, step.shape[3], dtype=dtype)
+    step.forbid(mask, -torch.inf)
+    return mask
+
+
+def _dead(step: Step, mask: Tensor | None, lse: Tensor, bias: Any) -> Tensor | None:
+    """Returns True for rows that attend to nothing; None without such rows. Their `lse` is 0."""
+    if mask is None or bias is None:
+        return step.dead
+    dead = lse == 0.0
+    return dead & (mask.amax(-1) == -torch.inf) if bool(dead.any()) else None

@@ -1,0 +1,188 @@
+"""Makes the steps of a call on the CPU: heads, rows, all their columns, and the elements that a mask forbids.
+
+Heads are laid out as [Z, G, length, dim], see `reference.Heads`. Steps stay with the mask for later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmod.backends.reference import Heads, as_slice, chunks
+from flexmod.backends.tiles import TileStep, length, shared_part, steps_of_table
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.ir.evaluate import evaluate
+from flexmod.ir.fingerprint import remember
+
+Forbidden = tuple[tuple[slice, Tensor], ...]
+KEPT = 8  # lists of steps of one mask
+KEPT_BYTES = 1 << 26  # of forbidden elements in one list
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Some heads, as ranges of Z and G, and a step for their tiles.
+
+    `forbidden`: ranges of the step's columns, and bool tensors that are True where the mask is False; each
+    broadcasts to [z, g, rows, width of the range].
+    """
+
+    heads: Heads
+    z: range
+    g: range
+    tiles: TileStep
+    forbidden: Forbidden = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the scores: [z, g, rows, columns]."""
+        return len(self.z), len(self.g), self.tiles.row_count, self.tiles.column_count
+
+    @property
+    def rows(self) -> tuple[slice, slice, slice]:
+        """The indices of this step's rows in a tensor laid out by query."""
+        return as_slice(self.z), as_slice(self.g), self.tiles.rows
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Returns this step's columns, [z, columns, dim], from a tensor [Z, N, dim]."""
+        x, runs = x[as_slice(self.z)], self.tiles.columns
+        return x[:, runs[0]] if len(runs) == 1 else torch.cat([x[:, run] for run in runs], 1)
+
+    def add_to_columns(self, target: Tensor, found: Tensor) -> None:
+        """Adds [z, columns, dim] to the columns of `target` [Z, N, dim]."""
+        target = target[as_slice(self.z)]
+        runs = self.tiles.columns
+        for run, part in zip(runs, found.split([*map(length, runs)], 1), strict=True):
+            target[:, run] += part
+
+    @cached_property
+    def positions(self) -> dict[str, Any]:
+        """b and h [z, g, 1, 1], q_idx [rows, 1] and kv_idx [columns]."""
+        here = as_slice(self.z), as_slice(self.g)
+        b, h = (x[here][..., None, None] for x in self.heads.positions())
+        q_idx, kv_idx = self.tiles.positions(self.heads.device)
+        return {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+
+    @cached_property
+    def dead(self) -> Tensor | None:
+        """True for rows whose every element is forbidden, [1 or z, 1 or g, rows]; None without such rows."""
+        if sum(length(span) for span, _ in self.forbidden) < self.tiles.column_count or not self.forbidden:
+            return None
+        dead = torch.stack(torch.broadcast_tensors(*(x.all(-1) for _, x in self.forbidden))).all(0)
+        return dead if bool(dead.any()) else None
+
+    def forbid(self, x: Tensor, value: float) -> None:
+        """Writes `value` where the mask is False into x [z, g, rows, columns]."""
+        for span, forbidden in self.forbidden:
+            x[..., span].masked_fill_(forbidden, value)
+
+    def cut(self, budget: int, height: int) -> Iterator[Step]:
+        """Yields steps of at most `budget` scores, or one row, and at most `height` rows."""
+        rows, columns = self.tiles.rows, self.tiles.column_count
+        height = max(1, min(height, self.tiles.row_count, budget // columns))
+        pieces = list(chunks(range(len(self.z)), range(len(self.g)), budget // (height * columns)))
+        for start in range(0, self.tiles.row_count, height):
+            part = slice(start, min(start + height, self.tiles.row_count))
+            tiles = replace(self.tiles, rows=slice(rows.start + part.start, rows.start + part.stop))
+            for z, g in pieces:
+                here = as_slice(z), as_slice(g), part
+                forbidden = tuple((span, _narrowed(x, here)) for span, x in self.forbidden)
+                yield Step(self.heads, self.z[here[0]], self.g[here[1]], tiles, forbidden)
+
+
+def _narrowed(x: Tensor, here: tuple[slice, ...]) -> Tensor:
+    """Indexes the dimensions that have more than one entry."""
+    return x[tuple(part if size > 1 else slice(None) for part, size in zip(here, x.shape, strict=False))]
+
+
+def steps_of(
+    mask: MaskSnapshot | None, heads: Heads, rows: int, columns: int, *, squares: bool
+) -> Iterable[Step]:
+    """Returns the steps of a call; rows that attend to nothing may be in no step.
+
+    `squares` allows steps that are `causal`.
+    """
+    if mask is None:
+        return (Step(heads, *heads.where(None, None), TileStep(slice(0, rows), (slice(0, columns),))),)
+    own = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
+    if any(tensor.is_inference() for tensor in own):  # torch does not count writes to them
+        return _steps(mask, heads, rows, columns, squares)
+    key = ("steps", heads, rows, columns, squares, *mask.states())
+    known: list[Step] | None = mask.derived.get(key)
+    return _remembered(mask, key, _steps(mask, heads, rows, columns, squares)) if known is None else known
+
+
+def _remembered(mask: MaskSnapshot, key: object, steps: Iterator[Step]) -> Iterator[Step]:
+    """Yields the steps; they stay with the mask if their forbidden elements do not take much memory."""
+    found: list[Step] = []
+    sizes: dict[int, int] = {}
+    for step in steps:
+        yield step
+        sizes |= {id(x): x.numel() for _, x in step.forbidden}
+        if sum(sizes.values()) <= KEPT_BYTES:
+            found.append(step)
+        else:
+            found.clear()
+    if sum(sizes.values()) <= KEPT_BYTES:
+        remember(mask.derived, key, found, KEPT)
+
+
+def _steps(mask: MaskSnapshot, heads: Heads, rows: int, columns: int, squares: bool) -> Iterator[Step]:
+    table = shared_part(mask.table())
+    lengths = rows, columns
+    for b, h in product(range(table.shape[0]), range(table.shape[1])):
+        z, g = heads.where(b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
+        of_heads = Step(heads, z, g, TileStep(slice(0, 0), (slice(0, 0),)))
+
+        def is_causal(q_tiles: range, first: int, of_heads: Step = of_heads) -> bool:
+            return _is_causal(mask, of_heads, q_tiles, first, lengths)
+
+        last: Forbidden = ()
+        for tiles in steps_of_table(
+            table[b, h], mask.BLOCK_SIZE, rows, columns, is_causal if squares else None
+        ):
+            step = Step(heads, z, g, tiles)
+            found = tuple(_forbidden(mask, step)) if tiles.asked else ()
+            last = last if _same(found, last) else found  # equal ones are one object
+            yield Step(heads, z, g, tiles, last)
+
+
+def _same(one: Forbidden, other: Forbidden) -> bool:
+    return len(one) == len(other) and all(
+        a == b and torch.equal(x, y) for (a, x), (b, y) in zip(one, other, strict=True)
+    )
+
+
+def _forbidden(mask: MaskSnapshot, step: Step) -> Iterator[tuple[slice, Tensor]]:
+    at = step.positions
+    for asked in step.tiles.asked:
+        here = {**at, "kv_idx": at["kv_idx"][asked.span]}
+        (said,) = evaluate(mask.traced.graph, mask.traced.tensors, **here)
+        forbidden = ~asked.allowed(said)
+        yield asked.span, forbidden[(None,) * (4 - forbidden.dim())]
+
+
+def _is_causal(
+    mask: MaskSnapshot, of_heads: Step, q_tiles: range, first: int, lengths: tuple[int, int]
+) -> bool:
+    """Returns whether row i attends to the first i + 1 columns in the tiles of a diagonal.
+
+    They begin with tile `first` of the columns. Rows and columns beyond the lengths do not count.
+    """
+    size, (rows, columns) = mask.BLOCK_SIZE[0], lengths
+    place = torch.arange(size, device=of_heads.heads.device)
+    q_idx = (torch.arange(q_tiles.start, q_tiles.stop)[:, None] * size + place)[..., None]
+    kv_idx = (torch.arange(first, first + len(q_tiles))[:, None] * size + place)[:, None]
+    inside = (q_idx < rows) & (kv_idx < columns)
+    b, h = (of_heads.positions[name][..., None] for name in ("b", "h"))
+    (said,) = evaluate(
+        mask.traced.graph, mask.traced.tensors,
+        b=b, h=h, q_idx=q_idx.clamp(max=rows - 1), kv_idx=kv_idx.clamp(max=columns - 1),
+    )  # fmt: skip
+    return bool(((said == (place[:, None] >= place)) | ~inside).all())
