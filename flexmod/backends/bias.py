@@ -53,12 +53,20 @@ def _added(builder: GraphBuilder, node: Node) -> Node | None:
         own, other = args[place], args[1 - place]
         if "score" in own.home and "score" not in other.home:
             added = _added(builder, own)
-            return None if added is None else builder.node(node.op, [added, other], node.dtype)
+            if added is None or not added.is_const or added.value != 0.0:
+                return None if added is None else builder.node(node.op, [added, other], node.dtype)
+            if node.op == "add":
+                return builder.node(CAST, [other], node.dtype, node.dtype)
+            return builder.node("mul", [other, builder.const(-1.0)], node.dtype)
     return None
 
 
 def _branch(builder: GraphBuilder, node: Node) -> Node | None:
     return node if node.is_const and node.value == -torch.inf else _added(builder, node)
+
+
+def _without_casts(node: Node) -> Node:
+    return _without_casts(node.args[0]) if node.op == CAST else node
 
 
 class Bias:
@@ -68,6 +76,7 @@ class Bias:
         self._traced = Traced(graph, tuple(tensors))
         self._lengths = lengths
         self._diagonal = is_diagonal(graph) and graph.reads >= {"q_idx", "kv_idx"}
+        self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
         self._line: dict[tuple[range, range], Tensor] = {}
 
     def of(self, step: Step, dtype: torch.dtype) -> Tensor:
@@ -81,7 +90,8 @@ class Bias:
             return bias
         heads = torch.broadcast_shapes(bias.shape[:2], *(x.shape[:2] for _, x in step.forbidden))
         whole = bias.expand(*heads, *step.shape[2:])
-        whole = whole if spread and whole.shape == bias.shape else whole.clone()
+        if whole.shape != bias.shape or not (spread or self._new):
+            whole = whole.clone()
         step.forbid(whole, -torch.inf)
         return whole
 
@@ -105,5 +115,5 @@ class Bias:
             ).contiguous()
         first = self._lengths[0] - rows.stop + columns.start
         shape = (*line.shape[:2], *step.shape[2:])
-        last_row_first = line.as_strided(shape, (*line.stride()[:2], 1, 1), line.storage_offset() + first)
-        return last_row_first.flip(2)
+        from_last_row = line.as_strided(shape, (*line.stride()[:2], 1, 1), line.storage_offset() + first)
+        return from_last_row.index_select(2, torch.arange(shape[2] - 1, -1, -1))

@@ -76,6 +76,9 @@ class Heads:
 
     def where(self, b: int | None, h: int | None) -> tuple[range, range]:
         """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
+        if b is None and h is None:
+            z, g = self.shape
+            return range(z), range(g)
         batches, query_heads = self.positions()
         hits = torch.ones(self.shape, dtype=torch.bool, device=self.device)
         if b is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -118,19 +118,17 @@ def steps_of(
     return _remembered(mask, key, _steps(mask, heads, rows, columns, squares)) if known is None else known
 
 
-def _remembered(mask: MaskSnapshot, key: object, steps: Iterator[Step]) -> Iterator[Step]:
-    """Yields the steps; they stay with the mask if their forbidden elements do not take much memory."""
+def _remembered(mask: MaskSnapshot, key: object, steps: Iterator[Step]) -> Iterable[Step]:
+    """Returns the steps; they stay with the mask if their forbidden elements do not take much memory."""
     found: list[Step] = []
     sizes: dict[int, int] = {}
     for step in steps:
-        yield step
+        found.append(step)
         sizes |= {id(x): x.numel() for _, x in step.forbidden}
-        if sum(sizes.values()) <= KEPT_BYTES:
-            found.append(step)
-        else:
-            found.clear()
-    if sum(sizes.values()) <= KEPT_BYTES:
-        remember(mask.derived, key, found, KEPT)
+        if sum(sizes.values()) > KEPT_BYTES:
+            return chain(found, steps)
+    remember(mask.derived, key, found, KEPT)
+    return found
 
 
 def _steps(mask: MaskSnapshot, heads: Heads, rows: int, columns: int, squares: bool) -> Iterator[Step]:
