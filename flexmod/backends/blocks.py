@@ -52,6 +52,20 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     return Forward(joined, heads.join_query(lse), maximum)
 
 
+def largest_scores(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
+    """Returns `Forward.max_scores`."""
+    heads = Heads.of(q, k)
+    query, key = heads.split_query(q), heads.split_key(k)
+    largest = query.new_full(query.shape[:3], -torch.inf)
+    scratch = Scratch(query)
+    for part in parts(problem, heads, query.shape[2], key.shape[1]):
+        scores = scratch.take("scores", part.shape)
+        part.product(query, key, problem.scale, scores)
+        part.modify(scores, scores)
+        largest[part.rows] = scores.amax(-1)
+    return heads.join_query(largest)
+
+
 def backward(
     problem: Problem,
     q: Tensor,

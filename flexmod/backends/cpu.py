@@ -3,7 +3,7 @@
 `flash` runs torch's flash attention for each step of the mask's tiles. It serves calls without a score mod,
 or with one that adds a bias to the score. `blocks`, in plain torch, serves all other calls:
 
-    any other score mod; its largest scores; gradients of captured tensors; scores too large for one lse; a
+    any other score mod; the largest scores; gradients of captured tensors; scores too large for one lse; a
     mask with queries or keys that are not finite; a torch without that operation
 """
 
@@ -21,10 +21,10 @@ from flexmod.runtime.private_torch import flash_on_cpu
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
     """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
-    found = None
-    if not want_max and serves(problem):
-        found = flash.forward(problem, _bias(problem, q, k), q, k, v)
-    return blocks.forward(problem, q, k, v, want_max=want_max) if found is None else found
+    found = flash.forward(problem, _bias(problem, q, k), q, k, v) if serves(problem) else None
+    if found is None:
+        return blocks.forward(problem, q, k, v, want_max=want_max)
+    return found._replace(max_scores=blocks.largest_scores(problem, q, k)) if want_max else found
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Gradients:
