@@ -1,7 +1,8 @@
 """Finds score mods that add a bias to the score, score + f(b, h, q_idx, kv_idx), and computes the bias.
 
 A bias along diagonals, such as ALiBi's or a table of relative positions, needs one number for each difference
-of positions. `Bias` computes these once a call and spreads them over each step's scores.
+of positions. `Bias` computes these once a call. In a view of this line with both strides 1, the next row is
+the line one number later: so rows come in descending order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flexmod.ir.ops import CAST
 from flexmod.ir.trace import Traced
 
 FLOATS = (torch.float32, torch.float64)
+EXACT = 1 << 24  # integers below are exact in float32
 
 
 @lru_cache(256)
@@ -75,45 +77,53 @@ class Bias:
     def __init__(self, graph: Graph, tensors: Sequence[Tensor], lengths: tuple[int, int]) -> None:
         self._traced = Traced(graph, tuple(tensors))
         self._lengths = lengths
-        self._diagonal = is_diagonal(graph) and graph.reads >= {"q_idx", "kv_idx"}
+        self._diagonal = max(lengths) < EXACT and graph.reads >= {"q_idx", "kv_idx"} and is_diagonal(graph)
         self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
-        self._line: dict[tuple[range, range], Tensor] = {}
+        self._lines: dict[tuple[range, range], Tensor] = {}
 
     def of(self, step: Step, dtype: torch.dtype) -> Tensor:
         """Returns the bias of a step's scores, -inf where the mask is False.
 
         It broadcasts to [z, g, rows, columns], with 4 dimensions.
         """
-        spread = self._diagonal and len(step.tiles.columns) == 1
-        bias = self._spread(step, dtype) if spread else self._evaluated(step, dtype)
+        bias = self._evaluated(step, dtype)
         if not step.forbidden:
             return bias
         heads = torch.broadcast_shapes(bias.shape[:2], *(x.shape[:2] for _, x in step.forbidden))
         whole = bias.expand(*heads, *step.shape[2:])
-        if whole.shape != bias.shape or not (spread or self._new):
+        if whole.shape != bias.shape or not self._new:
             whole = whole.clone()
         step.forbid(whole, -torch.inf)
         return whole
+
+    def from_last_row(self, step: Step, dtype: torch.dtype) -> Tensor | None:
+        """Returns the same with the last row first, as a view of the bias by diagonal, in little memory.
+
+        None if bias and mask are not constant along diagonals.
+        """
+        rows, columns = step.tiles.rows, step.tiles.columns
+        if not self._diagonal or len(columns) > 1 or (step.forbidden and step.diagonals is None):
+            return None
+        line = self._line(step, dtype)
+        first, size = self._lengths[0] - rows.stop + columns[0].start, sum(step.shape[2:]) - 1
+        line = line[..., first : first + size]
+        if step.forbidden:
+            line = line.where(~step.diagonals, -torch.inf)  # type: ignore[operator]
+        strides = *line.stride()[:2], 1, 1
+        return line.as_strided((*line.shape[:2], *step.shape[2:]), strides, line.storage_offset())
+
+    def _line(self, step: Step, dtype: torch.dtype) -> Tensor:
+        """Returns the bias by difference of positions, the largest first, [1 or z, 1 or g, differences]."""
+        known = self._lines.get((step.z, step.g))
+        if known is None:
+            length, keys = self._lengths
+            difference = torch.arange(length - 1, -keys, -1)
+            q_idx, kv_idx = difference.clamp(min=0), (-difference).clamp(min=0)
+            known = self._evaluated(step, dtype, q_idx=q_idx, kv_idx=kv_idx)[:, :, 0].contiguous()
+            self._lines[step.z, step.g] = known
+        return known
 
     def _evaluated(self, step: Step, dtype: torch.dtype, **positions: Tensor) -> Tensor:
         at = {**step.positions, **positions}
         (bias,) = evaluate(self._traced.graph, self._traced.tensors, real=dtype, **at)
         return bias.to(dtype)[(None,) * (4 - bias.dim())]
-
-    def _spread(self, step: Step, dtype: torch.dtype) -> Tensor:
-        """Reads each row from the differences' line, which begins with the largest difference.
-
-        The next column is one to the right on the line, and the next row one to the left.
-        """
-        rows, columns = step.tiles.rows, step.tiles.columns[0]
-        line = self._line.get((step.z, step.g))
-        if line is None:
-            length, keys = self._lengths
-            difference = torch.arange(length - 1, -keys, -1)
-            line = self._line[step.z, step.g] = self._evaluated(
-                step, dtype, q_idx=difference.clamp(min=0), kv_idx=(-difference).clamp(min=0)
-            ).contiguous()
-        first = self._lengths[0] - rows.stop + columns.start
-        shape = (*line.shape[:2], *step.shape[2:])
-        from_last_row = line.as_strided(shape, (*line.stride()[:2], 1, 1), line.storage_offset() + first)
-        return from_last_row.index_select(2, torch.arange(shape[2] - 1, -1, -1))

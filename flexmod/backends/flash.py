@@ -10,8 +10,7 @@ kernel computes the sum of grad_out * out for each row, which must lose grad_lse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from flexmod.backends.steps import Forbidden, Step, steps_of
 from flexmod.backends.tiles import ROWS
 from flexmod.runtime.private_torch import flash_on_cpu
 
+Turn = Callable[[Tensor], Tensor]
 # Elements of a bias in memory, 4 MiB of float32.
 BIASES = 1 << 20
 # One float32 lse gives the weights of scores up to this size as exactly as the scores themselves.
@@ -37,15 +37,12 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
         return None
     attend, whole = call.kernels[0], None
     out = lse = query.new_empty(0)
-    for step, mask in call.steps(query.dtype):
-        found = attend(
-            query[step.rows], *call.of_step(step, key, value), 0.0, step.tiles.causal,
-            attn_mask=mask, scale=problem.scale,
-        )  # fmt: skip
-        part, part_lse = found[0][..., : v.shape[3]], found[1]
+    for step, mask, turned in call.steps(query.dtype):
+        of_step = turned(query[step.rows]), *call.of_step(step, key, value)
+        found = attend(*of_step, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
+        part, part_lse = turned(found[0])[..., : v.shape[3]], found[1]
         dead = _dead(step, mask, part_lse, bias)
-        if dead is not None:
-            part_lse = part_lse.masked_fill(dead, -torch.inf)
+        part_lse = turned(part_lse if dead is None else part_lse.masked_fill(dead, -torch.inf))
         if step.shape[:3] == query.shape[:3]:
             out, lse, whole = part, part_lse, step
             break
@@ -91,13 +88,13 @@ def backward(
         result[..., -1] = -call.heads.group(grad_lse)
     grads: list[Tensor] = []
     differentiate = call.kernels[1]
-    for step, mask in call.steps(query.dtype):
-        of_step = query[step.rows], *call.of_step(step, key, value)
+    for step, mask, turned in call.steps(query.dtype):
+        part_grad, part_query, *by_row = (turned(x[step.rows]) for x in (grad, query, result, row_lse))
         found = differentiate(
-            grad[step.rows], *of_step, result[step.rows], row_lse[step.rows], 0.0, step.tiles.causal,
+            part_grad, part_query, *call.of_step(step, key, value), *by_row, 0.0, step.tiles.causal,
             attn_mask=mask, scale=problem.scale,
         )  # fmt: skip
-        parts = found[0], *(x.sum(1) if x.shape[1] > 1 else x[:, 0] for x in found[1:])
+        parts = turned(found[0]), *(x.sum(1) if x.shape[1] > 1 else x[:, 0] for x in found[1:])
         if step.shape == (*query.shape[:3], key.shape[1]):
             grads += parts
             break
@@ -152,21 +149,37 @@ class _Call:
         for x in tensors:
             yield step.columns_of(x)[:, None].expand(-1, len(step.g), -1, -1)
 
-    def steps(self, dtype: torch.dtype) -> Iterator[tuple[Step, Tensor | None]]:
-        """Yields each step and the kernel's mask, which broadcasts to the step's scores."""
+    def steps(self, dtype: torch.dtype) -> Iterator[tuple[Step, Tensor | None, Turn]]:
+        """Yields each step, the kernel's mask, which broadcasts to the step's scores, and the order of rows.
+
+        A function brings rows into the mask's order and back.
+        """
         squares = self.bias is None and self.problem.scale > 0
         known: tuple[Forbidden, int] | None = None
         mask = None
         for step in steps_of(self.problem.mask, self.heads, *self._lengths, squares=squares):
             if self.bias is not None:
+                mask = self.bias.from_last_row(step, dtype)
+                if mask is not None:
+                    yield step, mask, _last_first
+                    continue
                 for part in step.cut(BIASES, ROWS):
-                    yield part, self.bias.of(part, dtype)
+                    yield part, self.bias.of(part, dtype), _unchanged
             elif not step.forbidden:
-                yield step, None
+                yield step, None, _unchanged
             else:
                 if known is None or known[0] is not step.forbidden or known[1] != step.shape[3]:
                     known, mask = (step.forbidden, step.shape[3]), _mask_of(step, dtype)
-                yield step, mask
+                yield step, mask, _unchanged
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _last_first(x: Tensor) -> Tensor:
+    """Returns x [z, g, rows, ...] with the last row first."""
+    return x.flip(2)
 
 
 def _mask_of(step: Step, dtype: torch.dtype) -> Tensor:
@@ -176,7 +189,7 @@ def _mask_of(step: Step, dtype: torch.dtype) -> Tensor:
     return mask
 
 
-def _dead(step: Step, mask: Tensor | None, lse: Tensor, bias: Any) -> Tensor | None:
+def _dead(step: Step, mask: Tensor | None, lse: Tensor, bias: Bias | None) -> Tensor | None:
     """Returns True for rows that attend to nothing; None without such rows. Their `lse` is 0."""
     if mask is None or bias is None:
         return step.dead

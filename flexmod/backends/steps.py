@@ -77,6 +77,19 @@ class Step:
         dead = torch.stack(torch.broadcast_tensors(*(x.all(-1) for _, x in self.forbidden))).all(0)
         return dead if bool(dead.any()) else None
 
+    @cached_property
+    def diagonals(self) -> Tensor | None:
+        """The forbidden elements by diagonal, bool [1 or z, 1 or g, rows + columns - 1].
+
+        The last row comes first, then the last column upwards. None if a diagonal has both kinds.
+        """
+        heads = torch.broadcast_shapes(*(x.shape[:2] for _, x in self.forbidden), (1, 1))
+        whole = torch.zeros(*heads, *self.shape[2:], dtype=torch.bool)
+        self.forbid(whole, True)
+        if not torch.equal(whole[..., 1:, 1:], whole[..., :-1, :-1]):
+            return None
+        return torch.cat([whole[..., -1, :], whole[..., :-1, -1].flip(-1)], -1)
+
     def forbid(self, x: Tensor, value: float) -> None:
         """Writes `value` where the mask is False into x [z, g, rows, columns]."""
         for span, forbidden in self.forbidden:

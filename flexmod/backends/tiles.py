@@ -17,6 +17,8 @@ from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
 # Steps join small q blocks to about this many rows, enough for a fast product.
 ROWS = 128
+# They join rows with other columns up to this many rows, if that computes few more scores.
+TALL, WASTE = 256, 1.125
 # Scores of a step with partial tiles, which need a mask in memory.
 MASKED = 1 << 20
 
@@ -121,10 +123,15 @@ def steps_of_table(
             continue
         last = min(first + together, table.shape[0])
         listed = (table[first:last] != EMPTY).any(0)
-        while last < table.shape[0] and torch.equal(
-            (table[last : last + together] != EMPTY).any(0), listed
-        ):
-            last = min(last + together, table.shape[0])
+        while last < table.shape[0]:
+            following = min(last + together, table.shape[0])
+            group = table[first:following] != EMPTY
+            union = group.any(0)
+            if not torch.equal(union, listed) or not torch.equal(group[last - first :].any(0), listed):
+                few = (following - first) * q_block <= TALL
+                if not few or group.shape[0] * int(union.sum()) > WASTE * int(group.sum()):
+                    break
+            last, listed = following, union
         span = slice(first * q_block, min(last * q_block, rows))
         tiles_of = listed.nonzero().flatten()
         if len(tiles_of):

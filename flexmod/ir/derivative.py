@@ -21,7 +21,7 @@ import torch
 
 from flexmod import errors
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, DType, Graph, Node, rebuild
-from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
+from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, strong
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Tracer, watching
 
@@ -134,8 +134,12 @@ def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm
 
 
 def is_diagonal(graph: Graph) -> bool:
-    """Do the graph's results depend on q_idx and kv_idx only through their difference?"""
-    return all(result in _Differences(graph).diagonal for result in graph.results)
+    """Do the graph's results depend on q_idx and kv_idx only through their difference?
+
+    Positions are less than 2^24, so that they are exact in float32.
+    """
+    known = _Differences(graph, floats=True)
+    return all(result in known.diagonal for result in graph.results)
 
 
 def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> Along:
@@ -161,9 +165,13 @@ class _AffineIndex(NamedTuple):
 
 
 class _Differences:
-    """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h."""
+    """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h.
 
-    def __init__(self, graph: Graph) -> None:
+    `floats`: positions are exact as floats.
+    """
+
+    def __init__(self, graph: Graph, floats: bool = False) -> None:
+        self._floats = floats
         self._affine: dict[Node, _AffineIndex] = {}
         self.diagonal: set[Node] = set()
         for node in graph.nodes:
@@ -186,6 +194,8 @@ class _Differences:
 
     def _affine_of(self, node: Node) -> _AffineIndex | None:
         dtype = strong(node.dtype)
+        if dtype.is_floating_point and self._floats:
+            return self._float(node)
         if dtype.is_floating_point or dtype == torch.bool:
             return None
         if node.op == "input":
@@ -201,6 +211,16 @@ class _Differences:
             if found is not None:
                 return found._replace(exact=found.exact and dtype.itemsize >= 4)
         return _AffineIndex(0, 0, False) if node.home <= UNIFORM else None
+
+    def _float(self, node: Node) -> _AffineIndex | None:
+        """A position as a float, or a difference of two."""
+        if strong(node.dtype) in HALF:
+            return None
+        found = [self._affine.get(argument) for argument in node.args]
+        if node.op == CAST:
+            position = found[0] in ((1, 0, True), (0, 1, True))
+            return found[0] if position else None
+        return _combined("sub", node.args, found) if node.op == "sub" else None
 
     def _arguments(self, node: Node) -> list[_AffineIndex | None]:
         at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)

@@ -317,7 +317,10 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_empty_tiles_are_skipped(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel multiplies all queries of a call by all its keys, below the diagonal where it is causal."""
+    """The kernel multiplies all queries of a call by all its keys, below the diagonal where it is causal.
+
+    A tall step may compute a few empty tiles.
+    """
     case, scores = make_case(q_len=1024, heads=2), 0
     kernels = flash.flash_on_cpu()
     assert kernels is not None
@@ -341,7 +344,8 @@ def test_empty_tiles_are_skipped(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     whole = work(None)
     for mask_mod in (causal, window, sinks_and_window):
         mask = block_mask(case, mask_mod, 128)
-        assert work(mask) == pytest.approx(whole * (1 - mask.sparsity() / 100))
+        share = 1 - mask.sparsity() / 100
+        assert share - 1e-3 <= work(mask) / whole <= tiles.WASTE * share
 
 
 def calls_of_flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
@@ -374,12 +378,12 @@ def causal_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize(
     ("mask_mod", "scale", "wanted"),
     [
-        (None, 0.3, [(False, False)] * 2),
-        (causal, 0.3, [(True, False)] * 2),
+        (None, 0.3, [(False, False)] * 3),
+        (causal, 0.3, [(True, False)] * 3),
         (causal, -0.3, None),  # the kernel multiplies its -inf by the scale
         (causal, 0.0, None),
         (almost_causal, 0.3, None),
-        (causal_documents, 0.3, [(True, False)] * 6),
+        (causal_documents, 0.3, [(True, False)] * 9),
     ],
     ids=str,
 )
