@@ -67,6 +67,11 @@ def _branch(builder: GraphBuilder, node: Node) -> Node | None:
     return node if node.is_const and node.value == -torch.inf else _added(builder, node)
 
 
+@lru_cache(256)
+def _has_line(graph: Graph) -> bool:
+    return graph.reads >= {"q_idx", "kv_idx"} and is_diagonal(graph)
+
+
 def _without_casts(node: Node) -> Node:
     return _without_casts(node.args[0]) if node.op == CAST else node
 
@@ -77,7 +82,7 @@ class Bias:
     def __init__(self, graph: Graph, tensors: Sequence[Tensor], lengths: tuple[int, int]) -> None:
         self._traced = Traced(graph, tuple(tensors))
         self._lengths = lengths
-        self._diagonal = max(lengths) < EXACT and graph.reads >= {"q_idx", "kv_idx"} and is_diagonal(graph)
+        self._diagonal = max(lengths) < EXACT and _has_line(graph)
         self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
         self._lines: dict[tuple[range, range], Tensor] = {}
 

@@ -31,29 +31,24 @@ LARGEST_LSE = 256.0
 
 def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
     """Runs a forward, see `interface`; None if the tensors have values that the kernel does not support."""
-    call = _Call(problem, bias, q, k, v.shape[3])
-    query, key, value = call.rows(q), call.columns(k), call.columns(v)
-    if not call.supports(query, key):
-        return None
-    attend, whole = call.kernels[0], None
-    out = lse = query.new_empty(0)
-    for step, mask, turned in call.steps(query.dtype):
-        of_step = turned(query[step.rows]), *call.of_step(step, key, value)
+    call = _Call(problem, bias, q, k, v)
+    query, rows = call.rows(q), call.size[:3]
+    attend, results = call.kernels[0], None
+    for step, mask, turned in call.steps():
+        if not call.supports(step, query):
+            return None
+        of_step = turned(call.rows_of(step, query)), *call.columns_of(step)
         found = attend(*of_step, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
-        part, part_lse = turned(found[0])[..., : v.shape[3]], found[1]
-        dead = _dead(step, mask, part_lse, bias)
-        part_lse = turned(part_lse if dead is None else part_lse.masked_fill(dead, -torch.inf))
-        if step.shape[:3] == query.shape[:3]:
-            out, lse, whole = part, part_lse, step
+        part, lse = turned(found[0])[..., : v.shape[3]], found[1]
+        dead = _dead(step, mask, lse, bias)
+        lse = turned(lse if dead is None else lse.masked_fill(dead, -torch.inf))
+        if step.shape[:3] == rows:
+            results = part.to(q.dtype), lse
             break
-        if whole is None:
-            out = q.new_zeros((*query.shape[:3], v.shape[3]))
-            lse, whole = query.new_full(query.shape[:3], -torch.inf), step
-        out[step.rows], lse[step.rows] = part, part_lse
-    if whole is None:  # no query attends to anything
-        out = q.new_zeros((*query.shape[:3], v.shape[3]))
-        lse = query.new_full(query.shape[:3], -torch.inf)
-    return Forward(in_order_of(call.heads.join_query(out).to(q.dtype), q), call.heads.join_query(lse), None)
+        results = results or call.of_nothing(q, v.shape[3])
+        results[0][step.rows], results[1][step.rows] = part, lse
+    out, lse = results or call.of_nothing(q, v.shape[3])
+    return Forward(in_order_of(call.heads.join_query(out), q), call.heads.join_query(lse), None)
 
 
 def backward(
@@ -78,24 +73,24 @@ def backward(
         least, most = (float(x) for x in lse.masked_fill(dead, 0.0).aminmax())
     if q.dtype != torch.float64 and not max(-least, most) <= LARGEST_LSE:
         return None
-    call = _Call(problem, bias, q, k, v.shape[3], more=grad_lse is not None)
-    query, key, value = call.rows(q), call.columns(k), call.columns(v)
-    if not call.supports(query, key):
-        return None
+    call = _Call(problem, bias, q, k, v, more=grad_lse is not None)
+    query, key, value = call.rows(q), call.key, call.value
     grad, result, row_lse = call.rows(grad_out), call.rows(out), call.heads.group(alive)
     if grad_lse is not None:
         grad[..., -1] = 1.0
         result[..., -1] = -call.heads.group(grad_lse)
     grads: list[Tensor] = []
     differentiate = call.kernels[1]
-    for step, mask, turned in call.steps(query.dtype):
-        part_grad, part_query, *by_row = (turned(x[step.rows]) for x in (grad, query, result, row_lse))
+    for step, mask, turned in call.steps():
+        if not call.supports(step, query):
+            return None
+        by_row = [turned(call.rows_of(step, x)) for x in (grad, query, result, row_lse)]
         found = differentiate(
-            part_grad, part_query, *call.of_step(step, key, value), *by_row, 0.0, step.tiles.causal,
+            *by_row[:2], *call.columns_of(step), *by_row[2:], 0.0, step.tiles.causal,
             attn_mask=mask, scale=problem.scale,
         )  # fmt: skip
         parts = turned(found[0]), *(x.sum(1) if x.shape[1] > 1 else x[:, 0] for x in found[1:])
-        if step.shape == (*query.shape[:3], key.shape[1]):
+        if step.shape == call.size:
             grads += parts
             break
         grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
@@ -116,48 +111,59 @@ class _Call:
     """The layout of one call: [Z, G, M, dim] for tensors by query, [Z, N, dim] for keys and values."""
 
     def __init__(
-        self, problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, value_dim: int, more: bool = False
+        self, problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor, more: bool = False
     ) -> None:
         kernels = flash_on_cpu()
         assert kernels is not None
         self.kernels = kernels
         self.problem, self.bias, self.heads = problem, bias, Heads.of(q, k)
-        self._dim = max(q.shape[3], value_dim) + more
-        self._lengths = q.shape[2], k.shape[2]
+        self.size = *self.heads.shape, q.shape[2], k.shape[2]
+        self._dim = max(q.shape[3], v.shape[3]) + more
+        self._finite: bool | None = None
+        self.key, self.value = (self._ready(x.flatten(0, 1)) for x in (k, v))
 
     def rows(self, x: Tensor) -> Tensor:
         """Returns [B, Hq, M, dim] as [Z, G, M, dim], padded with zeros."""
         return self._ready(self.heads.group(x))
 
-    def columns(self, x: Tensor) -> Tensor:
-        """Returns [B or 1, Hkv, N, dim] as [Z, N, dim], padded with zeros."""
-        return self._ready(x.flatten(0, 1))
-
     def _ready(self, x: Tensor) -> Tensor:
         """Returns x in the dtype of the computation, with strides that matrix products support."""
-        x = x.to(self.heads.real)
+        if x.dtype != self.heads.real:
+            x = x.to(self.heads.real)
         if x.shape[-1] < self._dim:
             return torch.nn.functional.pad(x, (0, self._dim - x.shape[-1]))
         return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
-    def supports(self, query: Tensor, key: Tensor) -> bool:
+    def of_nothing(self, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Returns out and lse of rows that attend to nothing."""
+        lse = torch.full(self.size[:3], -torch.inf, dtype=self.heads.real)
+        return q.new_zeros((*self.size[:3], dim)), lse
+
+    def supports(self, step: Step, query: Tensor) -> bool:
         """Returns whether no masked score can be nan or infinite: the kernel adds -inf to it."""
-        return self.problem.mask is None or bool(torch.isfinite(query.sum() + key.sum()))
+        if step.forbidden and self._finite is None:
+            self._finite = bool(torch.isfinite(query.sum() + self.key.sum()))
+        return not step.forbidden or self._finite is True
 
-    def of_step(self, step: Step, *tensors: Tensor) -> Iterator[Tensor]:
-        """Returns the step's columns of keys or values [Z, N, dim], as [z, g, columns, dim]."""
-        for x in tensors:
-            yield step.columns_of(x)[:, None].expand(-1, len(step.g), -1, -1)
+    def rows_of(self, step: Step, x: Tensor) -> Tensor:
+        """Returns the step's rows of [Z, G, M, ...]."""
+        return x if step.shape[:3] == self.size[:3] else x[step.rows]
 
-    def steps(self, dtype: torch.dtype) -> Iterator[tuple[Step, Tensor | None, Turn]]:
+    def columns_of(self, step: Step) -> Iterator[Tensor]:
+        """Returns the step's columns of keys and values, as [z, g, columns, dim]."""
+        for x in (self.key, self.value):
+            found = x if step.shape == self.size else step.columns_of(x)
+            yield found[:, None].expand(-1, len(step.g), -1, -1) if len(step.g) > 1 else found[:, None]
+
+    def steps(self) -> Iterator[tuple[Step, Tensor | None, Turn]]:
         """Yields each step, the kernel's mask, which broadcasts to the step's scores, and the order of rows.
 
         A function brings rows into the mask's order and back.
         """
-        squares = self.bias is None and self.problem.scale > 0
+        squares, dtype = self.bias is None and self.problem.scale > 0, self.heads.real
         known: tuple[Forbidden, int] | None = None
         mask = None
-        for step in steps_of(self.problem.mask, self.heads, *self._lengths, squares=squares):
+        for step in steps_of(self.problem.mask, self.heads, *self.size[2:], squares=squares):
             if self.bias is not None:
                 mask = self.bias.from_last_row(step, dtype)
                 if mask is not None:

@@ -105,6 +105,8 @@ def _without_tensors(problem: Problem) -> Problem:
 
 
 def _with_tensors(problem: Problem, captured: Sequence[Tensor], mask: MaskSnapshot | None) -> Problem:
+    if problem.score is None and mask is None:
+        return problem
     score = None if problem.score is None else Traced(problem.score.graph, tuple(captured))
     return replace(problem, score=score, mask=mask)
 

@@ -61,6 +61,8 @@ class Heads:
     def join_query(self, x: Tensor) -> Tensor:
         """Returns [Z, G, ...] as [B, Hq, ...]."""
         lead, rest = self.batch // self.key_batch, x.shape[2:]
+        if lead == 1:
+            return x.reshape(self.batch, self.query_heads, *rest)
         x = x.reshape(self.key_batch, self.key_heads, lead, -1, *rest).movedim(2, 1)
         return x.reshape(self.batch, self.query_heads, *rest)
 
@@ -91,6 +93,8 @@ class Heads:
         """Returns [B, Hq, ...] as [Z, G, ...], a view if its strides permit."""
         rest = x.shape[2:]
         lead = self.batch // self.key_batch
+        if lead == 1:
+            return x.reshape(*self.shape, *rest)
         x = x.reshape(self.key_batch, lead, self.key_heads, -1, *rest).movedim(1, 2)
         return x.reshape(*self.shape, *rest)
 
@@ -98,6 +102,8 @@ class Heads:
 def in_order_of(x: Tensor, like: Tensor) -> Tensor:
     """Returns x [B, heads, length, dim] without gaps, with like's order of the first three dimensions."""
     order = sorted((2, 1, 0), key=like.stride)[::-1]
+    if order == [0, 1, 2]:
+        return x.contiguous()
     return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 
 

@@ -39,12 +39,12 @@ class Step:
     tiles: TileStep
     forbidden: Forbidden = ()
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of the scores: [z, g, rows, columns]."""
         return len(self.z), len(self.g), self.tiles.row_count, self.tiles.column_count
 
-    @property
+    @cached_property
     def rows(self) -> tuple[slice, slice, slice]:
         """The indices of this step's rows in a tensor laid out by query."""
         return as_slice(self.z), as_slice(self.g), self.tiles.rows
