@@ -153,7 +153,10 @@ class ScorePart:
     def modify(self, scores: Tensor, into: Tensor) -> None:
         """Writes the scores after the score mod and the mask."""
         if self.problem.score is not None:
-            into.copy_(self._run(self.problem.score.graph, score=scores)[0])
+            overwrite = "score" if scores is into else ""
+            (result,) = self._run(self.problem.score.graph, score=scores, overwrite=overwrite)
+            if result is not into:
+                into.copy_(result)
         self.step.forbid(into, -torch.inf)
 
     def unmodify(self, scores: Tensor, change: Tensor, sums: CaptureSums | None = None) -> None:
@@ -166,18 +169,23 @@ class ScorePart:
             return
         graph = self.problem.score_grad if sums is None else sums.graph
         assert graph is not None
-        by_score, *terms = self._run(graph, score=scores, grad=change)
+        overwrite = "grad" if sums is None else ""
+        by_score, *terms = self._run(graph, score=scores, grad=change, overwrite=overwrite)
         if sums is not None:
             # before the write to `change`: a term may be the same tensor
             sums.add(terms, self.shape, lambda term: self.step.forbid(term, 0.0))
-        change.copy_(by_score)
+        if by_score is not change:
+            change.copy_(by_score)
         self.step.forbid(change, 0.0)
 
-    def _run(self, graph: Graph, *, score: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _run(
+        self, graph: Graph, *, score: Tensor, grad: Tensor | None = None, overwrite: str = ""
+    ) -> tuple[Tensor, ...]:
         """Evaluates a graph of the score mod on all elements."""
         assert self.problem.score is not None
         at, tensors = self.step.positions, self.problem.score.tensors
-        return evaluate(graph, tensors, **at, score=score, grad=grad, real=self.step.heads.real)
+        real = self.step.heads.real
+        return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, overwrite=overwrite)
 
 
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.trace import Traced
 from flexmod.runtime import transforms
 from flexmod.runtime.private_torch import in_forward_ad
+
+# Functions that write into a given tensor, and from how many elements on that saves time.
+INTO_MEMORY = {torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.abs, torch.tanh, torch.sigmoid,
+               torch.exp, torch.exp2, torch.log, torch.sqrt, torch.minimum, torch.maximum}  # fmt: skip
+LARGE = 1 << 12
 
 
 def is_host_number(tensor: Tensor, device: torch.device) -> bool:
@@ -71,6 +77,7 @@ def evaluate(
     others: Mapping[str, torch.Tensor] | None = None,
     numbers: Sequence[bool | int | float] = (),
     guarded: bool = False,
+    overwrite: str = "",
 ) -> tuple[torch.Tensor, ...]:
     """Computes the graph's results at given positions, in differentiable torch.
 
@@ -82,6 +89,8 @@ def evaluate(
         others      further inputs by name (see `intervals.py`)
         numbers     the values of parameters, by place
         guarded     a load outside of a tensor gives 0, as in a kernel
+        overwrite   the input that results may overwrite; large values then share memory, and autograd cannot
+                    record the evaluation
 
     Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
@@ -89,6 +98,7 @@ def evaluate(
     inputs.update(others or {})
     tensors = all_on_device(tensors, b.device)
     values: dict[Node, Any] = {}
+    last = _last_uses(graph, overwrite) if overwrite else {}
     for node in graph.nodes:
         if node.op == "param":
             values[node] = numbers[_number(node)]
@@ -97,7 +107,7 @@ def evaluate(
             loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
             values[node] = loaded.to(real_dtype(node.dtype, real))
         else:
-            values[node] = _value(node, values, inputs, real)
+            values[node] = _value(node, values, inputs, real, last.get(node, ()))
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
 
 
@@ -114,11 +124,29 @@ def _strong(value: Any, dtype: DType, real: torch.dtype, device: torch.device) -
     return number(value, target).to(device)
 
 
+@lru_cache(256)
+def _last_uses(graph: Graph, overwrite: str) -> dict[Node, tuple[Node, ...]]:
+    """Returns by node the arguments whose memory is free for its result."""
+    # a cast may return its argument itself
+    memory: dict[Node, Node] = {}
+    users: dict[Node, Node | None] = {}
+    for node in graph.nodes:
+        memory[node] = memory[node.args[0]] if node.op == CAST else node
+        users |= {memory[a]: node for a in node.args if node.op != CAST}
+    users |= {memory[result]: None for result in graph.results}
+    free: dict[Node, tuple[Node, ...]] = {}
+    for node in graph.nodes:
+        owned = [a for a in node.args if memory[a].op in OPS or memory[a].value == overwrite != ""]
+        free[node] = tuple(a for a in owned if users[memory[a]] is node)
+    return free
+
+
 def _value(
     node: Node,
     values: dict[Node, Any],
     inputs: dict[str, Any],
     real: torch.dtype,
+    free: Sequence[Node] = (),
 ) -> Any:
     if node.op == "input":
         return inputs[node.value].to(real_dtype(node.dtype, real))  # type: ignore[index]
@@ -134,7 +162,18 @@ def _value(
     ]
     if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch do
         return row.torch(*(a.float() for a in arguments)).to(at[0])
+    for argument in free if row.torch in INTO_MEMORY else ():
+        memory = values[argument]
+        if memory.numel() >= LARGE and all(_fits(a, memory) for a in arguments):
+            return row.torch(*arguments, out=memory)
     return row.torch(*arguments)
+
+
+def _fits(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Does it broadcast to the memory's shape, and have its dtype?"""
+    sizes = zip(tensor.shape[::-1], memory.shape[::-1], strict=False)
+    broadcasts = tensor.dim() <= memory.dim() and all(size in (1, room) for size, room in sizes)
+    return broadcasts and tensor.dtype == memory.dtype and memory.dtype.is_floating_point
 
 
 def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
