@@ -31,7 +31,7 @@ LARGEST_LSE = 256.0
 
 def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
     """Runs a forward, see `interface`; None if the tensors have values that the kernel does not support."""
-    call = _Call(problem, bias, q, k, v)
+    call = FlashCall(problem, bias, q, k, v)
     query, rows = call.rows(q), call.size[:3]
     attend, results = call.kernels[0], None
     for step, mask, turned in call.steps():
@@ -73,7 +73,7 @@ def backward(
         least, most = (float(x) for x in lse.masked_fill(dead, 0.0).aminmax())
     if q.dtype != torch.float64 and not max(-least, most) <= LARGEST_LSE:
         return None
-    call = _Call(problem, bias, q, k, v, more=grad_lse is not None)
+    call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
     query, key, value = call.rows(q), call.key, call.value
     grad, result, row_lse = call.rows(grad_out), call.rows(out), call.heads.group(alive)
     if grad_lse is not None:
@@ -107,7 +107,7 @@ def backward(
     )
 
 
-class _Call:
+class FlashCall:
     """The layout of one call: [Z, G, M, dim] for tensors by query, [Z, N, dim] for keys and values."""
 
     def __init__(
