@@ -94,7 +94,8 @@ class Bias:
         bias = self._evaluated(step, dtype)
         if not step.forbidden:
             return bias
-        heads = torch.broadcast_shapes(bias.shape[:2], *(x.shape[:2] for _, x in step.forbidden))
+        forbidden = (x.shape[:2] for _, x in step.forbidden)
+        heads = [max(sizes) for sizes in zip(bias.shape[:2], *forbidden, strict=True)]
         whole = bias.expand(*heads, *step.shape[2:])
         if whole.shape != bias.shape or not self._new:
             whole = whole.clone()
@@ -122,7 +123,7 @@ class Bias:
         known = self._lines.get((step.z, step.g))
         if known is None:
             length, keys = self._lengths
-            difference = torch.arange(length - 1, -keys, -1)
+            difference = torch.arange(length - 1, -keys, -1, device=step.heads.device)
             q_idx, kv_idx = difference.clamp(min=0), (-difference).clamp(min=0)
             known = self._evaluated(step, dtype, q_idx=q_idx, kv_idx=kv_idx)[:, :, 0].contiguous()
             self._lines[step.z, step.g] = known

@@ -136,7 +136,7 @@ class FlashCall:
 
     def of_nothing(self, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Returns out and lse of rows that attend to nothing."""
-        lse = torch.full(self.size[:3], -torch.inf, dtype=self.heads.real)
+        lse = torch.full(self.size[:3], -torch.inf, dtype=self.heads.real, device=q.device)
         return q.new_zeros((*self.size[:3], dim)), lse
 
     def supports(self, step: Step, query: Tensor) -> bool:
@@ -190,7 +190,7 @@ def _last_first(x: Tensor) -> Tensor:
 
 def _mask_of(step: Step, dtype: torch.dtype) -> Tensor:
     sizes = [max(sizes) for sizes in zip(*(x.shape[:3] for _, x in step.forbidden), strict=True)]
-    mask = torch.zeros(*sizes, step.shape[3], dtype=dtype)
+    mask = torch.zeros(*sizes, step.shape[3], dtype=dtype, device=step.heads.device)
     step.forbid(mask, -torch.inf)
     return mask
 

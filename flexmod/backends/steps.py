@@ -83,8 +83,8 @@ class Step:
 
         The last row comes first, then the last column upwards. None if a diagonal has both kinds.
         """
-        heads = torch.broadcast_shapes(*(x.shape[:2] for _, x in self.forbidden), (1, 1))
-        whole = torch.zeros(*heads, *self.shape[2:], dtype=torch.bool)
+        heads = [max(sizes) for sizes in zip(*(x.shape[:2] for _, x in self.forbidden), strict=True)]
+        whole = torch.zeros(*heads, *self.shape[2:], dtype=torch.bool, device=self.heads.device)
         self.forbid(whole, True)
         if not torch.equal(whole[..., 1:, 1:], whole[..., :-1, :-1]):
             return None
@@ -187,9 +187,11 @@ def _is_causal(
     They begin with tile `first` of the columns. Rows and columns beyond the lengths do not count.
     """
     size, (rows, columns) = mask.BLOCK_SIZE[0], lengths
-    place = torch.arange(size, device=of_heads.heads.device)
-    q_idx = (torch.arange(q_tiles.start, q_tiles.stop)[:, None] * size + place)[..., None]
-    kv_idx = (torch.arange(first, first + len(q_tiles))[:, None] * size + place)[:, None]
+    device = of_heads.heads.device
+    place = torch.arange(size, device=device)
+    q_idx = (torch.arange(q_tiles.start, q_tiles.stop, device=device)[:, None] * size + place)[..., None]
+    tiles = torch.arange(first, first + len(q_tiles), device=device)
+    kv_idx = (tiles[:, None] * size + place)[:, None]
     inside = (q_idx < rows) & (kv_idx < columns)
     b, h = (of_heads.positions[name][..., None] for name in ("b", "h"))
     (said,) = evaluate(
