@@ -97,7 +97,7 @@ class Benchmark:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise MissingPlots() from error
-        figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+        figure = Figure(figsize=(11.0, 5.2), layout="constrained")
         names = list(dict.fromkeys((row.mask, row.timing.attention) for row in self.rows))
         masks = [mask for mask in dict.fromkeys(mask for mask, _ in names) if mask]
         colors = {"": BASELINE, **dict(zip(masks, colormaps["tab10"].colors, strict=False))}  # type: ignore[attr-defined]
@@ -119,14 +119,14 @@ class Benchmark:
             axis.set_yscale("log")
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.minorticks_off()
-            axis.margins(x=0.12)
+            axis.margins(x=0.2)
             axis.set_title(direction, fontsize="medium")
             axis.set_xlabel("length")
             axis.set_ylabel("milliseconds")
             axis.grid(alpha=0.3)
         figure.suptitle(f"{self.title}\nnumbers: speed-up over {names[0][1]}", fontsize="medium")
         handles = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(*handles, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
         figure.savefig(path, dpi=150)
 
 
