@@ -20,6 +20,7 @@ Triton 3.6 to 3.9 have these faults of arithmetic, which `correct` corrects in t
 - Operations on bfloat16 work on its raw 16 bits: a dot is wrong by orders of magnitude, a sum gives NaN.
 - The cast from float32 to bfloat16 truncates, but a chip rounds to nearest even.
 - A cast from float64 or an integer to bfloat16 gives a 16-bit integer.
+- A dot and the dot of its transposes may differ in their last bits, so a backward would see other scores.
 - A comparison keeps its operands' type, so a later operation with a block sees floats.
 - An index comes from a one-element array, which newer numpy refuses.
 - The operator `~` on an unsigned number asks numpy for -1 of that type.
@@ -106,9 +107,10 @@ def correct(interpreter: Any, tl: Any) -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if min(a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth) < 16:
             return plain_dot(self, a, b, d, *options)
-        dtype = d.data.dtype
+        # numpy may sum a product and its transpose in different orders; a chip gives both the same bits
+        dtype = np.result_type(d.data.dtype, np.float64)
         product = np.matmul(numbers(a).astype(dtype, copy=False), numbers(b).astype(dtype, copy=False))
-        return handle(product + d.data, d.dtype.scalar)
+        return handle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def get_bf16(self: Any, value: float) -> Any:
         return handle(narrow(np.array([value])), bfloat16)

@@ -310,6 +310,24 @@ tl.store(Y + i, z)
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_product_and_its_transpose_have_the_same_bits(dtype: torch.dtype) -> None:
+    """As on a chip: a backward that computes scores by columns must find those of the forward."""
+    body = """
+i = tl.arange(0, 64)
+at = i[:, None] * 64 + i[None, :]
+x = tl.load(X + at)
+y = tl.load(Y + at)
+tl.store(ByRow + at, tl.dot(x, tl.trans(y), input_precision="ieee"))
+tl.store(ByColumn + at, tl.trans(tl.dot(y, tl.trans(x), input_precision="ieee")))
+"""
+    x, y = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    by_row, by_column = torch.full((2, 64, 64), torch.nan).unbind()
+    kernel(body, "X", "Y", "ByRow", "ByColumn")[(1,)](x, y, by_row, by_column)
+    assert torch.equal(by_row, by_column)
+    assert torch.allclose(by_row, x.float() @ y.float().T, atol=1e-4)
+
+
 # What is refused
 
 
