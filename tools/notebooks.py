@@ -50,8 +50,9 @@ def outputs_of(source: str, names: dict[str, Any], count: int) -> list[dict[str,
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), file, "eval"), names)
     outputs: list[dict[str, Any]] = []
-    if printed.getvalue():
-        outputs.append({"name": "stdout", "output_type": "stream", "text": lines(printed.getvalue())})
+    text = printed.getvalue().replace(f"{FOLDER.parent}/", "")
+    if text:
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines(text)})
     if value is not None:
         data = {"text/plain": lines(repr(value))}
         if hasattr(value, "_repr_svg_"):
