@@ -24,7 +24,7 @@ from test_rooms import MODULES, ROOT, longest_module
 import flexmod
 from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
-PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"}
+PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"} - {"numpy"}  # torch has it
 
 # In this order, in one process: what each one imports is told apart.
 STEPS = {
@@ -111,9 +111,11 @@ def test_collections_pause(imports: Callable[[], Any], collecting: bool) -> None
 
 
 def test_the_requirements_are_those_of_the_project() -> None:
-    found = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found is not None
-    assert {*REQUIREMENTS.values()} <= {each.partition(";")[0] for each in ast.literal_eval(found[1])}
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r"^dependencies = (\[.*\])$", text, re.MULTILINE)
+    assert found is not None and f'"{REQUIREMENTS["numpy"]}"' in text  # numpy is for tests
+    dependencies = {each.partition(";")[0] for each in ast.literal_eval(found[1])}
+    assert {*REQUIREMENTS.values()} <= {*dependencies, REQUIREMENTS["numpy"]}
 
 
 @pytest.mark.parametrize("name", ["ahead", "standalone"])
@@ -305,6 +307,26 @@ for name, call in refused.items():
         ), error
 """
     assert python(script.replace("sys.argv[1]", repr(package))) == ""
+
+
+def test_numpy_is_for_the_interpreter_alone() -> None:
+    """Torch and Triton do without it."""
+    python("""
+import sys
+sys.modules["numpy"] = None
+import torch, flexmod
+from flexmod.backends.table import backend
+
+backend("triton")
+q = torch.randn(1, 1, 20, 16)
+assert flexmod.flex_attention(q, q, q).isfinite().all()
+try:
+    flexmod.flex_attention(q, q, q, kernel_options={"BACKEND": "INTERPRET"})
+except flexmod.errors.MissingPackage as error:
+    assert str(error).endswith("Instead: pip install \\"numpy<2.4\\"."), error
+else:
+    raise AssertionError("the interpreter needs numpy")
+""")
 
 
 def test_the_first_calls_of_threads() -> None:

@@ -24,7 +24,7 @@ from flexmod.runtime import compiler_bugs, config, direct, machine_code
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
-from flexmod.runtime.interpreter import interpreted
+from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.plan import Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
 from flexmod.runtime.private_triton import OutOfResources
 
@@ -170,6 +170,8 @@ def start(
     Returns Triton's compiled kernel, None in the interpreter.
     """
     if source.interpreted:
+        with lazy_imports():  # numpy, which a GPU does not need
+            from flexmod.runtime.interpreter import interpreted
         direct.start(getattr(interpreted(source.module), name), grid, None, arguments)
         return None
     return direct.start(getattr(source.module, name), grid, device, arguments)

@@ -21,7 +21,9 @@ from types import FrameType
 from flexmod.errors import MissingPackage
 
 # as in pyproject.toml
-REQUIREMENTS = {"triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "rich": "rich>=13.7"}
+REQUIREMENTS = {
+    "triton": "triton>=3.6", "jinja2": "jinja2>=3.1", "rich": "rich>=13.7", "numpy": "numpy<2.4"
+}  # fmt: skip
 
 NO_TRITON = (
     "Triton has wheels for Linux alone. On Windows use WSL; or run the CPU backend, which serves CPU tensors "
