@@ -218,7 +218,7 @@ GRAPH_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", GRAPH_MASKS)
 def test_a_compiled_create_block_mask_gives_a_block_mask(name: str, dynamic: bool) -> None:
     ids = torch.randint(0, 3, (2, 400)).sort(-1).values
@@ -283,6 +283,18 @@ def test_another_batch_does_not_compile_again(batches: tuple[int, ...], batched:
         mask = built(flexmod, batch if batched else None, None, 500)
         found = attend(*qkv(batch, 7, 500), block_mask=mask)
         assert found.shape == (batch, 7, 500, 16)
+    assert counter.frame_count == 1
+
+
+def test_masks_of_a_compiled_builder_do_not_compile_attention_again() -> None:
+    attend, counter = compiled(flex_attention)
+    made = torch.compile(create_block_mask, backend="aot_eager", dynamic=True, fullgraph=True)
+    for batch, length in ((2, 300), (3, 400), (4, 555)):
+        q, k, v = qkv(batch, 4, length)
+        mask = made(causal, batch, 4, length, length, "cpu")
+        wanted = create_block_mask(causal, None, None, length, length, "cpu")
+        expected = flex_attention(q, k, v, block_mask=wanted)
+        torch.testing.assert_close(attend(q, k, v, block_mask=mask), expected)
     assert counter.frame_count == 1
 
 

@@ -35,10 +35,6 @@ def handle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v)
 
 
-def other_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return eager(*(x.transpose(1, 2) for x in (q, k, v)), layout="bshd").transpose(1, 2)  # type: ignore[call-arg]
-
-
 WAYS: dict[str, Callable[..., Tensor]] = {
     "cpu": eager,
     "reference": lambda *x: eager(*x, kernel_options={"BACKEND": "REFERENCE"}),
@@ -48,8 +44,15 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", HEADS)
+SLOW = ("interpret", "graph")  # in the quick tests for one case each
+CASES = [
+    pytest.param(name, way, marks=[pytest.mark.long] * (way in SLOW and name != "groups of both"))
+    for name in HEADS
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_out_and_gradients(name: str, way: str) -> None:
     torch._dynamo.reset()
     given = inputs(HEADS[name])

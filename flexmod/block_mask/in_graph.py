@@ -238,7 +238,9 @@ def build_tiles(
         assert runs is not None
         spans = runs.spans.new_zeros(most, 2)
         spans[: len(runs.spans)] = runs.spans
-        found += [runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous(), spans]
+        table = runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous()
+        made = Runs(table, spans).with_fixed_sizes()  # for another graph, which may take the mask
+        found += [made.rows, made.spans]
     return found[0], found[1], found[2], found[3]
 
 

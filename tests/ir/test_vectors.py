@@ -66,9 +66,15 @@ def qkv() -> list[Tensor]:
     return [torch.randn(2, 2, LENGTH, 16, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", SCORES)
-def test_scores_and_gradients(name: str) -> None:
-    """Beside torch's own gradients of a dense softmax; learned rows get theirs."""
+# interpreted kernels have the same scalars as all others: a few names stand for them in the quick tests
+CASES = [(name, ("REFERENCE", None, "INTERPRET")) for name in ("distance", "@ of a frame", "stack")]
+CASES += [(name, ("REFERENCE", None)) for name in SCORES if name not in dict(CASES)]
+LONG = [pytest.param(name, ("REFERENCE", "INTERPRET"), marks=pytest.mark.long) for name, _ in CASES[3:]]
+
+
+@pytest.mark.parametrize(("name", "backends"), [*CASES, *LONG])
+def test_scores_and_gradients(name: str, backends: tuple[str | None, ...]) -> None:
+    """Beside torch's scores, and the gradients of the dense reference; learned rows get theirs."""
     inputs, captured = qkv(), tensors()
     learned = [captured[key].requires_grad_() for key in ("place", "frames", "weight")]
     made = SCORES[name](captured)
@@ -77,7 +83,7 @@ def test_scores_and_gradients(name: str) -> None:
         warnings.simplefilter("ignore")
         wanted = theirs.flex_attention(*plain, made)
     expected: Any = None
-    for backend in ("REFERENCE", None, "INTERPRET"):
+    for backend in backends:
         options = None if backend is None else {"BACKEND": backend}
         out = flex_attention(*inputs, made, kernel_options=options)
         torch.testing.assert_close(out.detach(), wanted, atol=2e-5, rtol=1e-4)
