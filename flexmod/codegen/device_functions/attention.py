@@ -8,9 +8,10 @@ last queries, the first keys) go first, so that short rows fill the tail.
 import triton
 import triton.language as tl
 
-# e^x = 2^(x * LOG2E). LOG2E_REST is the part of log2(e) that float32 rounds away.
+# e^x = 2^n * e^(x - n * ln(2)). ln(2) is LN2_HIGH, whose 14 bits times n are exact, and LN2_LOW.
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_REST = tl.constexpr(1.92596298909109e-08)
+LN2_HIGH = tl.constexpr(0.69317626953125)
+LN2_LOW = tl.constexpr(-2.9088971304713773e-05)
 
 
 @triton.jit
@@ -101,19 +102,19 @@ def compensated(total, lost, term):
 
 @triton.jit
 def exponential(x):
-    """e^x up to 1, more accurate than the chip's: 2^n exactly, times a series for the rest of x * log2(e)."""
+    """e^x up to 1, more accurate than the chip's: 2^n exactly, times a series for the rest of x."""
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0; removes -inf
     # no weight exceeds 1, even if another kernel rounds a large score differently
     x = tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     whole = tl.floor(x * LOG2E + 0.5)
-    # with one rounding, written out: the compiler may fuse any product with a sum
-    rest = tl.fma(x, LOG2E, -whole) + x * LOG2E_REST
-    series = 1.5252733804059841e-05 * rest + 1.5403530393381608e-04
-    series = series * rest + 1.3333558146428443e-03
-    series = series * rest + 9.618129107628477e-03
-    series = series * rest + 5.550410866482158e-02
-    series = series * rest + 2.402265069591007e-01
-    series = series * rest + 6.931471805599453e-01
+    # Cody and Waite: the first fma is exact. Written out, since the compiler may fuse any product.
+    rest = tl.fma(-whole, LN2_LOW, tl.fma(-whole, LN2_HIGH, x))
+    series = 1.9841269841269841e-04 * rest + 1.3888888888888889e-03
+    series = series * rest + 8.3333333333333333e-03
+    series = series * rest + 4.1666666666666667e-02
+    series = series * rest + 1.6666666666666667e-01
+    series = series * rest + 0.5
+    series = series * rest + 1.0
     return tl.exp2(whole) * (series * rest + 1.0)
 
 
