@@ -105,9 +105,9 @@ def reruns(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
     again: list[Bound] = []
     run = Bound.run
 
-    def watch(self: Bound, *arguments: Any) -> Any:
+    def watch(self: Bound, *arguments: Any, **named: Any) -> Any:
         (again if self in before else before).append(self)
-        return run(self, *arguments)
+        return run(self, *arguments, **named)
 
     monkeypatch.setattr(Bound, "run", watch)
     return again

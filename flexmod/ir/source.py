@@ -134,6 +134,8 @@ def check_made(mod: object) -> None:
     code = getattr(mod, "__code__", None) if inspect.isfunction(mod) else None
     if code is None or not code.co_filename.startswith(_LIBRARY_MODS):
         return
+    if code.co_flags & inspect.CO_NESTED:  # a mod that one of them made; TorchDynamo traces no further
+        return
     package, name = mod.__module__.split(".")[1], mod.__name__  # type: ignore[attr-defined]
     if getattr(sys.modules.get(f"flexmod.{package}"), name, None) is mod:
         needs = [p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty]  # type: ignore[arg-type]

@@ -385,7 +385,7 @@ def causal_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         (almost_causal, 0.3, None),
         (causal_documents, 0.3, [(True, False)] * 9),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_causal_is_what_the_elements_say(
     mask_mod: Any, scale: float, wanted: Any, path: str, monkeypatch: pytest.MonkeyPatch
