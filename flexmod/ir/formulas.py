@@ -241,7 +241,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "hardswish": lambda x: torch.where(x < -3, 0.0, torch.where(x <= 3, x * (x + 3.0) / 6.0, x)),
+    "hardswish": lambda x: torch.where(x <= -3, 0.0, torch.where(x < 3, x * (x + 3.0) / 6.0, x)),
     "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) > lambd, x, 0.0),
     "softshrink": lambda x, lambd=0.5: torch.where(
         x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, 0.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmod.runtime import bound, launch
+from flexmod.runtime import bound, interpreter, launch
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.plan import Place, PlanWriter, Size, named
 
@@ -38,7 +38,7 @@ SOURCE: Any = SimpleNamespace(module=SimpleNamespace(scaled_kernel=KERNEL), inte
 
 @pytest.fixture(autouse=True)
 def _as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "interpreted", lambda module: module)
+    monkeypatch.setattr(interpreter, "interpreted", lambda module: module)
     KERNEL.launches.clear()
 
 
