@@ -25,6 +25,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
 from flexmod.calls.packed import apply_sink
 from flexmod.errors import TransformersArgumentError, TransformersModelError
+from flexmod.runtime import private_torch
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
 FEW_QUERIES = 16
@@ -51,7 +52,7 @@ _unchecked = PreTrainedModel.get_correct_attn_implementation
 @functools.wraps(_unchecked)
 def _checked(model: Any, requested: str | None, *others: Any, **options: Any) -> Any:
     """Transformers would run a model that does not take the attention interface with its own attention."""
-    if requested in _NAMES and not model._can_set_attn_implementation():
+    if requested in _NAMES and not private_torch.takes_other_attention(model):
         raise TransformersModelError(model=type(model).__name__)
     return _unchecked(model, requested, *others, **options)
 

@@ -235,3 +235,8 @@ def ask_modes_of_unary_operators() -> None:
         plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
         if plain is not None:
             setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))
+
+
+def takes_other_attention(model: Any) -> bool:
+    """Says whether a model of Transformers calls its attention by name, so that another can serve it."""
+    return bool(model._can_set_attn_implementation())
