@@ -10,6 +10,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: the threads of all workers would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from tiers import mark_long
 

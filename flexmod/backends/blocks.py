@@ -32,11 +32,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     out = query.new_zeros((*query.shape[:3], v.shape[-1]))
     lse = query.new_full(query.shape[:3], -torch.inf)
     largest = lse.clone()
-    scratch = Scratch(query)
-    for part in parts(problem, heads, query.shape[2], key.shape[1]):
-        scores = scratch.take("scores", part.shape)
-        part.product(query, key, problem.scale, scores)
-        part.modify(scores, scores)
+    for part, scores in scored_parts(problem, heads, query, key):
         highest = scores.amax(-1)
         torch.softmax(scores, -1, out=scores)
         # The largest weight is exp(0) / sum, which gives the sum.
@@ -57,13 +53,21 @@ def largest_scores(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
     heads = Heads.of(q, k)
     query, key = heads.split_query(q), heads.split_key(k)
     largest = query.new_full(query.shape[:3], -torch.inf)
+    for part, scores in scored_parts(problem, heads, query, key):
+        largest[part.rows] = scores.amax(-1)
+    return heads.join_query(largest)
+
+
+def scored_parts(
+    problem: Problem, heads: Heads, query: Tensor, key: Tensor
+) -> Iterator[tuple[ScorePart, Tensor]]:
+    """Yields each part with its scores after score mod and mask, which are valid until the next part."""
     scratch = Scratch(query)
     for part in parts(problem, heads, query.shape[2], key.shape[1]):
         scores = scratch.take("scores", part.shape)
         part.product(query, key, problem.scale, scores)
         part.modify(scores, scores)
-        largest[part.rows] = scores.amax(-1)
-    return heads.join_query(largest)
+        yield part, scores
 
 
 def backward(
@@ -209,6 +213,8 @@ class Scratch:
         """Returns an uninitialized contiguous tensor, valid until the next call with `name`."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
+        if buffer is None:
             buffer = self._buffers[name] = self._like.new_empty(size)
+        elif buffer.numel() < size:  # by doubling: writes to new memory are slow
+            buffer = self._buffers[name] = self._like.new_empty(max(size, 2 * buffer.numel()))
         return buffer[:size].view(shape)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
+from flexmod.backends.blocks import Scratch
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.reference import Heads, in_order_of
 from flexmod.backends.steps import Forbidden, Step, steps_of
@@ -27,6 +28,8 @@ Turn = Callable[[Tensor], Tensor]
 BIASES = 1 << 20
 # One float32 lse gives the weights of scores up to this size as exactly as the scores themselves.
 LARGEST_LSE = 256.0
+# An integer dtype of the same width, and the bits of -inf in it.
+BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
 
 
 def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
@@ -120,6 +123,7 @@ class FlashCall:
         self.size = *self.heads.shape, q.shape[2], k.shape[2]
         self._dim = max(q.shape[3], v.shape[3]) + more
         self._finite: bool | None = None
+        self._scratch = Scratch(q.new_empty((), dtype=self.heads.real))
         self.key, self.value = (self._ready(x.flatten(0, 1)) for x in (k, v))
 
     def rows(self, x: Tensor) -> Tensor:
@@ -175,8 +179,24 @@ class FlashCall:
                 yield step, None, _unchanged
             else:
                 if known is None or known[0] is not step.forbidden or known[1] != step.shape[3]:
-                    known, mask = (step.forbidden, step.shape[3]), _mask_of(step, dtype)
+                    known, mask = (step.forbidden, step.shape[3]), self._mask_of(step)
                 yield step, mask, _unchanged
+
+    def _mask_of(self, step: Step) -> Tensor:
+        """Returns 0, and -inf where the mask is False; valid until the next call.
+
+        It writes the bits of -inf: a product is vectorized, `masked_fill_` branches at each element.
+        """
+        sizes = [max(sizes) for sizes in zip(*(x.shape[:3] for _, x in step.forbidden), strict=True)]
+        mask = self._scratch.take("mask", (*sizes, step.shape[3]))
+        integer, minus_infinity = BITS[mask.dtype]
+        bits, start = mask.view(integer), 0
+        for span, forbidden in step.forbidden:
+            bits[..., start : span.start].zero_()
+            bits[..., span].copy_(forbidden).mul_(minus_infinity)
+            start = span.stop
+        bits[..., start:].zero_()
+        return mask
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -186,13 +206,6 @@ def _unchanged(x: Tensor) -> Tensor:
 def _last_first(x: Tensor) -> Tensor:
     """Returns x [z, g, rows, ...] with the last row first."""
     return x.flip(2)
-
-
-def _mask_of(step: Step, dtype: torch.dtype) -> Tensor:
-    sizes = [max(sizes) for sizes in zip(*(x.shape[:3] for _, x in step.forbidden), strict=True)]
-    mask = torch.zeros(*sizes, step.shape[3], dtype=dtype, device=step.heads.device)
-    step.forbid(mask, -torch.inf)
-    return mask
 
 
 def _dead(step: Step, mask: Tensor | None, lse: Tensor, bias: Bias | None) -> Tensor | None:

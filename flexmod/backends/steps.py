@@ -99,6 +99,9 @@ class Step:
         """Yields steps of at most `budget` scores, or one row, and at most `height` rows."""
         rows, columns = self.tiles.rows, self.tiles.column_count
         height = max(1, min(height, self.tiles.row_count, budget // columns))
+        if height == self.tiles.row_count and len(self.z) * len(self.g) * height * columns <= budget:
+            yield self
+            return
         pieces = list(chunks(range(len(self.z)), range(len(self.g)), budget // (height * columns)))
         for start in range(0, self.tiles.row_count, height):
             part = slice(start, min(start + height, self.tiles.row_count))

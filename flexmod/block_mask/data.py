@@ -1,8 +1,8 @@
 """The data of a block mask: its tiles, its lengths, and its mask_mod with the graph.
 
 The tiles of a built mask are a cache of its mask_mod's result: a change of a captured tensor invalidates
-them. Functions on masks (`cuts.py`, `combine.py`, `facts.py`, `pictures.py`) take a MaskData and return masks
-of its class. The public class `BlockMask` (`format.py`) has them as methods.
+them. Functions on masks (`selection.py`, `combine.py`, `facts.py`, `pictures.py`) take a MaskData and return
+masks of its class. The public class `BlockMask` (`format.py`) has them as methods.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ MOST_RUNS = 1 << 24
 
 @dataclass
 class GraphParts:
-    """What a graph knows of a mask: `tiles` are rows and spans, by row and by column, see `runs.py`.
+    """What a graph knows of a mask: `tiles` are rows and spans, by row and by column, see `tiles.py`.
 
     `tiled` is the recorded mask_mod of the tiles, `mod` the same without the mask's offsets.
     """

@@ -105,7 +105,7 @@ def evaluate(
         elif node.op == "load":
             tensor, indices = tensors[_number(node)], [values[a] for a in node.args]
             loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
-            values[node] = loaded.to(real_dtype(node.dtype, real))
+            values[node] = _cast(loaded, real_dtype(node.dtype, real))
         else:
             values[node] = _value(node, values, inputs, real, last.get(node, ()))
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
@@ -120,7 +120,7 @@ def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:
 def _strong(value: Any, dtype: DType, real: torch.dtype, device: torch.device) -> torch.Tensor:
     target = real_dtype(dtype, real)
     if isinstance(value, torch.Tensor):
-        return value.to(device=device, dtype=target)
+        return value if value.dtype == target and value.device == device else value.to(device, target)
     return number(value, target).to(device)
 
 
@@ -149,7 +149,7 @@ def _value(
     free: Sequence[Node] = (),
 ) -> Any:
     if node.op == "input":
-        return inputs[node.value].to(real_dtype(node.dtype, real))  # type: ignore[index]
+        return _cast(inputs[node.value], real_dtype(node.dtype, real))  # type: ignore[index]
     if node.op == "const":
         return node.value
     if node.op == CAST:
@@ -222,7 +222,12 @@ def _number(node: Node) -> int:
 
 
 def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(dtype) if isinstance(value, torch.Tensor) else number(value, dtype)
+    return _cast(value, dtype) if isinstance(value, torch.Tensor) else number(value, dtype)
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`value.to(dtype)`, sooner where nothing is to be done."""
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _place(value: Any) -> torch.Tensor:

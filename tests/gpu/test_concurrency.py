@@ -96,7 +96,7 @@ def test_processes(alone: list[list[Tensor]], tmp_path: Path) -> None:
 
 def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
     """A module of flexmod that was cut is written again; one of Triton: an error, or the right answer."""
-    expected = squares(alone[0])
+    expected = pytest.approx(squares(alone[0]), rel=1e-3)
     assert printed([process(tmp_path, 0)]) == [expected]
     for path in (tmp_path / "flexmod").glob("*.py"):
         path.write_bytes(path.read_bytes()[:200])
@@ -106,7 +106,7 @@ def test_damaged_caches(alone: list[list[Tensor]], tmp_path: Path) -> None:
     for path in compiled:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (answer,) = printed([process(tmp_path, 0)])
-    assert answer == expected or isinstance(answer[0], str)
+    assert isinstance(answer[0], str) or answer == expected
 
 
 # Streams and graphs
