@@ -66,7 +66,7 @@ FAULTS = (
     Fault("flexmod/backends/tiles.py", "(group != FULL).any(0)", "(group == EMPTY).any(0)",
           "tests/backends/test_cpu.py"),
     # runtime
-    Fault("flexmod/runtime/interpreter_language.py", "+ ((bits >> 16) & np.uint32(1))", "",
+    Fault("flexmod/runtime/interpreter_corrections.py", "+ ((bits >> 16) & np.uint32(1))", "",
           "tests/runtime/test_interpreter.py"),
     Fault("flexmod/runtime/target.py", '"sm_89", "cuda", 99 * _KB', '"sm_89", "cuda", 163 * _KB',
           "tests/runtime/test_target.py tests/runtime/test_offline.py"),

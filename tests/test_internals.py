@@ -20,6 +20,7 @@ INTERPRETER = {
     # They load Triton's interpreter a second time and replace its methods: private names are what they are
     # about, and apart from them none of these lines would be left.
     "runtime.interpreter",
+    "runtime.interpreter_corrections",
     "runtime.interpreter_language",
 }
 

@@ -73,7 +73,7 @@ BUGS = (
         since="Triton 3.6 to 3.9",
         until="none: https://github.com/triton-lang/triton/pull/11585 was declined",
         issue="https://github.com/triton-lang/triton/issues/11584",
-        workarounds=("runtime.interpreter_language.correct",),
+        workarounds=("runtime.interpreter_corrections.correct",),
     ),
 )
 

@@ -4,8 +4,8 @@
     kernels.forward[grid](q, k, v, ..., BLOCK_M=64, num_warps=4)
 
 It executes the module's source a second time, against a private instance of Triton's language
-(`interpreter_language`), with jit functions rewritten for plain Python (`interpreter_source`). The module
-itself does not change, and can be compiled at any time.
+(`interpreter_language`), with jit functions rewritten for plain Python. The module itself does not change,
+and can be compiled at any time.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from flexmod.codegen import cache
 from flexmod.errors import BackendDeviceError, InterpreterOperationError
 from flexmod.runtime import offline
 from flexmod.runtime.interpreter import interpreted
-from flexmod.runtime.interpreter_language import narrow, widen
+from flexmod.runtime.interpreter_corrections import narrow, widen
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import triton\nimport triton.language as tl\n\n\n"
