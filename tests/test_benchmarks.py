@@ -167,6 +167,7 @@ def test_table_of_the_cold_start():
     assert lines[1][1:] == ["in threads", *["0.50"] * 5, "2.00", "2.70", "backward"]
 
 
+@pytest.mark.long
 def test_a_cold_start_without_a_gpu(tmp_path):
     runner = CliRunner()
     done = runner.invoke(

@@ -46,6 +46,7 @@ def work(number: int, folder: str, together: Any, found: Any) -> None:
     found.put((number, [x.numpy() for x in results(number, CPU, INTERPRET)]))
 
 
+@pytest.mark.long
 def test_processes(truth: list[list[Tensor]], tmp_path: Path) -> None:
     """One folder of kernels; what a worker leaves there serves the others, and nothing is left half done."""
     context = multiprocessing.get_context("forkserver")

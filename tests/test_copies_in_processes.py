@@ -201,6 +201,7 @@ print(mask.graph_number)
 """
 
 
+@pytest.mark.long
 def test_another_process_runs_an_exported_program(tmp_path: Path) -> None:
     class Inside(Model):
         def forward(self, q: Any, k: Any, v: Any, table: Any) -> Any:

@@ -162,6 +162,7 @@ def test_all_kinds_are_drawn() -> None:
     assert [kind for kind in expected if not drawn[kind]] == []
 
 
+@pytest.mark.long
 def test_what_happens_to_objects_is_drawn() -> None:
     """Each way to copy, to write and to disguise, each route, each way to reach a number."""
     drawn: Counter[Any] = Counter()
@@ -251,6 +252,7 @@ def test_choices_become_fewer() -> None:
     assert shrunk(source.made, lambda choices: any(n > 60 for n in choices)) == [61]
 
 
+@pytest.mark.long
 def test_a_failing_case_is_a_script(tmp_path: Path) -> None:
     """Without the fuzzer, and the interpreter, at hand."""
     table = Table("t0", (5,), "float16", -24, 24, layout="sliced", learned=True)

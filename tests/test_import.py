@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from test_rooms import MODULES, ROOT, longest_module
+from tiers import long_but
 
 import flexmod
 from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
@@ -144,7 +145,7 @@ assert masks is sys.modules["flexmod.masks"] and "triton" not in sys.modules
 """)
 
 
-@pytest.mark.parametrize("module", sorted(flexmod._DEFINED_IN))
+@pytest.mark.parametrize("module", long_but({"calls.attention"}, sorted(flexmod._DEFINED_IN)))
 def test_a_module_may_be_imported_first(module: str) -> None:
     """Its public names are the same objects, and no module hides a function of its name."""
     python(f"""
@@ -190,6 +191,7 @@ flexmod.flex_atention
 """
 
 
+@pytest.mark.long
 def test_mypy_sees_the_public_names(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TYPED)
@@ -363,7 +365,7 @@ assert not errors, errors
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-@pytest.mark.parametrize("pause", [0.0, 0.03, 0.1])
+@pytest.mark.parametrize("pause", long_but({0.03}, [0.0, 0.03, 0.1]))
 def test_a_fork_during_the_first_call_of_another_thread(pause: float) -> None:
     """The child gets no half of a module: it would wait for the rest for ever."""
     python(f"""
@@ -385,7 +387,11 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.parametrize(
-    "module", ["triton.language.core", "triton.language.random", "triton.compiler.compiler"]
+    "module",
+    long_but(
+        {"triton.language.core"},
+        ["triton.language.core", "triton.language.random", "triton.compiler.compiler"],
+    ),
 )
 def test_ctrl_c_during_the_first_call(module: str) -> None:
     """It interrupts the call after the imports: the next call finds all of Triton."""

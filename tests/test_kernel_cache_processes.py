@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import sys
@@ -53,6 +55,7 @@ def run_at_once(folder: Path, count: int) -> list[str]:
     return printed
 
 
+@pytest.mark.long
 def test_two_processes_compile_the_same_kernels_at_once(tmp_path: Path) -> None:
     printed = run_at_once(tmp_path, 2)
     assert printed[0] == printed[1]

@@ -96,6 +96,7 @@ def test_every_cache_has_a_limit() -> None:
     assert unlimited == set(FINITE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launches", long_but({"stubbed"}, ("cpu", "stubbed")))
 def test_no_registry_grows_beyond_its_limit(launches: str) -> None:
     """A few hundred calls, of which no two are alike."""

@@ -69,6 +69,7 @@ def test_the_wheel_carries_every_file(wheel: Path) -> None:
     assert any(name.endswith(".jinja") for name in packed)
 
 
+@pytest.mark.long
 def test_the_installed_wheel_runs_a_kernel(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     run(*PIP, "install", "--no-deps", "--no-index", "--target", site, wheel)
@@ -180,6 +181,7 @@ def test_without_triton_the_cpu_backends_run_and_kernels_are_refused() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "status"),
     [("show causal", 0), ("compare causal --seq 64 --heads 1 --dim 16", 0), ("doctor", 0),

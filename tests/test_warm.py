@@ -75,12 +75,13 @@ HOPPER = ["forward_kernel", "statistics_kernel", "backward_kernel", "round_kerne
 EXACT = ["forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("score", "mask", "dim", "dtype", "kernels"),
     [
         ("mods.softcap(30.0)", "masks.causal()", 64, "float16", HOPPER),
-        pytest.param("mods.alibi(2)", "None", 128, "bfloat16", HOPPER, marks=pytest.mark.long),
-        pytest.param("None", "masks.causal()", 32, "float32", EXACT, marks=pytest.mark.long),
+        ("mods.alibi(2)", "None", 128, "bfloat16", HOPPER),
+        ("None", "masks.causal()", 32, "float32", EXACT),
     ],
 )
 def test_a_process_compiles_nothing(

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_the_ways_of_a_call() -> None:
     run = subprocess.run(
         [sys.executable, "tools/ways.py", "--files"], cwd=ROOT, capture_output=True, text=True, check=True

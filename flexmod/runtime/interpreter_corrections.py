@@ -15,6 +15,7 @@ Its types take more time than numpy's arithmetic: with `quicken` a kernel takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -131,12 +132,12 @@ def _correct_reductions(tl: Any) -> None:
 
 
 def quicken(interpreter: Any, tl: Any) -> None:
-    """Remembers block types and numpy's dtypes, and makes a tuple's type at its first use.
+    """Remembers block types, shapes and numpy's dtypes, and makes a tuple's type at its first use.
 
     Each operation makes several of these, though only tuples of a kernel's own need a type.
     """
     core = tl.core
-    make_block, make_tuple = core.block_type.__init__, core.tuple.__init__
+    make_block, make_tuple, equal = core.block_type.__init__, core.tuple.__init__, core.dtype.__eq__
     known: dict[Any, dict[str, Any]] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -162,6 +163,18 @@ def quicken(interpreter: Any, tl: Any) -> None:
     def set_tuple_type(self: Any, type: Any) -> None:
         self._type = type
 
+    def same_dtype(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    @lru_cache(BLOCK_TYPES)
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(type.shape if type.is_block() else ())
+
+    core.dtype.__eq__, core.tensor.__init__ = same_dtype, tensor
     for by_name in (core.pointer_type, core.block_type):  # Triton leaves these without a hash
         by_name.__hash__ = core.dtype.__hash__
     core.block_type.__init__, core.tuple.__init__ = block_type, tuple_of

@@ -116,6 +116,7 @@ def test_masks_are_ordered_for_who_reads_the_order(monkeypatch: pytest.MonkeyPat
     assert [chip for chip in chips if families.reads_order(chip)] == ["sm_80", "sm_90"]
 
 
+@pytest.mark.long
 def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXMOD_CACHE_DIR", str(tmp_path))
     setting = Setting(1, 1, 32, 16, torch.float32, CPU)

@@ -205,6 +205,7 @@ def test_a_number_that_changes_is_analyzed_no_more(make, last, monkeypatch):
     assert len(found) == 1
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(MODS, MODS, st.integers(-90, 90), st.integers(-90, 90))
 def test_random_masks_of_a_number_that_changes(first, second, one, other):

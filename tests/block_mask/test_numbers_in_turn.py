@@ -187,6 +187,7 @@ def test_launches_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
             assert by_triton or sum(number in arguments for arguments in launched) >= 2
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(MODS, MODS, st.lists(st.sampled_from(sum(INTEGERS.values(), ())), min_size=3, max_size=4))
 def test_random_masks(first: str, second: str, numbers: Sequence[int]) -> None:

@@ -91,6 +91,7 @@ compiler.ASTSource.make_ir = lambda *args, **options: (time.sleep(1), make(*args
 """
 
 
+@pytest.mark.long
 def test_one_of_several_processes_compiles(tmp_path: Path) -> None:
     assert compiles(tmp_path, 2, SLOW) == [0, 1]
 
@@ -135,6 +136,7 @@ def test_a_killed_process_lets_go(tmp_path: Path) -> None:
     killed.communicate()
 
 
+@pytest.mark.long
 def test_who_waits_too_long_goes_on_alone(tmp_path: Path) -> None:
     process = start(tmp_path, "compiled_kernels.PATIENCE = 0.1")
     locks = tmp_path / "flexmod" / "locks"

@@ -99,6 +99,7 @@ def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str
     assert endured(*(backward(way, (dim, 64), 129) for way in ways)) == [needless]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dims", long_but({(192, 64)}, [(192, 64), (256, 64)]))
 def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     ways = (BackwardShape(64, ahead, None, late=not ahead, block_n=64) for ahead in (True, False))

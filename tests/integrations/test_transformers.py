@@ -283,6 +283,7 @@ def test_options_reach_the_kernels(name: str) -> None:
     torch.testing.assert_close(plain, interpreted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", long_but({"packed"}, ["left", "packed"]))
 def test_a_compiled_model_is_one_graph(kind: str) -> None:
     """Forward and backward, with the masks made inside."""

@@ -219,6 +219,7 @@ def test_halves_of_an_address(
     assert not compiler_bugs.misaddressed(b"")
 
 
+@pytest.mark.long
 def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values lie where keys lay, in rows of fewer bytes: the ptxas of Triton 3.6 loses what both begin at."""
     with monkeypatch.context() as patch:  # rows as short as they can be

@@ -315,13 +315,12 @@ def python(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("score", "options", "kernels"),
     [
         ("mods.softcap(30.0)", "None", HOPPER),
-        pytest.param(
-            "mods.alibi(slopes.detach())", "{'TEMPLATE': 'portable'}", PORTABLE, marks=pytest.mark.long
-        ),
+        ("mods.alibi(slopes.detach())", "{'TEMPLATE': 'portable'}", PORTABLE),
     ],
 )
 def test_a_backward_is_compiled_beside_its_forward(
@@ -365,6 +364,7 @@ def test_no_backward_is_compiled_where_none_will_come(tmp_path: Path) -> None:
     assert {name for name, *_ in found} == {"forward_kernel"}
 
 
+@pytest.mark.long
 def test_a_fault_of_the_backward_is_raised_by_the_backward(tmp_path: Path) -> None:
     body = STEP.format(then="print('forward', file=sys.stderr)").replace(
         "out = attend()",
@@ -384,6 +384,7 @@ def test_a_process_may_end_before_the_background_does(tmp_path: Path) -> None:
     assert [hit for *_, hit in found] == [True] * 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> None:
     body = """
@@ -402,6 +403,7 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
     assert sorted(name for name, *_ in found) == HOPPER
 
 
+@pytest.mark.long
 def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     """The backward's compile begins when the forward's IR is written, before the forward is compiled."""
     body = """
@@ -433,6 +435,7 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     assert len(python(tmp_path, body)[0]) == 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(version("triton") > "3.6.9", reason="this version of Triton writes no launcher in C")
 @pytest.mark.parametrize("options", long_but({"None"}, ["None", "{'TEMPLATE': 'portable'}"]))
 def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: Path) -> None:
