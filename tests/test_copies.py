@@ -30,6 +30,7 @@ from copied_objects import (
     saved,
     shifted,
 )
+from tiers import long_but
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_attention
 
@@ -378,7 +379,7 @@ def test_a_replay_computes_as_the_graph_does() -> None:
 # threads
 
 
-@pytest.mark.parametrize("backend", ["cpu", "interpret"])
+@pytest.mark.parametrize("backend", long_but({"cpu"}, ["cpu", "interpret"]))
 def test_threads_call_and_copy_one_handle_and_one_mask(backend: str) -> None:
     attend = flexmod.compile(closure(), near(5), kernel_options=BACKENDS[backend])
     mask = block_mask(near(5), H=3)

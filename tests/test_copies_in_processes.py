@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from copied_objects import EVERY, LENGTH, WAYS, block_mask, ids, inputs, made, near, results
+from tiers import long_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -46,7 +47,7 @@ class Objects(Dataset[Any]):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("start", long_but({"spawn"}, ["fork", "spawn", "forkserver"]))
 def test_a_data_loader(start: str, workers: int) -> None:
     """A worker that hangs, or that loses an item, ends the wait with an error."""
     block_mask(masks.causal())  # torch's threads and flexmod's caches are there

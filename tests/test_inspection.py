@@ -239,6 +239,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
     torch.testing.assert_close(scope["dense_attention"](q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_file_is_in_utf_8(tmp_path: Path) -> None:
     """Whatever the locale is: a mod is quoted with its comments."""
     program = tmp_path / "program.py"

@@ -114,6 +114,7 @@ def test_no_registry_grows_beyond_its_limit(launches: str) -> None:
     assert {name: size for name, size in grown.items() if size > LIMITS[name] + others.get(name, 0)} == {}
 
 
+@pytest.mark.long
 def test_masks_and_calls_leave_no_cycles() -> None:
     """What a call made is freed at once, not when the collector comes around."""
     number = 1000

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "elements": (by_element, masks.sliding_window(40), ["table"]),
 }
 
-SHORT = ("places", "elements")  # cases that `make test` runs in bfloat16
+SHORT = ("places",)  # cases that `make test` runs in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ SHORT = ("places", "elements")  # cases that `make test` runs in bfloat16
             pytest.param(name, torch.bfloat16, marks=[] if name in SHORT else pytest.mark.long)
             for name in CASES
         ),
-        ("split", torch.float32),
+        pytest.param("split", torch.float32, marks=pytest.mark.long),
         pytest.param("places", torch.float32, marks=pytest.mark.long),
     ],
 )

@@ -253,6 +253,7 @@ def moved(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
+@pytest.mark.long
 def test_a_folder_that_was_moved_serves(tmp_path: Path) -> None:
     assert compiles(moved(tmp_path), 2) == [0, 0]
 

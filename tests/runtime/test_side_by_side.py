@@ -350,6 +350,7 @@ def test_gradients_of_captured_tensors_are_known_beforehand(tmp_path: Path) -> N
     assert sorted({*launched}) == sorted(name for name, *_ in found)
 
 
+@pytest.mark.long
 def test_no_backward_is_compiled_where_none_will_come(tmp_path: Path) -> None:
     body = """
     with torch.no_grad(): attend()
@@ -485,10 +486,11 @@ BUILD = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "kernels"),
     [
-        pytest.param("masks.causal()", ["elements", "runs", "squares"], marks=pytest.mark.long),
+        ("masks.causal()", ["elements", "runs", "squares"]),
         ("masks.document(ids, causal=True)", ["elements", "order", "runs", "squares", "terms"]),
     ],
 )
