@@ -265,6 +265,18 @@ def test_a_mask_learns_no_number(backend: str, way: str) -> None:
         assert attend(*inputs()).isfinite().all()
 
 
+def test_a_mask_of_a_parameter_is_refused_where_it_is_made() -> None:
+    window = torch.nn.Parameter(torch.tensor(4.0))
+    with pytest.raises(errors.MaskCaptureGradientError, match="window") as caught:
+        flexmod.create_block_mask(lambda b, h, q, k: window >= (q - k).abs(), None, None, 20, 20, "cpu")
+    assert "window >= (q - k)" in str(caught.value)
+    with torch.no_grad():
+        mask = flexmod.create_block_mask(
+            lambda b, h, q, k: window >= (q - k).abs(), None, None, 20, 20, "cpu"
+        )
+        assert mask.sparsity() >= 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_number_that_is_written_to_before_the_backward(backend: str) -> None:
     """As in torch: what the backward needs was saved, and a write to it is an error."""

@@ -19,6 +19,7 @@ from flexmod.errors import (
     MaskCaptureGradientError,
 )
 from flexmod.ir.fingerprint import remembered
+from flexmod.ir.graph import line_of_load, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds, transforms
 
@@ -233,9 +234,14 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
     """Traces a mask_mod. Unwraps its captures from torch.func's wrappers, which a mask outlives.
 
     Raises every error of tracing, VmapError, TensorKindError, FreedStorageError, and MaskCaptureGradientError
-    for a wrapper that requires a gradient.
+    for a capture that requires a gradient, if gradients are recorded.
     """
-    return unwrapped(remembered(mask_mod, "mask", device))
+    traced = unwrapped(remembered(mask_mod, "mask", device))
+    for number in used_captures(traced.graph.nodes) if torch.is_grad_enabled() else ():
+        if traced.tensors[number].requires_grad:
+            line = line_of_load(traced.graph.nodes, number)
+            raise MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
+    return traced
 
 
 def unwrapped(traced: Traced) -> Traced:

@@ -13,7 +13,7 @@ from flexmod.backends.options import USUAL, Layout
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.spec import SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
-from flexmod.ir.graph import check_sizes, dtype_name, used_captures
+from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 
@@ -171,8 +171,8 @@ def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
             _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
         tensor_kinds.check({f"{name}, captured by {kind}_mod,": tensor})
         if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
-            loads = (n.where for n in traced.graph.nodes if n.op == "load" and n.value == number)
-            raise errors.MaskCaptureGradientError(name=name, where=next(loads, None))
+            line = line_of_load(traced.graph.nodes, number)
+            raise errors.MaskCaptureGradientError(name=name, where=line)
 
 
 def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:

@@ -323,6 +323,11 @@ def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
     return tuple(sorted({n.value for n in nodes if n.op == "load" and isinstance(n.value, int)}))
 
 
+def line_of_load(nodes: Iterable[Node], number: int) -> Where | None:
+    """The user's line that first reads a capture."""
+    return next((n.where for n in nodes if n.op == "load" and n.value == number), None)
+
+
 CARRIER = torch.positive
 
 
