@@ -28,7 +28,8 @@ EXACT = 1 << 24  # integers below are exact in float32
 def added_to_score(graph: Graph) -> Graph | None:
     """Returns the graph of f if the score mod is score + f, where f does not depend on the score.
 
-    f may be -inf where the mod is -inf. Returns None for any other mod.
+    f may be -inf where the mod is -inf. Returns None for any other mod, and for two sums with the score: each
+    rounds.
     """
     rebuilt = rebuild(graph, lambda builder, node, args: None)
     builder = GraphBuilder()
@@ -55,12 +56,21 @@ def _added(builder: GraphBuilder, node: Node) -> Node | None:
         own, other = args[place], args[1 - place]
         if "score" in own.home and "score" not in other.home:
             added = _added(builder, own)
-            if added is None or not added.is_const or added.value != 0.0:
-                return None if added is None else builder.node(node.op, [added, other], node.dtype)
+            if added is None or not _is_exact(added):  # (score + 1e9) - 1e9 is not the score
+                return None
+            if not added.is_const:
+                return builder.node(node.op, [added, other], node.dtype)
             if node.op == "add":
                 return builder.node(CAST, [other], node.dtype, node.dtype)
             return builder.node("mul", [other, builder.const(-1.0)], node.dtype)
     return None
+
+
+def _is_exact(added: Node) -> bool:
+    """Returns whether score + f has no rounding: f is 0 or -inf."""
+    if added.op == "where":
+        return all(map(_is_exact, added.args[1:]))
+    return added.is_const and added.value in (0.0, -torch.inf)
 
 
 def _branch(builder: GraphBuilder, node: Node) -> Node | None:

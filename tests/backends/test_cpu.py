@@ -85,7 +85,7 @@ def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def distant(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """A bias that removes keys."""
-    return torch.where((q_idx - kv_idx).abs() % 5 < 3 + b, (score - 0.1 * h) + BIAS[b, h, kv_idx], -torch.inf)
+    return torch.where((q_idx - kv_idx).abs() % 5 < 3 + b, score + (BIAS[b, h, kv_idx] - 0.1 * h), -torch.inf)
 
 
 def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -407,6 +407,18 @@ def test_biases_run_in_flash(score_mod: Any, path: str, monkeypatch: pytest.Monk
     case = make_case(heads=6, q_len=150)
     run(case, score_mod, block_mask(case, late))
     assert bool(calls) == (path == "flash")
+
+
+def test_two_sums_with_the_score_round_twice(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they are no bias: (score + 1e9) - 1e9 is not the score, as tests/test_large_scores.py asks."""
+
+    def twice(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (score + BIAS[b, h, kv_idx]) - 0.5
+
+    calls = calls_of_flash(monkeypatch)
+    case = make_case(heads=6, q_len=150)
+    check(case, twice, block_mask(case, late))
+    assert not calls
 
 
 @pytest.mark.parametrize("score_mod", [None, relative])

@@ -41,12 +41,20 @@ def rms(x: Tensor) -> float:
 
 @each(OPTIONS)
 def test_logits_and_gradients(name: str) -> None:
-    """In float32, no further from float64 than three times eager's own distance; attention alike is far."""
+    """In float32, no further from float64 than three times eager's own distance; attention alike is far.
+
+    The gradient of a bias of keys is 0, since softmax does not change with it. What is left is rounding, and
+    one order of sums makes a few times as much as another. There SDPA counts too.
+    """
     ours, eager = (results(name, implementation) for implementation in ("flexmod", "eager"))
     exact, alike = (results(name, implementation, torch.float64) for implementation in ("truth", "uniform"))
     assert ours.keys() == eager.keys() == exact.keys()
-    for key, true in exact.items():
-        assert rms(ours[key] - true) <= 3 * rms(eager[key] - true) + 2e-7 * rms(true), key
+    limits = {key: 3 * rms(eager[key] - true) + 2e-7 * rms(true) for key, true in exact.items()}
+    over = {key: rms(ours[key] - true) for key, true in exact.items() if rms(ours[key] - true) > limits[key]}
+    assert all(rms(exact[key]) < 1e-12 for key in over), over
+    if over:
+        sdpa = results(name, "sdpa")
+        assert all(error <= 1.5 * rms(sdpa[key] - exact[key]) for key, error in over.items()), over
     assert rms(alike["logits"] - exact["logits"]) > 0.02 * rms(exact["logits"])
 
 
