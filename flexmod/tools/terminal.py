@@ -82,4 +82,6 @@ def picture(block_mask: BlockMask, size: int = 20, color: bool = False) -> tuple
     if color:
         legend.append("\n").append("██ full tiles", f"rgb{FULL_TEXT}".replace(" ", ""))
         legend.append("  ").append("██ the mask decides pair by pair", f"rgb{PARTIAL_TEXT}".replace(" ", ""))
-    return Text.from_ansi(drawn, no_wrap=True), legend, Text(f"{block_mask.facts()}")
+    # rich 13 drops a newline at the end
+    text = Text.from_ansi(drawn.removesuffix("\n"), no_wrap=True).append("\n")
+    return text, legend, Text(f"{block_mask.facts()}")
