@@ -12,6 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 FUZZ ?=
 RUN := $(VENV)/bin/python
+# Python's bytecode is written: pytest rewrites 300 files otherwise, in each worker, and tests start processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all long fuzz clean
 
