@@ -137,7 +137,8 @@ def quicken(interpreter: Any, tl: Any) -> None:
     Each operation makes several of these, though only tuples of a kernel's own need a type.
     """
     core = tl.core
-    make_block, make_tuple, equal = core.block_type.__init__, core.tuple.__init__, core.dtype.__eq__
+    make_block, make_tuple = core.block_type.__init__, core.tuple.__init__
+    equal, equal_tuples = core.dtype.__eq__, core.tuple.__eq__
     known: dict[Any, dict[str, Any]] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -166,6 +167,12 @@ def quicken(interpreter: Any, tl: Any) -> None:
     def same_dtype(self: Any, other: Any) -> bool:
         return self is other or equal(self, other)
 
+    def same_tuple(self: Any, other: Any) -> Any:
+        values = other.values if isinstance(other, core.tuple) else other
+        if isinstance(values, list):  # no unwrapping: a number and its constexpr are equal
+            return core.constexpr(self.values == values)
+        return equal_tuples(self, other)
+
     @lru_cache(BLOCK_TYPES)
     def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
@@ -174,7 +181,7 @@ def quicken(interpreter: Any, tl: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_of(type.shape if type.is_block() else ())
 
-    core.dtype.__eq__, core.tensor.__init__ = same_dtype, tensor
+    core.dtype.__eq__, core.tuple.__eq__, core.tensor.__init__ = same_dtype, same_tuple, tensor
     for by_name in (core.pointer_type, core.block_type):  # Triton leaves these without a hash
         by_name.__hash__ = core.dtype.__hash__
     core.block_type.__init__, core.tuple.__init__ = block_type, tuple_of
