@@ -106,7 +106,7 @@ def steps_of_table(
     """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing.
 
     `is_causal(q tiles, first kv tile)` says whether the mask_mod is causal in the tiles from there along the
-    diagonal. If it is None, no step is causal.
+    diagonal. Without it, no step is causal.
     """
     q_block, kv_block = block_size
     together = max(1, ROWS // q_block)

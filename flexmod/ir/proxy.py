@@ -174,7 +174,7 @@ def _needs_value(operation: str) -> errors.ConcreteValueError:
 
 
 UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
-NUMPY_OPERATORS = {  # where the names differ from those of the table
+NUMPY_OPERATORS = {  # where numpy's name is not the table's
     **{name: name for name in BINARY.values()},
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
     "power": "pow", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",

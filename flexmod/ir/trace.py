@@ -242,7 +242,7 @@ class Tracer:
         return GraphBuilder.fresh_const(number, where=self.where())
 
     def not_scalar(self, value: torch.Tensor | CaptureView, operation: str) -> errors.NotScalarError:
-        """The error for a captured tensor, or a part of one, in the place of a scalar."""
+        """The error for a captured tensor, or a part of one, used as a scalar."""
         name = value.name if isinstance(value, CaptureView) else self.name_of(value)
         indices = ", ".join(MASK_ARGUMENTS[-value.dim() :])
         indices = f"..., {indices}" if isinstance(value, CaptureView) else indices
