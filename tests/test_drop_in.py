@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
+from tiers import long_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.experimental._paged_attention import PagedAttention
@@ -284,6 +285,41 @@ def test_another_batch_does_not_compile_again(batches: tuple[int, ...], batched:
         found = attend(*qkv(batch, 7, 500), block_mask=mask)
         assert found.shape == (batch, 7, 500, 16)
     assert counter.frame_count == 1
+
+
+MADE_IN_A_GRAPH: dict[str, Callable[[BlockMask, Any], BlockMask]] = {
+    "from_kv_blocks": lambda mask, lists: BlockMask.from_kv_blocks(
+        *lists[:4], mask_mod=WINDOW, seq_lengths=(500, 500)
+    ),
+    "from_dense": lambda mask, lists: BlockMask.from_dense(
+        lists[-1], mask_mod=WINDOW, seq_lengths=(500, 500)
+    ),
+    "BlockMask": lambda mask, lists: BlockMask((500, 500), *lists[:8], mask_mod=WINDOW),
+    "cat": lambda mask, lists: BlockMask.cat([mask, mask])[:1],
+    "slice": lambda mask, lists: mask[:, :, :4],
+    "and": lambda mask, lists: mask & mask,
+    "or": lambda mask, lists: mask | mask,
+    "invert": lambda mask, lists: ~~mask,
+    "resize": lambda mask, lists: mask.resize(600, 600).resize(500, 500),
+    "to": lambda mask, lists: mask.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", long_but({"from_kv_blocks", "slice"}, MADE_IN_A_GRAPH))
+def test_a_mask_made_in_a_compiled_function(name: str) -> None:
+    """The graph breaks at its making, and TorchDynamo compiles none of the functions behind it."""
+    torch._dynamo.reset()
+    mask, (q, k, v) = built(flexmod, None, None, 500), qkv(1, 2, 500)
+    lists = (*mask.as_tuple()[2:10], mask.to_dense())
+
+    def attend(mask: BlockMask) -> Tensor:
+        return flex_attention(q, k, v, block_mask=MADE_IN_A_GRAPH[name](mask, lists))
+
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    found = torch.compile(attend, backend="aot_eager")(mask)
+    torch.testing.assert_close(found, flex_attention(q, k, v, block_mask=mask))
+    assert frames["total"] <= 10
 
 
 def test_masks_of_a_compiled_builder_do_not_compile_attention_again() -> None:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -221,7 +222,9 @@ def import_statements(
         yield from import_statements(child, lazily or inside, guarded or by_us)
 
 
-STATEMENTS = {name: [*import_statements(ast.parse(path.read_text()))] for name, path in MODULES.items()}
+@cache
+def statements_of(module: str) -> list[tuple[str, bool, bool]]:
+    return [*import_statements(ast.parse(MODULES[module].read_text()))]
 
 
 def ours(name: str) -> str | None:
@@ -235,7 +238,7 @@ def at_import() -> set[str]:
     while open_ones:
         module = open_ones.pop()
         found.add(module)
-        names = (ours(name) for name, lazily, _ in STATEMENTS[module] if not lazily)
+        names = (ours(name) for name, lazily, _ in statements_of(module) if not lazily)
         open_ones |= {name for name in names if name} - found
     return found
 
@@ -256,7 +259,7 @@ def test_the_walk_finds_the_modules_that_run(imported: dict[str, list[str]]) -> 
 
 @pytest.mark.parametrize("module", sorted(AT_IMPORT))
 def test_what_is_left_out_is_imported_lazily(module: str) -> None:
-    for name, lazily, guarded in STATEMENTS[module]:
+    for name, lazily, guarded in statements_of(module):
         package = name.partition(".")[0]
         left_out = package in REQUIREMENTS or ours(name) not in {None, *AT_IMPORT}
         assert guarded or not left_out, f"{module} imports {name} outside of lazy_imports"

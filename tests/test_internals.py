@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
+@cache
 def own_names() -> set[str]:
     """Private names that flexmod gives to its own functions, classes, attributes and slots."""
     found = set()
@@ -74,11 +76,8 @@ def private_names(text: str, own: set[str]) -> Iterator[str]:
                 yield f"{node.lineno}: {name}"
 
 
-OWN = own_names()
-
-
 def found_in(module: str) -> list[str]:
-    return [*private_names(MODULES[module].read_text(), OWN)]
+    return [*private_names(MODULES[module].read_text(), own_names())]
 
 
 @pytest.mark.parametrize("module", sorted({*MODULES} - MOVED - INTERPRETER))
@@ -110,7 +109,7 @@ def test_an_exception_is_still_one(module: str) -> None:
     ],
 )
 def test_a_planted_name_is_found(line: str, name: str, tmp_path: Path) -> None:
-    assert name in [entry.partition(": ")[2] for entry in private_names(line, OWN)]
+    assert name in [entry.partition(": ")[2] for entry in private_names(line, own_names())]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +126,4 @@ def test_a_planted_name_is_found(line: str, name: str, tmp_path: Path) -> None:
     ],
 )
 def test_public_names_pass(line: str) -> None:
-    assert not [*private_names(line, OWN)]
+    assert not [*private_names(line, own_names())]

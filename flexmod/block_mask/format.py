@@ -32,7 +32,7 @@ from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import moved
-from flexmod.runtime.private_torch import GetAttrKey
+from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
 
 DEFAULT_BLOCK = 128
 
@@ -70,6 +70,7 @@ class BlockMask(MaskData):
     mask_mod.
     """
 
+    @outside_of_graphs
     def __init__(
         self,
         seq_lengths: tuple[int, int],
@@ -106,6 +107,7 @@ class BlockMask(MaskData):
         self.dq_kv_order_spt = dq_kv_order_spt
 
     @classmethod
+    @outside_of_graphs
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -152,6 +154,7 @@ class BlockMask(MaskData):
         )  # fmt: skip
 
     @classmethod
+    @outside_of_graphs
     def from_dense(
         cls,
         tiles: Tensor,
@@ -189,6 +192,7 @@ class BlockMask(MaskData):
         return made
 
     @classmethod
+    @outside_of_graphs
     def cat(cls, masks: Sequence[BlockMask]) -> BlockMask:
         """Concatenates masks along the batch: entry 0 of the second mask follows the last of the first.
 
@@ -245,6 +249,7 @@ class BlockMask(MaskData):
         parts = dict.fromkeys(absent) | dict(zip(names, leaves, strict=True))
         return cls(**parts, **dict(zip(cls._CONTEXT_ATTRS, known, strict=True)))
 
+    @outside_of_graphs
     def __getitem__(self, index: Any) -> BlockMask:
         """mask[b, h, q] selects batches, heads and rows of tiles. Dimensions stay: mask[0] has B=1.
 
@@ -256,6 +261,7 @@ class BlockMask(MaskData):
         """
         return combine.sliced(fresh(self), index)
 
+    @outside_of_graphs
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Crops the mask to the first queries and keys, with the same mask_mod.
 
@@ -263,6 +269,7 @@ class BlockMask(MaskData):
         """
         return combine.cropped(fresh(self), (length("Q_LEN", new_q_len), length("KV_LEN", new_kv_len)))
 
+    @outside_of_graphs
     def resize(self, q_len: int, kv_len: int) -> BlockMask:
         """Makes the mask of the same mask_mod for other lengths, smaller or larger, and reuses known tiles.
 
@@ -282,15 +289,18 @@ class BlockMask(MaskData):
         """Keeps the elements that either mask keeps. Raises BlockMaskCombineError."""
         return self._with(other, "or")
 
+    @outside_of_graphs
     def _with(self, other: BlockMask, how: How) -> BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         return combine.combined(fresh(self), fresh(other), how)
 
+    @outside_of_graphs
     def __invert__(self) -> BlockMask:
         """Keeps exactly the elements that the mask drops. Raises BlockMaskCombineError."""
         return combine.complement(fresh(self))
 
+    @outside_of_graphs
     def to(self, device: torch.device | str) -> BlockMask:
         """A mask with its tiles on another device. Tensors that mask_mod captures do not move."""
         mask = fresh(self)

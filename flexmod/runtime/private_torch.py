@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # __torch_function__, of calls
 
@@ -174,6 +176,21 @@ def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 def dynamo() -> ModuleType:
     """For code that TorchDynamo runs: a graph is broken where its `graph_break` is called, in no helper."""
     return torch._dynamo
+
+
+def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function that works on values: inside torch.compile the graph breaks once, at its call.
+
+    TorchDynamo would compile each function that it calls, one by one: twenty seconds for a block mask.
+    """
+
+    @wraps(function)
+    def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **named)
+        return function(*args, **named)
+
+    return call
 
 
 def assume_constant(function: Function) -> Function:

@@ -57,7 +57,7 @@ def truth(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -65,6 +65,7 @@ def truth(
 ) -> tuple[Tensor, None]:
     """Dense attention in the dtype of its inputs, in formulas of its own; eager's softmax is float32."""
     group = query.shape[1] // key.shape[1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = scaling * query @ key.repeat_interleave(group, 1).mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
