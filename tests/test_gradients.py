@@ -94,7 +94,7 @@ def test_gradcheck(options: Any, name: str, rows: int, columns: int, monkeypatch
     assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in case.inputs), fast_mode=True)
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("rows", "columns"), EDGES[1::2], ids=lambda n: str(n))
 @EVERY_MOD
 @pytest.mark.parametrize("options", [None, {**INTERPRET, **TILES}], ids=["cpu", "interpret"])

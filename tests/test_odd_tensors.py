@@ -79,7 +79,7 @@ def attended(form: str, options: Any, **changed: Tensor) -> tuple[Tensor, Tensor
     return result  # type: ignore[no-any-return]
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @FORMS
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", odd.TAKEN)
@@ -126,7 +126,7 @@ def gradients(kind: Callable[[Tensor], Tensor], places: tuple[int, ...], options
     return [odd.plain(x) for x in torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @BACKENDS
 @pytest.mark.parametrize("places", [(0,), (3,), (0, 1, 2, 3)], ids=["query", "bias", "all"])
 @pytest.mark.parametrize("kind", [kind for kind in odd.TAKEN if kind != "functional"])
@@ -218,7 +218,7 @@ def test_a_backward_that_lies(options: Any) -> None:
 # calls that are known
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @BACKENDS
 @pytest.mark.parametrize("form", ["eager", "handle"])
 @pytest.mark.parametrize("place", ["query", "value", "bias", "documents", "lists"])

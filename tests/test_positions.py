@@ -264,7 +264,7 @@ def test_offsets_stay_with_a_mask(way: str, kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [slice(1, 3), [2], slice(2, None), slice(0, 3, 2), [2, 0], [0, 1]])
 @pytest.mark.parametrize("offset", [None, 7, "tensor"])

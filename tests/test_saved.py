@@ -99,7 +99,7 @@ IN_MODES = pytest.mark.parametrize("mode", MODES)
 IN_FORMS = pytest.mark.parametrize("form", ["lists", "runs"])
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @ON_BACKENDS
 @IN_FORMS
 @pytest.mark.parametrize(("name", "mode"), LISTED)
@@ -113,7 +113,7 @@ def test_a_list_that_is_assigned(name: str, mode: str, form: str, backend: str) 
     same(case.backward(out), wanted)
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @ON_BACKENDS
 @IN_FORMS
 @pytest.mark.parametrize(("name", "mode"), LISTED)
@@ -158,7 +158,7 @@ ASSIGNED: dict[str, Callable[[BlockMask], None]] = {
 }
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @ON_BACKENDS
 @IN_MODES
 @IN_FORMS
@@ -186,7 +186,7 @@ WRITTEN: dict[str, Callable[[Case], Any]] = {
 }
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @ON_BACKENDS
 @IN_MODES
 @IN_FORMS
@@ -304,7 +304,7 @@ def test_hooks_that_return_other_tensors(what: str, backend: str) -> None:
             case.backward(out)
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @KERNELS
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("change", ["nothing", "written", "assigned", "mask_mod"])

@@ -76,7 +76,7 @@ def forget_graphs() -> None:
             function.cache_clear()
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("state", [*FUNCTION_STATES, *IN_BACKWARD])
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_fake_tensors_beside_real_ones_are_named(route: str, options: Any, place
         attended()
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", [float("nan"), float("-inf"), 1e300, 10**400, True, "1", torch.ones(())])
 @pytest.mark.parametrize("route", ["eager", "handle", "compiled"])
 @pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])

@@ -11,10 +11,10 @@ import pytest
 
 
 def mark_long(items: Sequence[pytest.Item]) -> None:
-    """Sorts the cases of each test marked `covering(n)` or `covering(n, m)` into tiers.
+    """Sorts the cases of each test marked `covering(n)` into tiers.
 
-    A small set with all combinations of n parameters gets no further mark. The cases added for m parameters,
-    n + 1 if not given, become `long`, the rest `every`.
+    A small set with all combinations of n parameters gets no further mark. The cases added for n + 1
+    parameters become `long`, the rest `every`.
     """
     groups: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -23,10 +23,10 @@ def mark_long(items: Sequence[pytest.Item]) -> None:
     for group in groups.values():
         marker = group[0].get_closest_marker("covering")
         assert marker is not None
-        (strength, more) = marker.args if len(marker.args) > 1 else (marker.args[0], marker.args[0] + 1)
+        (strength,) = marker.args
         cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in group]
         short = covering(cases, strength)
-        longer = covering(cases, more, short)
+        longer = covering(cases, strength + 1, short)
         for number, item in enumerate(group):
             if number not in short:
                 item.add_marker(pytest.mark.long if number in longer else pytest.mark.every)

@@ -23,6 +23,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
 from flexmod.runtime import tensor_kinds, transforms
+from flexmod.runtime.private_torch import outside_of_graphs
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -137,6 +138,7 @@ def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
 BlockMask.find_tiles = staticmethod(_find_again)
 
 
+@outside_of_graphs
 def create_mask(
     mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device = None
 ) -> Tensor:

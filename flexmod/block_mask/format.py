@@ -359,6 +359,7 @@ class BlockMask(MaskData):
         """
         return pictures.plot(self._one(b, h), target)
 
+    @outside_of_graphs
     def sparsity(self) -> float:
         """The part of the score matrix outside of the listed tiles, in per cent.
 
@@ -366,6 +367,7 @@ class BlockMask(MaskData):
         """
         return sparsity(fresh(self))
 
+    @outside_of_graphs
     def facts(self, budget: float = math.inf) -> Facts:
         """Facts about the mask: density, whether every query has keys, and others.
 
@@ -373,6 +375,7 @@ class BlockMask(MaskData):
         """
         return facts(fresh(self), budget)
 
+    @outside_of_graphs
     def __str__(self) -> str:
         """The mask as text, and its facts in a line."""
         mask = fresh(self)

@@ -28,12 +28,14 @@ from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.runtime import tensor_kinds, transforms
+from flexmod.runtime.private_torch import outside_of_graphs
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
 MASKS = 64  # masks that a handle caches, by lengths
 BLOCK = (128, 128)  # the block size of these masks
 
 
+@outside_of_graphs
 def compile(
     score_mod: ScoreFunction | None = None,
     mask_mod: MaskMod | None = None,
