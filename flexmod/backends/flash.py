@@ -1,4 +1,4 @@
-"""Computes attention on the CPU by torch's flash attention, a call for each step of the mask's tiles.
+"""Computes attention on the CPU by torch's flash attention, a call for each run of equal steps.
 
 A step has all columns of its rows, so no partial softmax needs merging. Its partial tiles and a bias, which a
 score mod adds to the score, become the kernel's mask. The backward runs the same steps: with the rows' lse,
@@ -10,7 +10,7 @@ kernel computes the sum of grad_out * out for each row, which must lose grad_lse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from flexmod.backends.bias import Bias
 from flexmod.backends.blocks import Scratch
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.reference import Heads, in_order_of
-from flexmod.backends.steps import Forbidden, Step, steps_of
+from flexmod.backends.steps import Forbidden, RunPart, Step, runs_of_equal, steps_of
 from flexmod.backends.tiles import ROWS
 from flexmod.runtime.private_torch import flash_on_cpu
 
 Turn = Callable[[Tensor], Tensor]
 # Elements of a bias in memory, 4 MiB of float32.
 BIASES = 1 << 20
+# Elements of the keys of a run, each step's counted: the gradients of its keys need as much memory.
+RUN = 1 << 21
 # One float32 lse gives the weights of scores up to this size as exactly as the scores themselves.
 LARGEST_LSE = 256.0
 # An integer dtype of the same width, and the bits of -inf in it.
@@ -37,9 +39,14 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
     call = FlashCall(problem, bias, q, k, v)
     query, rows = call.rows(q), call.size[:3]
     attend, results = call.kernels[0], None
-    for step, mask, turned in call.steps():
+    for run, mask, turned in call.runs():
+        step = run[0]
         if not call.supports(step, query):
             return None
+        if len(run) > 1:
+            results = results or call.of_nothing(q, v.shape[3])
+            call.attend_to_run(run, mask, query, results)
+            continue
         of_step = turned(call.rows_of(step, query)), *call.columns_of(step)
         found = attend(*of_step, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
         part, lse = turned(found[0])[..., : v.shape[3]], found[1]
@@ -84,9 +91,14 @@ def backward(
         result[..., -1] = -call.heads.group(grad_lse)
     grads: list[Tensor] = []
     differentiate = call.kernels[1]
-    for step, mask, turned in call.steps():
+    for run, mask, turned in call.runs():
+        step = run[0]
         if not call.supports(step, query):
             return None
+        if len(run) > 1:
+            grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
+            call.differentiate_run(run, mask, (grad, query, result, row_lse), grads)
+            continue
         by_row = [turned(call.rows_of(step, x)) for x in (grad, query, result, row_lse)]
         found = differentiate(
             *by_row[:2], *call.columns_of(step), *by_row[2:], 0.0, step.tiles.causal,
@@ -159,28 +171,60 @@ class FlashCall:
             found = x if step.shape == self.size else step.columns_of(x)
             yield found[:, None].expand(-1, len(step.g), -1, -1) if len(step.g) > 1 else found[:, None]
 
-    def steps(self) -> Iterator[tuple[Step, Tensor | None, Turn]]:
-        """Yields each step, the kernel's mask, which broadcasts to the step's scores, and the order of rows.
+    def runs(self) -> Iterator[tuple[Sequence[Step], Tensor | None, Turn]]:
+        """Yields runs of equal steps, the kernel's mask, and the order of rows.
 
-        A function brings rows into the mask's order and back.
+        The mask broadcasts to the scores of each step. A function brings rows into the mask's order and back.
         """
         squares, dtype = self.bias is None and self.problem.scale > 0, self.heads.real
         known: tuple[Forbidden, int] | None = None
         mask = None
-        for step in steps_of(self.problem.mask, self.heads, *self.size[2:], squares=squares):
-            if self.bias is not None:
+        steps = steps_of(self.problem.mask, self.heads, *self.size[2:], squares=squares)
+        if self.bias is not None:
+            for step in steps:
                 mask = self.bias.from_last_row(step, dtype)
                 if mask is not None:
-                    yield step, mask, _last_first
+                    yield (step,), mask, _last_first
                     continue
                 for part in step.cut(BIASES, ROWS):
-                    yield part, self.bias.of(part, dtype), _unchanged
-            elif not step.forbidden:
-                yield step, None, _unchanged
+                    yield (part,), self.bias.of(part, dtype), _unchanged
+            return
+        for run in runs_of_equal(steps, RUN // self._dim):
+            step = run[0]
+            if not step.forbidden:
+                yield run, None, _unchanged
             else:
                 if known is None or known[0] is not step.forbidden or known[1] != step.shape[3]:
                     known, mask = (step.forbidden, step.shape[3]), self._mask_of(step)
-                yield step, mask, _unchanged
+                yield run, mask, _unchanged
+
+    def attend_to_run(
+        self, run: Sequence[Step], mask: Tensor | None, query: Tensor, results: tuple[Tensor, Tensor]
+    ) -> None:
+        """Writes out and lse of a run's rows into `results`, [Z, G, M, dim] and [Z, G, M]."""
+        step = run[0]
+        for part in RunPart.of(run):
+            out, lse, *_ = self.kernels[0](
+                part.rows_of(query), part.columns_of(self.key), part.columns_of(self.value), 0.0,
+                step.tiles.causal, attn_mask=mask, scale=self.problem.scale,
+            )  # fmt: skip
+            part.rows_of(results[0]).copy_(out[..., : results[0].shape[3]])
+            lse = lse if step.dead is None else lse.masked_fill(step.dead, -torch.inf)
+            part.rows_of(results[1]).copy_(lse)
+
+    def differentiate_run(
+        self, run: Sequence[Step], mask: Tensor | None, by_row: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> None:
+        """Adds a run's gradients to `grads`, of queries, keys and values. `by_row`: grad_out, q, out, lse."""
+        for part in RunPart.of(run):
+            grad, query, out, lse = map(part.rows_of, by_row)
+            found = self.kernels[1](
+                grad, query, part.columns_of(self.key), part.columns_of(self.value), out, lse, 0.0,
+                run[0].tiles.causal, attn_mask=mask, scale=self.problem.scale,
+            )  # fmt: skip
+            part.rows_of(grads[0]).copy_(found[0])
+            part.add_to_columns(grads[1], found[1])
+            part.add_to_columns(grads[2], found[2])
 
     def _mask_of(self, step: Step) -> Tensor:
         """Returns 0, and -inf where the mask is False; valid until the next call.

@@ -5,7 +5,7 @@ Heads are laid out as [Z, G, length, dim], see `reference.Heads`. Steps stay wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
@@ -115,6 +115,85 @@ class Step:
 def _narrowed(x: Tensor, here: tuple[slice, ...]) -> Tensor:
     """Indexes the dimensions that have more than one entry."""
     return x[tuple(part if size > 1 else slice(None) for part, size in zip(here, x.shape, strict=False))]
+
+
+def runs_of_equal(steps: Iterable[Step], columns: int) -> Iterator[list[Step]]:
+    """Groups steps that differ by their place alone: rows follow each other, and columns move by the same.
+
+    All steps of a group have at most `columns` columns, unless there is one step, counted for each head.
+    """
+    run: list[Step] = []
+    for step in steps:
+        if run and not (_continues(run, step) and (len(run) + 1) * _size(step) <= columns):
+            yield run
+            run = []
+        run.append(step)
+    if run:
+        yield run
+
+
+def _size(step: Step) -> int:
+    return len(step.z) * len(step.g) * step.tiles.column_count
+
+
+def _continues(run: Sequence[Step], step: Step) -> bool:
+    last = run[-1]
+    kinds = [(x.z, x.g, x.shape, x.tiles.causal, len(x.tiles.columns)) for x in (last, step)]
+    if kinds[0] != kinds[1] or len(step.tiles.columns) > 1 or step.forbidden is not last.forbidden:
+        return False
+    if step.tiles.rows.start != last.tiles.rows.stop or any(x.shape[:2] != (1, 1) for _, x in step.forbidden):
+        return False
+    shift = _shift(last, step)
+    return shift > 0 and step.tiles.column_count % shift == 0 and (len(run) == 1 or shift == _shift(*run[:2]))
+
+
+def _shift(one: Step, other: Step) -> int:
+    """By how many columns the second step is further on."""
+    return other.tiles.columns[0].start - one.tiles.columns[0].start
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Some heads of a run of equal steps, as one batch: [heads, steps, rows or columns, dim].
+
+    `z` or `g` has one entry. `shift`: columns from one step to the next.
+    """
+
+    z: range
+    g: range
+    run: Sequence[Step]
+    shift: int
+
+    @classmethod
+    def of(cls, run: Sequence[Step]) -> Iterator[RunPart]:
+        step, shift = run[0], _shift(*run[:2])
+        z, g = step.z, step.g
+        if len(z) < len(g):
+            yield from (cls(z[i : i + 1], g, run, shift) for i in range(len(z)))
+        else:
+            yield from (cls(z, g[i : i + 1], run, shift) for i in range(len(g)))
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Returns a view of the rows of [Z, G, M, ...], as [heads, steps, rows, ...]."""
+        first, last = self.run[0].tiles.rows, self.run[-1].tiles.rows
+        found = x[as_slice(self.z), as_slice(self.g), first.start : last.stop]
+        return found.squeeze(1 if len(self.g) == 1 else 0).unflatten(1, (len(self.run), length(first)))
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Returns a view of the columns of [Z, N, dim], as [heads, steps, columns, dim]."""
+        first, last = self.run[0].tiles.columns[0], self.run[-1].tiles.columns[0]
+        found = x[as_slice(self.z), first.start : last.stop].unfold(1, length(first), self.shift).mT
+        return found if len(self.g) == 1 else found.expand(len(self.g), -1, -1, -1)
+
+    def add_to_columns(self, target: Tensor, found: Tensor) -> None:
+        """Adds [heads, steps, columns, dim] to the columns of `target` [Z, N, dim]."""
+        if len(self.g) > 1:
+            found = found.sum(0, keepdim=True)
+        first, steps = self.run[0].tiles.columns[0], len(self.run)
+        for start in range(0, length(first), self.shift):
+            place = first.start + start
+            part = target[as_slice(self.z), place : place + steps * self.shift]
+            part.unflatten(1, (steps, self.shift)).add_(found[:, :, start : start + self.shift])
 
 
 def steps_of(

@@ -395,7 +395,7 @@ def causal_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         (causal, -0.3, None),  # the kernel multiplies its -inf by the scale
         (causal, 0.0, None),
         (almost_causal, 0.3, None),
-        (causal_documents, 0.3, [(True, False)] * 9),
+        (causal_documents, 0.3, [(True, False)] * 3),  # equal steps are one call
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -411,6 +411,49 @@ def test_causal_is_what_the_elements_say(
         assert calls and not any(causal for causal, _ in calls)
     else:
         assert calls == wanted
+
+
+def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """The last two rows of each tile attend to nothing."""
+    return ((q_idx - kv_idx).abs() <= 20) & (q_idx % 32 < 30)
+
+
+def equal_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx // 32 == kv_idx // 32) & (q_idx >= kv_idx)
+
+
+RUNS: list[dict[str, Any]] = [
+    {"batch": 2, "heads": 3},
+    {"batch": 2, "heads": 6, "kv_heads": 2, "value_dim": 24},
+    {"heads": 6, "kv_heads": 1, "value_dim": 40},
+    {"batch": 3, "heads": 4, "kv_heads": 2, "kv_batch": 1},
+    {"batch": 2, "heads": 3, "layout": "bshd", "dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("limit", [1 << 21, 1 << 14, 1])
+@pytest.mark.parametrize("mask_mod", [window, equal_documents, reach_of_the_head])
+@pytest.mark.parametrize("shape", RUNS, ids=str)
+def test_equal_steps_run_as_one(
+    shape: dict[str, Any], mask_mod: Any, limit: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that differ by their place alone are one call, in as many parts as memory asks for."""
+    monkeypatch.setattr(flash, "RUN", limit)
+    monkeypatch.setattr(tiles, "ROWS", 32)
+    monkeypatch.setattr(tiles, "TALL", 32)
+    case = make_case(**{"dtype": torch.float64, "q_len": 333, **shape})
+    mask = block_mask(case, mask_mod)
+    check(case, None, mask)
+    calls = calls_of_flash(monkeypatch)
+    grad_lse = torch.randn(case.q.shape[:3], dtype=torch.float64)
+    truth = expected(case, None, mask, grad_lse)
+    if case.q.dtype == torch.float64:
+        _, grads = run(case, None, mask, grad_lse)
+        for found, exact in zip(grads[:3], (truth.dq, truth.dk, truth.dv), strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-11)
+        if mask_mod is not reach_of_the_head and path == "flash" and limit != 1 << 14:
+            assert (len(calls) > 20) == (limit == 1)
 
 
 @pytest.mark.parametrize("score_mod", [None, *BIASED])
