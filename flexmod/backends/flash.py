@@ -28,7 +28,7 @@ Turn = Callable[[Tensor], Tensor]
 BIASES = 1 << 20
 # Elements of the keys of a run, each step's counted: the gradients of its keys need as much memory.
 RUN = 1 << 21
-# One float32 lse gives the weights of scores up to this size as exactly as the scores themselves.
+# One lse gives the weights of scores up to this size as exactly as the scores themselves.
 LARGEST_LSE = 256.0
 # An integer dtype of the same width, and the bits of -inf in it.
 BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
@@ -81,7 +81,7 @@ def backward(
         alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
         least, most = (float(x) for x in lse.masked_fill(dead, 0.0).aminmax())
-    if q.dtype != torch.float64 and not max(-least, most) <= LARGEST_LSE:
+    if not max(-least, most) <= LARGEST_LSE:
         return None
     call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
     query, key, value = call.rows(q), call.key, call.value

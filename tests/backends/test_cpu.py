@@ -413,6 +413,15 @@ def test_causal_is_what_the_elements_say(
         assert calls == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_lse_is_no_yardstick(dtype: torch.dtype) -> None:
+    """Its rounding would change the weight of a single key, which is 1."""
+    case = make_case(dtype=dtype, q_len=40, kv_len=1, scale=1e7)
+    _, grads = run(case)
+    rtol = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(grads.value, case.grad_out.sum(2, keepdim=True), rtol=rtol, atol=8 * rtol)
+
+
 def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """The last two rows of each tile attend to nothing."""
     return ((q_idx - kv_idx).abs() <= 20) & (q_idx % 32 < 30)
