@@ -58,7 +58,7 @@ def _added(builder: GraphBuilder, node: Node) -> Node | None:
             added = _added(builder, own)
             if added is None or not _is_exact(added):  # (score + 1e9) - 1e9 is not the score
                 return None
-            if not added.is_const:
+            if not added.is_const or added.value != 0.0:
                 return builder.node(node.op, [added, other], node.dtype)
             if node.op == "add":
                 return builder.node(CAST, [other], node.dtype, node.dtype)

@@ -10,7 +10,7 @@ kernel computes the sum of grad_out * out for each row, which must lose grad_lse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,16 @@ from flexmod.backends.bias import Bias
 from flexmod.backends.blocks import Scratch
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.reference import Heads, in_order_of
-from flexmod.backends.steps import Forbidden, RunPart, Step, runs_of_equal, steps_of
+from flexmod.backends.steps import (
+    EqualSteps,
+    Forbidden,
+    OneStep,
+    Step,
+    batches_of,
+    over_group,
+    runs_of_equal,
+    steps_of,
+)
 from flexmod.backends.tiles import ROWS
 from flexmod.runtime.private_torch import flash_on_cpu
 
@@ -39,16 +48,12 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
     call = FlashCall(problem, bias, q, k, v)
     query, rows = call.rows(q), call.size[:3]
     attend, results = call.kernels[0], None
-    for run, mask, turned in call.runs():
-        step = run[0]
+    for batch, mask, turned in call.batches():
+        step = batch.step
         if not call.supports(step, query):
             return None
-        if len(run) > 1:
-            results = results or call.of_nothing(q, v.shape[3])
-            call.attend_to_run(run, mask, query, results)
-            continue
-        of_step = turned(call.rows_of(step, query)), *call.columns_of(step)
-        found = attend(*of_step, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
+        of_batch = turned(batch.rows_of(query)), batch.columns_of(call.key), batch.columns_of(call.value)
+        found = attend(*of_batch, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
         part, lse = turned(found[0])[..., : v.shape[3]], found[1]
         dead = _dead(step, mask, lse, bias)
         lse = turned(lse if dead is None else lse.masked_fill(dead, -torch.inf))
@@ -56,7 +61,8 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
             results = part.to(q.dtype), lse
             break
         results = results or call.of_nothing(q, v.shape[3])
-        results[0][step.rows], results[1][step.rows] = part, lse
+        batch.write_rows(results[0], part)
+        batch.write_rows(results[1], lse)
     out, lse = results or call.of_nothing(q, v.shape[3])
     return Forward(in_order_of(call.heads.join_query(out), q), call.heads.join_query(lse), None)
 
@@ -91,27 +97,23 @@ def backward(
         result[..., -1] = -call.heads.group(grad_lse)
     grads: list[Tensor] = []
     differentiate = call.kernels[1]
-    for run, mask, turned in call.runs():
-        step = run[0]
+    for batch, mask, turned in call.batches():
+        step = batch.step
         if not call.supports(step, query):
             return None
-        if len(run) > 1:
-            grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
-            call.differentiate_run(run, mask, (grad, query, result, row_lse), grads)
-            continue
-        by_row = [turned(call.rows_of(step, x)) for x in (grad, query, result, row_lse)]
+        by_row = [turned(batch.rows_of(x)) for x in (grad, query, result, row_lse)]
+        by_column = batch.columns_of(key), batch.columns_of(value)
         found = differentiate(
-            *by_row[:2], *call.columns_of(step), *by_row[2:], 0.0, step.tiles.causal,
+            *by_row[:2], *by_column, *by_row[2:], 0.0, step.tiles.causal,
             attn_mask=mask, scale=problem.scale,
         )  # fmt: skip
-        parts = turned(found[0]), *(x.sum(1) if x.shape[1] > 1 else x[:, 0] for x in found[1:])
         if step.shape == call.size:
-            grads += parts
+            grads += turned(found[0]), *map(over_group, found[1:])
             break
         grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
-        grads[0][step.rows] = parts[0]
-        for total, part in zip(grads[1:], parts[1:], strict=True):
-            step.add_to_columns(total, part)
+        batch.write_rows(grads[0], turned(found[0]))
+        for total, part in zip(grads[1:], found[1:], strict=True):
+            batch.add_to_columns(total, part)
     heads = call.heads
     dq, dk, dv = grads or [torch.zeros_like(x) for x in (query, key, value)]
     return Gradients(
@@ -161,20 +163,10 @@ class FlashCall:
             self._finite = bool(torch.isfinite(query.sum() + self.key.sum()))
         return not step.forbidden or self._finite is True
 
-    def rows_of(self, step: Step, x: Tensor) -> Tensor:
-        """Returns the step's rows of [Z, G, M, ...]."""
-        return x if step.shape[:3] == self.size[:3] else x[step.rows]
+    def batches(self) -> Iterator[tuple[OneStep | EqualSteps, Tensor | None, Turn]]:
+        """Yields the batches of the kernel, its mask, and the order of rows.
 
-    def columns_of(self, step: Step) -> Iterator[Tensor]:
-        """Returns the step's columns of keys and values, as [z, g, columns, dim]."""
-        for x in (self.key, self.value):
-            found = x if step.shape == self.size else step.columns_of(x)
-            yield found[:, None].expand(-1, len(step.g), -1, -1) if len(step.g) > 1 else found[:, None]
-
-    def runs(self) -> Iterator[tuple[Sequence[Step], Tensor | None, Turn]]:
-        """Yields runs of equal steps, the kernel's mask, and the order of rows.
-
-        The mask broadcasts to the scores of each step. A function brings rows into the mask's order and back.
+        The mask broadcasts to the scores. A function brings rows into the mask's order and back.
         """
         squares, dtype = self.bias is None and self.problem.scale > 0, self.heads.real
         known: tuple[Forbidden, int] | None = None
@@ -184,47 +176,19 @@ class FlashCall:
             for step in steps:
                 mask = self.bias.from_last_row(step, dtype)
                 if mask is not None:
-                    yield (step,), mask, _last_first
+                    yield OneStep(step), mask, _last_first
                     continue
                 for part in step.cut(BIASES, ROWS):
-                    yield (part,), self.bias.of(part, dtype), _unchanged
+                    yield OneStep(part), self.bias.of(part, dtype), _unchanged
             return
         for run in runs_of_equal(steps, RUN // self._dim):
             step = run[0]
-            if not step.forbidden:
-                yield run, None, _unchanged
-            else:
-                if known is None or known[0] is not step.forbidden or known[1] != step.shape[3]:
-                    known, mask = (step.forbidden, step.shape[3]), self._mask_of(step)
-                yield run, mask, _unchanged
-
-    def attend_to_run(
-        self, run: Sequence[Step], mask: Tensor | None, query: Tensor, results: tuple[Tensor, Tensor]
-    ) -> None:
-        """Writes out and lse of a run's rows into `results`, [Z, G, M, dim] and [Z, G, M]."""
-        step = run[0]
-        for part in RunPart.of(run):
-            out, lse, *_ = self.kernels[0](
-                part.rows_of(query), part.columns_of(self.key), part.columns_of(self.value), 0.0,
-                step.tiles.causal, attn_mask=mask, scale=self.problem.scale,
-            )  # fmt: skip
-            part.rows_of(results[0]).copy_(out[..., : results[0].shape[3]])
-            lse = lse if step.dead is None else lse.masked_fill(step.dead, -torch.inf)
-            part.rows_of(results[1]).copy_(lse)
-
-    def differentiate_run(
-        self, run: Sequence[Step], mask: Tensor | None, by_row: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> None:
-        """Adds a run's gradients to `grads`, of queries, keys and values. `by_row`: grad_out, q, out, lse."""
-        for part in RunPart.of(run):
-            grad, query, out, lse = map(part.rows_of, by_row)
-            found = self.kernels[1](
-                grad, query, part.columns_of(self.key), part.columns_of(self.value), out, lse, 0.0,
-                run[0].tiles.causal, attn_mask=mask, scale=self.problem.scale,
-            )  # fmt: skip
-            part.rows_of(grads[0]).copy_(found[0])
-            part.add_to_columns(grads[1], found[1])
-            part.add_to_columns(grads[2], found[2])
+            if step.forbidden and (
+                known is None or known[0] is not step.forbidden or known[1] != step.shape[3]
+            ):
+                known, mask = (step.forbidden, step.shape[3]), self._mask_of(step)
+            for batch in batches_of(run):
+                yield batch, mask if step.forbidden else None, _unchanged
 
     def _mask_of(self, step: Step) -> Tensor:
         """Returns 0, and -inf where the mask is False; valid until the next call.

@@ -30,7 +30,8 @@ class Step:
     """Some heads, as ranges of Z and G, and a step for their tiles.
 
     `forbidden`: ranges of the step's columns, and bool tensors that are True where the mask is False; each
-    broadcasts to [z, g, rows, width of the range].
+    broadcasts to [z, g, rows, width of the range]. `shift`: if the step differs from the one before by its
+    place alone, by how many columns; its rows follow. Otherwise 0.
     """
 
     heads: Heads
@@ -38,6 +39,7 @@ class Step:
     g: range
     tiles: TileStep
     forbidden: Forbidden = ()
+    shift: int = 0
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
@@ -117,14 +119,82 @@ def _narrowed(x: Tensor, here: tuple[slice, ...]) -> Tensor:
     return x[tuple(part if size > 1 else slice(None) for part, size in zip(here, x.shape, strict=False))]
 
 
-def runs_of_equal(steps: Iterable[Step], columns: int) -> Iterator[list[Step]]:
-    """Groups steps that differ by their place alone: rows follow each other, and columns move by the same.
+@dataclass(frozen=True)
+class OneStep:
+    """A step as a batch of the kernel: [z, g, rows or columns, dim]."""
 
-    All steps of a group have at most `columns` columns, unless there is one step, counted for each head.
+    step: Step
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Returns a view of the rows of [Z, G, M, ...], as [z, g, rows, ...]."""
+        return x if x.shape[:3] == self.step.shape[:3] else x[self.step.rows]
+
+    def write_rows(self, target: Tensor, found: Tensor) -> None:
+        """Writes [z, g, rows, ...] into the rows of `target` [Z, G, M, ...]."""
+        target[self.step.rows] = found
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Returns the columns of [Z, N, dim], as [z, g, columns, dim]."""
+        step = self.step
+        found = x if x.shape[:2] == (step.shape[0], step.shape[3]) else step.columns_of(x)
+        return found[:, None].expand(-1, len(step.g), -1, -1) if len(step.g) > 1 else found[:, None]
+
+    def add_to_columns(self, target: Tensor, found: Tensor) -> None:
+        """Adds [z, g, columns, dim] to the columns of `target` [Z, N, dim]."""
+        self.step.add_to_columns(target, over_group(found))
+
+
+def over_group(x: Tensor) -> Tensor:
+    """Sums [z, g, ...] over the heads that share keys."""
+    return x.sum(1) if x.shape[1] > 1 else x[:, 0]
+
+
+@dataclass(frozen=True)
+class EqualSteps:
+    """Some heads of a run of equal steps as a batch of the kernel: [heads, steps, rows or columns, dim].
+
+    `z` or `g` has one entry. Has the methods of OneStep, with these shapes.
     """
+
+    z: range
+    g: range
+    run: Sequence[Step]
+
+    @property
+    def step(self) -> Step:
+        return self.run[0]
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        first, last = self.step.tiles.rows, self.run[-1].tiles.rows
+        found = x[as_slice(self.z), as_slice(self.g), first.start : last.stop]
+        return found.squeeze(1 if len(self.g) == 1 else 0).unflatten(1, (len(self.run), length(first)))
+
+    def write_rows(self, target: Tensor, found: Tensor) -> None:
+        self.rows_of(target).copy_(found)
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Returns a view, whose steps may overlap."""
+        first, last = self.step.tiles.columns[0], self.run[-1].tiles.columns[0]
+        found = x[as_slice(self.z), first.start : last.stop].unfold(1, length(first), self.run[1].shift).mT
+        return found if len(self.g) == 1 else found.expand(len(self.g), -1, -1, -1)
+
+    def add_to_columns(self, target: Tensor, found: Tensor) -> None:
+        if len(self.g) > 1:
+            found = found.sum(0, keepdim=True)
+        first, steps, shift = self.step.tiles.columns[0], len(self.run), self.run[1].shift
+        for start in range(0, length(first), shift):
+            place = first.start + start
+            part = target[as_slice(self.z), place : place + steps * shift]
+            part.unflatten(1, (steps, shift)).add_(found[:, :, start : start + shift])
+
+
+def runs_of_equal(steps: Iterable[Step], columns: int) -> Iterator[list[Step]]:
+    """Groups equal steps. A run of several has at most `columns` columns, counted for each step and head."""
     run: list[Step] = []
     for step in steps:
-        if run and not (_continues(run, step) and (len(run) + 1) * _size(step) <= columns):
+        size = len(step.z) * len(step.g) * step.tiles.column_count
+        continues = step.shift > 0 and (len(run) == 1 or step.shift == run[-1].shift)
+        if run and not (continues and (len(run) + 1) * size <= columns):
             yield run
             run = []
         run.append(step)
@@ -132,68 +202,26 @@ def runs_of_equal(steps: Iterable[Step], columns: int) -> Iterator[list[Step]]:
         yield run
 
 
-def _size(step: Step) -> int:
-    return len(step.z) * len(step.g) * step.tiles.column_count
+def batches_of(run: Sequence[Step]) -> Iterator[OneStep | EqualSteps]:
+    """Yields a run as batches of the kernel."""
+    z, g = run[0].z, run[0].g
+    if len(run) == 1:
+        yield OneStep(run[0])
+    elif len(z) < len(g):
+        yield from (EqualSteps(z[i : i + 1], g, run) for i in range(len(z)))
+    else:
+        yield from (EqualSteps(z, g[i : i + 1], run) for i in range(len(g)))
 
 
-def _continues(run: Sequence[Step], step: Step) -> bool:
-    last = run[-1]
+def _shift(last: Step, step: Step) -> int:
+    """Returns `Step.shift` of a step that comes after `last`."""
     kinds = [(x.z, x.g, x.shape, x.tiles.causal, len(x.tiles.columns)) for x in (last, step)]
     if kinds[0] != kinds[1] or len(step.tiles.columns) > 1 or step.forbidden is not last.forbidden:
-        return False
+        return 0
     if step.tiles.rows.start != last.tiles.rows.stop or any(x.shape[:2] != (1, 1) for _, x in step.forbidden):
-        return False
-    shift = _shift(last, step)
-    return shift > 0 and step.tiles.column_count % shift == 0 and (len(run) == 1 or shift == _shift(*run[:2]))
-
-
-def _shift(one: Step, other: Step) -> int:
-    """By how many columns the second step is further on."""
-    return other.tiles.columns[0].start - one.tiles.columns[0].start
-
-
-@dataclass(frozen=True)
-class RunPart:
-    """Some heads of a run of equal steps, as one batch: [heads, steps, rows or columns, dim].
-
-    `z` or `g` has one entry. `shift`: columns from one step to the next.
-    """
-
-    z: range
-    g: range
-    run: Sequence[Step]
-    shift: int
-
-    @classmethod
-    def of(cls, run: Sequence[Step]) -> Iterator[RunPart]:
-        step, shift = run[0], _shift(*run[:2])
-        z, g = step.z, step.g
-        if len(z) < len(g):
-            yield from (cls(z[i : i + 1], g, run, shift) for i in range(len(z)))
-        else:
-            yield from (cls(z, g[i : i + 1], run, shift) for i in range(len(g)))
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Returns a view of the rows of [Z, G, M, ...], as [heads, steps, rows, ...]."""
-        first, last = self.run[0].tiles.rows, self.run[-1].tiles.rows
-        found = x[as_slice(self.z), as_slice(self.g), first.start : last.stop]
-        return found.squeeze(1 if len(self.g) == 1 else 0).unflatten(1, (len(self.run), length(first)))
-
-    def columns_of(self, x: Tensor) -> Tensor:
-        """Returns a view of the columns of [Z, N, dim], as [heads, steps, columns, dim]."""
-        first, last = self.run[0].tiles.columns[0], self.run[-1].tiles.columns[0]
-        found = x[as_slice(self.z), first.start : last.stop].unfold(1, length(first), self.shift).mT
-        return found if len(self.g) == 1 else found.expand(len(self.g), -1, -1, -1)
-
-    def add_to_columns(self, target: Tensor, found: Tensor) -> None:
-        """Adds [heads, steps, columns, dim] to the columns of `target` [Z, N, dim]."""
-        if len(self.g) > 1:
-            found = found.sum(0, keepdim=True)
-        first, steps = self.run[0].tiles.columns[0], len(self.run)
-        for start in range(0, length(first), self.shift):
-            place = first.start + start
-            part = target[as_slice(self.z), place : place + steps * self.shift]
-            part.unflatten(1, (steps, self.shift)).add_(found[:, :, start : start + self.shift])
+        return 0
+    shift = step.tiles.columns[0].start - last.tiles.columns[0].start
+    return shift if shift > 0 and step.tiles.column_count % shift == 0 else 0
 
 
 def steps_of(
@@ -237,13 +265,16 @@ def _steps(mask: MaskSnapshot, heads: Heads, rows: int, columns: int, squares: b
             return _is_causal(mask, of_heads, q_tiles, first, lengths)
 
         last: Forbidden = ()
+        previous: Step | None = None
         for tiles in steps_of_table(
             table[b, h], mask.BLOCK_SIZE, rows, columns, is_causal if squares else None
         ):
             step = Step(heads, z, g, tiles)
             found = tuple(_forbidden(mask, step)) if tiles.asked else ()
             last = last if _same(found, last) else found  # equal ones are one object
-            yield Step(heads, z, g, tiles, last)
+            step = Step(heads, z, g, tiles, last)
+            previous = step if previous is None else replace(step, shift=_shift(previous, step))
+            yield previous
 
 
 def _same(one: Forbidden, other: Forbidden) -> bool:

@@ -33,6 +33,7 @@ from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.private_torch import outside_of_graphs
 
 
 def find_tiles(
@@ -136,7 +137,7 @@ class GraphMask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        torch.compiler.disable(_make_plain)(self)
+        _make_plain(self)
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -144,6 +145,7 @@ class GraphMask(BlockMask):
         return self.__reduce_ex__(protocol)
 
 
+@outside_of_graphs
 def _make_plain(mask: GraphMask) -> None:
     """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
     parts, positions = mask.parts, mask.positions
