@@ -173,7 +173,7 @@ def test_kernels_read_q_k_v_where_they_lie(arguments: dict[str, dict[str, Any]],
 @pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
 @pytest.mark.parametrize("layout", ["by position", "last dimension apart", "expanded", "slices"])
 def test_layouts(options: Any, layout: str) -> None:
-    """The gradients are those of contiguous tensors, also where q, k, v and grad_out overlap themselves."""
+    """The gradients equal contiguous tensors', also where q, k, v and grad_out overlap themselves."""
     whole = torch.randn(2, 33, 3, 2, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = {
         "by position": lambda: [whole[:, :, i].transpose(1, 2) for i in range(3)],

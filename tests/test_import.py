@@ -247,7 +247,7 @@ AT_IMPORT = at_import()
 
 
 def test_the_walk_finds_the_modules_that_run(imported: dict[str, list[str]]) -> None:
-    """The rule below is held to these."""
+    """Tests compare the rule below with these."""
     folders = {name for name in MODULES if MODULES[name].name == "__init__.py"}
     ran = {
         longest_module(name.split(".")[1:], MODULES)

@@ -84,7 +84,7 @@ SCORES: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
     "-inf": lambda t: lambda s, b, h, q, k: torch.where((q - k).abs() <= t, s, -math.inf),
 }
 TABLE = torch.linspace(-1, 1, 10 * LENGTH).view(10, LENGTH)
-# Those that torch.compile cannot bring into one graph, or does not see changed.
+# torch.compile cannot bring these into one graph, or does not see them change.
 BREAKING = ("item", "if", "global", "a table")
 
 MASKS: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
@@ -160,7 +160,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 
 
 def cases(forms: Iterable[str], breaking: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Backend, way and form; compiled on the CPU, and those that torch.compile sees as one graph."""
+    """Backend, way and form. Compiled calls run on the CPU, with forms that give one graph."""
     return [
         case
         for case in itertools.product(BACKENDS, WAYS, forms)

@@ -448,7 +448,7 @@ def test_make_fx_records_the_operation(masked: bool) -> None:
 @ALL
 @pytest.mark.parametrize("form", ["eager", "handle"])
 def test_fake_tensors(form: str, options: Any) -> None:
-    """Shapes and dtypes are those of a real call, and the strides of results. A handle forgets its mask."""
+    """Shapes, dtypes and the strides of results equal a real call's. A handle forgets its mask."""
     handle = flexmod.compile(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, kernel_options=options)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> list[Tensor]:

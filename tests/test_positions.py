@@ -50,7 +50,7 @@ def causal_at(q_len: int, offset: Any = None, batch: int | None = None, **others
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_the_queries(name: str, backend: str) -> None:
-    """out, lse and dQ of a part are those of the whole; the other gradients are sums over the parts."""
+    """out, lse and dQ of a part equal the whole's there; the other gradients are sums over the parts."""
     case, (query, key, value) = cases(LENGTH, HEADS)[name], inputs()
     grads = random(*query.shape, seed=9)
     options = BACKENDS[backend]

@@ -1,4 +1,4 @@
-"""What a caller has set in torch, around a call: results are those of the plain call."""
+"""What a caller has set in torch, around a call: results equal the plain call's."""
 
 from __future__ import annotations
 
