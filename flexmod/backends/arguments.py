@@ -36,16 +36,22 @@ Numbers = Sequence[bool | int | float]
 
 
 def results(
-    q: Place, dim: Extent, order: Sequence[int], *, want_max: bool, kept: Sequence[str] = ()
-) -> tuple[Place | None, ...]:
+    q: Place, dim: Extent, order: Sequence[int], *, want_max: bool, kept: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> tuple[Place | None, ...]:  # fmt: skip
     """Returns places for a forward's results: out, lse, the row maximum, and tensors `kept` for a backward.
 
-    out [B, HQ, M, dim] has q's order of strides. The others are [B, HQ, M], float64 if q is.
+    out [B, HQ, M, dim] has q's order of strides, and `dtype` or q's. The others are [B, HQ, M].
     """
-    rows = q.shape[:3], contiguous(q.shape[:3]), torch.promote_types(q.dtype, torch.float32)
-    out = Place("out", (*q.shape[:3], dim), tuple(strides_in_order(q.shape, dim, order)), q.dtype)
+    rows = q.shape[:3], contiguous(q.shape[:3]), dtype_of_sums(q.dtype)
+    out = Place("out", (*q.shape[:3], dim), tuple(strides_in_order(q.shape, dim, order)), dtype or q.dtype)
     largest = Place("max_scores", *rows) if want_max else None
     return out, Place("lse", *rows), largest, *(Place(name, *rows) for name in kept)
+
+
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of lse and of sums for operands in `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
@@ -80,6 +86,7 @@ class Operands:
     score_captured: Captured = NOTHING
     mask_captured: Captured = NOTHING
     inputs: tuple[Place | None, ...] = ()
+    out_dtype: torch.dtype | None = None
 
     @property
     def of_mask(self) -> tuple[Place | None, ...]:
@@ -102,7 +109,7 @@ class Operands:
         """Allocates a forward's results, see `results`; with `keep` also the `kept` tensors."""
         names = [name.lower() for name in kept] if keep else ()
         order = self.orders["query"]
-        made = results(self.q, self.v.shape[3], order, want_max=want_max, kept=names)
+        made = results(self.q, self.v.shape[3], order, want_max=want_max, kept=names, dtype=self.out_dtype)
         writer.allocate(made)
         return made
 
@@ -146,6 +153,7 @@ def operands(
         Captured(captured, score_numbers),
         Captured(mask.mod.tensors if mask else (), mask_numbers),  # type: ignore[arg-type]
         (query, key, value, *captured, *of_mask),
+        problem.out_dtype,
     )  # fmt: skip
 
 

@@ -138,8 +138,9 @@ class Generated:
         score = compile_mod(problem.score.graph, extents) if problem.score else None
         mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
         spec = triton.kernel_spec(
-            q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward
-        )
+            q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward,
+            out_dtype=problem.out_dtype,
+        )  # fmt: skip
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
         family = "" if self.interpreted else family_of(target_of(q.device).name)

@@ -50,8 +50,9 @@ class Problem:
         capture_grad  the same with derivatives by captured elements; None without gradients of captures
         options       the checked kernel options
         precision     of float32 products
+        out_dtype     of the output, for queries in float8; None for the queries' dtype
 
-    Only generated kernels use the last two.
+    Only generated kernels use the last three.
     """
 
     score: Traced | None
@@ -61,6 +62,7 @@ class Problem:
     options: tuple[tuple[str, Any], ...] = ()
     precision: Literal["ieee", "tf32"] = "ieee"
     capture_grad: CaptureGrad | None = None
+    out_dtype: torch.dtype | None = None
 
 
 class BackwardInputs(NamedTuple):

@@ -34,11 +34,11 @@ class VariantCall:
     def __init__(self, made: Variant) -> None:
         spec = made.spec
         self._made = made
-        query, key = (_empty(spec.q_dtype, spec.head_dim) for _ in range(2))
-        self._qkv = query, key, _empty(spec.q_dtype, spec.value_dim)
+        query, key = (_empty(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
+        self._qkv = query, key, _empty(spec.v_dtype, spec.value_dim)
         score: Any = SimpleNamespace(tensors=made.score_tensors)
         self._mask = _mask_of(made)
-        problem = Problem(score, None, self._mask, spec.head_dim**-0.5)
+        problem = Problem(score, None, self._mask, spec.head_dim**-0.5, out_dtype=spec.out_dtype)
         self.call = operands(*self._qkv, problem, (), (), _list)
 
     def plan(
@@ -87,7 +87,7 @@ class VariantCall:
     def _tensors(self) -> dict[str, Tensor]:
         """The stand-ins for the inputs, by name."""
         query, key, value = self._qkv
-        out, lse = _empty(query.dtype, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+        out, lse = _empty(self.call.out_dtype or query.dtype, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
         named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
         named |= {"kept0": lse, "kept1": lse}
         for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):

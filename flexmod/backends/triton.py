@@ -73,6 +73,7 @@ def kernel_spec(
     scale: float,
     precision: Literal["ieee", "tf32"],
     backward: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> KernelSpec:
     """Returns the KernelSpec of a call. `precision` applies to float32 only."""
     return KernelSpec(
@@ -88,6 +89,7 @@ def kernel_spec(
         positive_scale=scale > 0,
         shared_kv=backward and q.shape[:2] != k.shape[:2],
         backward=backward,
+        out_dtype=out_dtype,
     )
 
 

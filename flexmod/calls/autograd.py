@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import dtype_of_sums
 from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.backends.table import backend
 from flexmod.block_mask.storage import MaskSnapshot
@@ -173,9 +174,10 @@ class PreparedCall:
 
     def _of_nothing(self, query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         """Returns the results without queries or without keys: each query attends to nothing."""
-        shape, real = query.shape[:3], torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_full(shape, -torch.inf, dtype=real)
-        return query.new_zeros((*shape, value.shape[3])), lse, lse.clone() if self.want_max else None
+        shape = query.shape[:3]
+        lse = query.new_full(shape, -torch.inf, dtype=dtype_of_sums(query.dtype))
+        dtype = self.problem.out_dtype or query.dtype
+        return query.new_zeros((*shape, value.shape[3]), dtype=dtype), lse, lse.clone() if self.want_max else None
 
     def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
         """Returns gradients of query, key, value and each captured tensor, None where `needs` is False.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.backends.arguments import order_of, results, strides_in_order
+from flexmod.backends.arguments import dtype_of_sums, order_of, results, strides_in_order
 from flexmod.backends.interface import BackwardInputs, Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.block_mask.format import BlockMask
@@ -52,6 +52,7 @@ class OperationOptions(NamedTuple):
     backend: str
     tiles: tuple[tuple[str, Any], ...]
     want_max: bool
+    out_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class OperationConstants:
     backend: str
     tiles: tuple[tuple[str, Any], ...]
     want_max: bool
+    out_dtype: torch.dtype | None = None
 
 
 @assume_constant
@@ -123,7 +125,9 @@ def dispatch(
     """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
     options = asked.options
-    facts = OperationOptions(asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max)
+    facts = OperationOptions(
+        asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max, asked.out_dtype
+    )
     return _operate(query, key, value, mod, parts_of(mask, query.device), facts)
 
 
@@ -240,7 +244,7 @@ def _made_ready(
         source, places = traced_of(variant.score, given.captured, *numbers, query.device)
     options = KernelOptions(variant.backend, variant.tiles)
     asked = prepared.CallOptions(
-        prepared.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max
+        prepared.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max, variant.out_dtype
     )
     call, own = prepared.checked(query, key, value, source, mask, asked, track)
     return prepared.CheckedCall(call, own, places if call.problem.score is not None else ())
@@ -310,9 +314,11 @@ def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: b
     kept = ("first", "second") if track and generated and query.dtype != torch.float64 else ()
     of_query, of_value = named("query", query), named("value", value)
     sizes = extents_of((of_query, of_value), (query, value))
-    places = results(of_query, of_value.shape[3], order_of(query), want_max=variant.want_max, kept=kept)
-    real = torch.promote_types(query.dtype, torch.float32)
-    nothing = _ResultLayout(query, (0,), (1,), real)
+    places = results(
+        of_query, of_value.shape[3], order_of(query),
+        want_max=variant.want_max, kept=kept, dtype=variant.out_dtype,
+    )  # fmt: skip
+    nothing = _ResultLayout(query, (0,), (1,), dtype_of_sums(query.dtype))
     made = [
         nothing
         if place is None
@@ -415,7 +421,7 @@ def _check_gradient(query: Tensor, value: Tensor, given: Mapping[str, Tensor | N
 
     Raises OperationTensorError.
     """
-    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    real = dtype_of_sums(query.dtype)
     rows, dim = tuple(query.shape[:3]), value.shape[3]
     for name, tensor in given.items():
         if tensor is None:

@@ -27,6 +27,7 @@ from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
 from flexmod.calls import autograd, checks
 from flexmod.codegen.compiler import lower
+from flexmod.codegen.spec import FLOAT8
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, tensor_key
 from flexmod.ir.graph import Graph, check_sizes, used_captures
@@ -65,6 +66,7 @@ class CallOptions(NamedTuple):
     enable_gqa: bool
     options: KernelOptions
     want_max: bool
+    out_dtype: torch.dtype | None = None
 
 
 class CheckedCall(NamedTuple):
@@ -163,7 +165,7 @@ def _facts(
     query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: CallOptions
 ) -> tuple[object, ...] | None:
     """Returns a call's key, which has no values of tensors, or None if the call has none."""
-    score, scale, enable_gqa, options, want_max = asked
+    score, scale, enable_gqa, options, want_max, out_dtype = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
         return None
     of_tensors = kinds(query, key, value, options)
@@ -176,7 +178,7 @@ def _facts(
     of_scale = scale.hex() if type(scale) is float else scale
     return (
         of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
-        want_max,
+        want_max, out_dtype,
     )  # fmt: skip
 
 
@@ -288,7 +290,8 @@ def checked(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, source, mask, backend, track)
     problem, own = _problem(query, key, source, mask, scale, track)
-    problem = replace(problem, options=asked.options.tiles, precision=float32_precision())
+    options, precision = asked.options.tiles, float32_precision()
+    problem = replace(problem, options=options, precision=precision, out_dtype=asked.out_dtype)
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
     numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
     return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
@@ -351,7 +354,8 @@ def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
     if not autograd.autocasts(kind):
         return tuple(t.dtype for t in tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(dtype if t.is_floating_point() and t.dtype != torch.float64 else t.dtype for t in tensors)
+    kept = (torch.float64, *FLOAT8)
+    return tuple(dtype if t.is_floating_point() and t.dtype not in kept else t.dtype for t in tensors)
 
 
 def _backend(options: KernelOptions, query: Tensor) -> str:

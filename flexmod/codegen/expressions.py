@@ -25,6 +25,7 @@ TRITON_DTYPES = {
     torch.int32: "tl.int32", torch.int64: "tl.int64",
     torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
     torch.float32: "tl.float32", torch.float64: "tl.float64",
+    torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
 }  # fmt: skip
 
 WIDTH = 96  # columns of a line in a function

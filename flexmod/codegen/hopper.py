@@ -12,7 +12,7 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
-from flexmod.codegen.spec import Direction, KernelSpec, Limits, option, template
+from flexmod.codegen.spec import FLOAT8, HALF, Direction, KernelSpec, Limits, option, template
 
 Registers = tuple[int, int, int]
 
@@ -140,15 +140,18 @@ def _given(options: Mapping[str, Any], direction: Direction, name: str) -> Any:
 
 def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     """Why the forward's or the backward's kernels do not support a spec, or None if they do."""
-    if spec.q_dtype not in (torch.float16, torch.bfloat16):
+    if spec.q_dtype not in (*HALF, *FLOAT8):
         return f"{_name(spec.q_dtype)} operands"
-    if not spec.q_dtype == spec.k_dtype == spec.v_dtype:
+    if spec.k_dtype != spec.q_dtype or spec.v_dtype != spec.weight_dtype:
         return "keys and values of another dtype than the queries"
+    if spec.out_dtype not in (None, *HALF):
+        return f"an output in {_name(spec.out_dtype)}"
     for dim in (spec.head_dim, spec.value_dim):
         if dim > WIDEST:
             return f"a head dimension of {dim}, above {WIDEST}"
-        if dim % 8:
-            return f"a head dimension of {dim}, no multiple of 8: the TMA unit addresses rows of 16 bytes"
+        whole = 16 // spec.q_dtype.itemsize
+        if dim % whole:
+            return f"a head dimension of {dim}, no multiple of {whole}: the TMA unit addresses rows of 16 bytes"
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.mask_block is not None:

@@ -14,6 +14,7 @@ import torch
 
 from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
+from flexmod.codegen.expressions import TRITON_DTYPES
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, min_fixed_max
 from flexmod.runtime.lazy_imports import lazy_imports
@@ -127,6 +128,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["block"] = _block
     environment.filters["far_keys"] = lambda line: re.sub(r"\bkv_idx\b", "far_kv_idx", line)
     environment.globals.update(
+        triton_dtype=TRITON_DTYPES.__getitem__,
         hoisted=_hoisted,
         shared_out=_shared_out,
         in_parts=_in_parts,
@@ -201,10 +203,11 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     kernels = "forward and backward" if spec.backward else "forward"
     mods = " and ".join([*(["a score_mod"] if score else []), *(["a mask_mod"] if mask else [])])
     q, k, v = (str(d).removeprefix("torch.") for d in (spec.q_dtype, spec.k_dtype, spec.v_dtype))
+    out = f"; out {str(spec.out_dtype).removeprefix('torch.')}" if spec.out_dtype else ""
     lines = [
         f"Flash attention, {kernels}, {'with ' + mods if mods else 'without mods'}. Written by flexmod.",
         "",
-        f"    operands       q {q}, k {k}, v {v}; sums in float32",
+        f"    operands       q {q}, k {k}, v {v}; sums in float32{out}",
         f"    head dims      {spec.head_dim} (queries and keys), {spec.value_dim} (values)",
     ]
     if spec.mask_block:

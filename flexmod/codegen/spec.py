@@ -24,6 +24,9 @@ from flexmod.ir.exponents import is_small
 Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+HALF = (torch.float16, torch.bfloat16)
+
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
 
@@ -38,8 +41,9 @@ class KernelSpec:
         precision           tl.dot's input_precision for float32
         positive_scale      permits the running maximum of raw scores
         shared_kv           several query heads, or the whole batch, read one head of keys
+        out_dtype           the output's dtype; None for the queries'
 
-    Only the backward sets `shared_kv`.
+    Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
 
     q_dtype: torch.dtype
@@ -54,11 +58,19 @@ class KernelSpec:
     positive_scale: bool = True
     shared_kv: bool = False
     backward: bool = False
+    out_dtype: torch.dtype | None = None
 
     @property
     def exact(self) -> bool:
         """Are inputs and products float32? Then sums are compensated, and the lse alone is not enough."""
         return self.q_dtype is torch.float32 and self.precision == "ieee"
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the weights in their product with the values. float16 holds float8 exactly."""
+        if self.q_dtype not in FLOAT8:
+            return self.q_dtype
+        return self.v_dtype if self.v_dtype in HALF else torch.float16
 
     @property
     def head_tile(self) -> int:
@@ -120,7 +132,7 @@ def min_fixed_max(spec: KernelSpec, bounds: tuple[float, float]) -> float | None
         return None
     low, high = (end * math.log2(math.e) for end in bounds)
     # not `>`: if both ends are the same infinity, the difference is nan
-    if spec.q_dtype is not torch.bfloat16 or not high - low <= LARGEST_WEIGHT - SMALLEST_WEIGHT:
+    if spec.weight_dtype is not torch.bfloat16 or not high - low <= LARGEST_WEIGHT - SMALLEST_WEIGHT:
         return None
     return high - LARGEST_WEIGHT
 

@@ -41,7 +41,10 @@ def opaque(number):  # type: ignore[no-untyped-def]
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", kind, [number], number.dtype, is_pure=False, pack=1)
 
 
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_DTYPES = {
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
+}  # fmt: skip
 
 
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
@@ -51,5 +54,4 @@ def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
 
 def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
     """Returns Triton's type of a descriptor, for an offline compile."""
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    return f"tensordesc<{name}{list(block)},{layout_of(block, dtype)!r}>"
+    return f"tensordesc<{_DTYPES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
