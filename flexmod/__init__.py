@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flexmod.block_mask.format import BlockMask
     from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
     from flexmod.calls.compiled import CompiledAttention, compile
+    from flexmod.calls.float8 import Scales
     from flexmod.calls.packed import apply_sink, nested_attention, varlen_attention
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
@@ -32,6 +33,7 @@ __all__ = [
     "CompiledAttention",
     "FlexKernelOptions",
     "Offset",
+    "Scales",
     "and_masks",
     "apply_sink",
     "compare",
@@ -57,6 +59,7 @@ _DEFINED_IN = {
     "block_mask.format": ("BlockMask",),
     "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),
     "calls.compiled": ("CompiledAttention", "compile"),
+    "calls.float8": ("Scales",),
     "calls.packed": ("apply_sink", "nested_attention", "varlen_attention"),
     "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),

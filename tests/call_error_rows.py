@@ -1059,4 +1059,145 @@ OPTION_MISTAKES: list[Row] = [
     ),
 ]
 
-ROWS = [*TENSORS, *BSHD, *BLOCK_MASKS, *OFFSETS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def float8(**options: Any) -> Any:
+    return call(x(dtype=E4M3), **options)
+
+
+def scaled(scale: Any, **options: Any) -> Any:
+    return float8(scales=flexmod.Scales(key=scale), **options)
+
+
+def learned_slope() -> Any:
+    slope = torch.ones(4, requires_grad=True)
+    return float8(score_mod=lambda score, b, h, q_idx, kv_idx: score * slope[h])
+
+
+OF_KEY = (
+    "key takes (), (2, 4) by head, or (2, 4, 1) by block of 128 positions.\n"
+    "  Instead: give what flexmod.quantize(key, dtype, by) returned for this tensor."
+)
+FLOAT8: list[Row] = [
+    (
+        errors.Float8MixedError,
+        lambda: call(x(dtype=E4M3), x(dtype=E5M2)),
+        "query is float8_e4m3fn, key is float8_e5m2 and value is float8_e5m2; float8 is for all three, for "
+        "key and value, or for value alone, in one format.\n"
+        "  Instead: quantize the others too, e.g. flexmod.quantize(key, torch.float8_e4m3fn), or convert "
+        "all to torch.bfloat16.",
+    ),
+    (
+        errors.Float8MixedError,
+        lambda: call(x(dtype=E5M2), x(dtype=torch.bfloat16)),
+        "query is float8_e5m2, key is bfloat16 and value is bfloat16; float8 is for all three, for key and "
+        "value, or for value alone, in one format.\n"
+        "  Instead: quantize the others too, e.g. flexmod.quantize(key, torch.float8_e5m2), or convert all "
+        "to torch.bfloat16.",
+    ),
+    (
+        errors.Float8MixedError,
+        lambda: call(x(dtype=HALF), x(), x(dtype=E4M3)),
+        "query is float16, key is float32 and value is float8_e4m3fn; float8 is for all three, for key and "
+        "value, or for value alone, in one format.\n"
+        "  Instead: quantize the others too, e.g. flexmod.quantize(key, torch.float8_e4m3fn), or convert "
+        "all to torch.bfloat16.",
+    ),
+    (
+        errors.Float8HeadDimError,
+        lambda: call(x(2, 4, 32, 24, dtype=E4M3)),
+        "query is float8 with a head_dim of 24; float8 tensors take multiples of 16.\n"
+        "  Instead: pad it with zeros before quantize, torch.nn.functional.pad(query, (0, 8)).",
+    ),
+    (
+        errors.Float8GradientError,
+        lambda: call(x(dtype=HALF, requires_grad=True), x(dtype=E4M3)),
+        "query requires a gradient; attention on float8 has no backward.\n"
+        "  Instead: call under torch.no_grad(), or give float16 or bfloat16 tensors.",
+    ),
+    (
+        errors.Float8GradientError,
+        lambda: scaled(torch.ones((), requires_grad=True)),
+        "scales.key requires a gradient; attention on float8 has no backward.\n"
+        "  Instead: call under torch.no_grad(), or give float16 or bfloat16 tensors.",
+    ),
+    (
+        errors.Float8GradientError,
+        learned_slope,
+        "a tensor captured by score_mod requires a gradient; attention on float8 has no backward.\n"
+        "  Instead: call under torch.no_grad(), or give float16 or bfloat16 tensors.",
+    ),
+    (
+        errors.OutDtypeError,
+        lambda: float8(out_dtype=DOUBLE),
+        "out_dtype is torch.float64; float8 queries give bfloat16, float16 or float32.\n"
+        "  Instead: leave out_dtype out, or cast the output, out.to(dtype).",
+    ),
+    (
+        errors.OutDtypeError,
+        lambda: call(out_dtype=HALF),
+        "out_dtype is torch.float16; queries in float32 give that dtype.\n"
+        "  Instead: leave out_dtype out, or cast the output, out.to(dtype).",
+    ),
+    (
+        errors.OutDtypeError,
+        lambda: float8(out_dtype="bfloat16"),
+        "out_dtype is 'bfloat16'; float8 queries give bfloat16, float16 or float32.\n"
+        "  Instead: leave out_dtype out, or cast the output, out.to(dtype).",
+    ),
+    (
+        errors.ScalesTypeError,
+        lambda: float8(scales=(torch.ones(()), None, None)),
+        "scales is a tuple; scales are flexmod.Scales of float32 tensors.\n"
+        "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "
+        "returned.",
+    ),
+    (
+        errors.ScalesTypeError,
+        lambda: scaled(0.5),
+        "scales.key is a float; scales are flexmod.Scales of float32 tensors.\n"
+        "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "
+        "returned.",
+    ),
+    (
+        errors.ScalesTypeError,
+        lambda: scaled(torch.ones((), dtype=HALF)),
+        "scales.key is a tensor of float16; scales are flexmod.Scales of float32 tensors.\n"
+        "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "
+        "returned.",
+    ),
+    (
+        errors.ScalesUnusedError,
+        lambda: call(scales=flexmod.Scales(query=torch.ones(()))),
+        "scales.query is given, but query is float32; scales are for float8 tensors.\n"
+        "  Instead: leave it out, or quantize query with flexmod.quantize.",
+    ),
+    (errors.ScalesShapeError, lambda: scaled(torch.ones(4)), f"scales.key has shape (4,); {OF_KEY}"),
+    (errors.ScalesShapeError, lambda: scaled(torch.ones(4, 2)), f"scales.key has shape (4, 2); {OF_KEY}"),
+    (
+        errors.ScalesShapeError,
+        lambda: scaled(torch.ones(2, 4, 2)),
+        f"scales.key has shape (2, 4, 2); {OF_KEY}",
+    ),
+    (
+        errors.ScalesValueError,
+        lambda: scaled(torch.full((2, 4), -0.5)),
+        "scales.key contains -0.5; scales are positive finite numbers.\n"
+        "  Instead: let flexmod.quantize make them, or clamp them, scale.clamp(min=1e-12).",
+    ),
+    (
+        errors.ScalesValueError,
+        lambda: scaled(torch.tensor([[1.0, 1.0, 1.0, torch.nan]] * 2)),
+        "scales.key contains nan; scales are positive finite numbers.\n"
+        "  Instead: let flexmod.quantize make them, or clamp them, scale.clamp(min=1e-12).",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: scaled(torch.ones(2, 4, device="meta")),
+        "key is on cpu but scales.key is on meta.\n"
+        "  Instead: move one of them, e.g. scales.key.to('cpu').",
+    ),
+]
+
+ROWS = [*TENSORS, *FLOAT8, *BSHD, *BLOCK_MASKS, *OFFSETS, *MODS, *DERIVATIVES, *OPTION_MISTAKES]

@@ -73,7 +73,7 @@ def test_the_signature_is_torchs() -> None:
         [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
         for f in (flex_attention, torch_flex.flex_attention)
     )
-    own = {"layout": "bhsd", "q_offset": None, "kv_offset": None}
+    own = {"layout": "bhsd", "q_offset": None, "kv_offset": None, "scales": None, "out_dtype": None}
     assert ours == [*theirs, *((name, inspect.Parameter.KEYWORD_ONLY, x) for name, x in own.items())]
 
 

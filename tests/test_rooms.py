@@ -62,6 +62,7 @@ tools.ahead
 tools.plan_text tools.standalone
 block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
 calls.checks
+calls.float8
 calls.autograd
 calls.prepared
 calls.library

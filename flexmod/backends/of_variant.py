@@ -87,7 +87,10 @@ class VariantCall:
     def _tensors(self) -> dict[str, Tensor]:
         """The stand-ins for the inputs, by name."""
         query, key, value = self._qkv
-        out, lse = _empty(self.call.out_dtype or query.dtype, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+        out, lse = (
+            _empty(self.call.out_dtype or query.dtype, value.shape[3]),
+            query.new_empty(query.shape[:3], dtype=torch.float32),
+        )
         named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
         named |= {"kept0": lse, "kept1": lse}
         for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):

@@ -89,7 +89,7 @@ def kernel_spec(
         positive_scale=scale > 0,
         shared_kv=backward and q.shape[:2] != k.shape[:2],
         backward=backward,
-        out_dtype=out_dtype,
+        out_dtype=None if out_dtype is q.dtype else out_dtype,
     )
 
 

@@ -14,7 +14,8 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.options import USUAL, Layout, LayoutName, layout_of
 from flexmod.backends.options import parse as parse_options
 from flexmod.block_mask.format import BlockMask
-from flexmod.calls import checks, library, prepared
+from flexmod.calls import checks, float8, library, prepared
+from flexmod.calls.float8 import Scales
 from flexmod.ir.offsets import OffsetLike, of_call, positions_in
 from flexmod.runtime import tensor_kinds, transforms
 from flexmod.runtime.private_torch import dynamo
@@ -51,6 +52,7 @@ def flex_attention(
     block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
     return_aux: None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+    scales: Scales | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -60,6 +62,7 @@ def flex_attention(
     block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
     *, return_lse: Literal[True], kernel_options: Mapping[str, Any] | None = ...,
     return_aux: None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+    scales: Scales | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -69,6 +72,7 @@ def flex_attention(
     block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: Literal[False] = ..., kernel_options: Mapping[str, Any] | None = ..., *,
     return_aux: AuxRequest, layout: LayoutName = ..., q_offset: OffsetLike = ..., kv_offset: OffsetLike = ...,
+    scales: Scales | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
@@ -78,7 +82,7 @@ def flex_attention(
     block_mask: BlockMask | None = ..., scale: float | None = ..., enable_gqa: bool = ...,
     return_lse: bool = ..., kernel_options: Mapping[str, Any] | None = ..., *,
     return_aux: AuxRequest | None = ..., layout: LayoutName = ..., q_offset: OffsetLike = ...,
-    kv_offset: OffsetLike = ...,
+    kv_offset: OffsetLike = ..., scales: Scales | None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
 
@@ -97,6 +101,8 @@ def flex_attention(
     layout: LayoutName = "bhsd",
     q_offset: OffsetLike = None,
     kv_offset: OffsetLike = None,
+    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Computes softmax(score_mod(scale * query @ key^T), masked by block_mask) @ value, differentiable.
 
@@ -105,7 +111,7 @@ def flex_attention(
         query   [B, Hq, M, D]        float16, bfloat16 or float32; on the CPU and REFERENCE float64 too
         key     [B or 1, Hkv, N, D]  query's dtype, or a lower one in a forward without gradients
         value   [B or 1, Hkv, N, Dv] key's dtype
-        output  [B, Hq, M, Dv]       query's dtype
+        output  [B, Hq, M, Dv]       query's dtype, or `out_dtype`
         lse     [B, Hq, M]           natural logarithm, float32 (float64 for float64)
 
     Options:
@@ -126,6 +132,11 @@ def flex_attention(
                         int32 or int64 tensor with one element, or one for each batch entry, or an `Offset`.
                         A call takes the offsets of its block_mask if it states none.
         kv_offset       the same for the first key and kv_idx
+        scales          of float8 tensors, see `Scales`
+        out_dtype       of the output for float8 queries: bfloat16 (also for None), float16 or float32
+
+    All three tensors may be float8_e4m3fn or float8_e5m2, in a forward without gradients; or key and value;
+    or value alone. Their head dimensions are multiples of 16. See docs/float8.md.
 
     A query that attends to nothing has output 0, lse -inf and gradients 0; without keys every query does. An
     empty batch gives an empty output.
@@ -138,6 +149,8 @@ def flex_attention(
                  UnsupportedDevice, UnsupportedDtype, MixedDtypes, LowerPrecisionBackward, ScaleError,
                  ScaleValueError, FakeTensorError, OffsetTypeError, OffsetValueError, OffsetShapeError;
                  after the launch CaptureBoundsError, which kernels find
+        float8   Float8MixedError, Float8HeadDimError, Float8GradientError, OutDtypeError,
+                 ScalesTypeError, ScalesUnusedError, ScalesShapeError, ScalesValueError
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError, OffsetMismatchError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
@@ -158,12 +171,16 @@ def flex_attention(
         block_mask = create_block_mask(masks.causal(), None, None, 1024, 1024, device=query.device)
         out = flex_attention(query, key, value, mods.softcap(50.0), block_mask)
     """
-    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset)
+    given = (
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset,
+        scales, out_dtype,
+    )  # fmt: skip
     compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
     if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
         rest = (*given[3:7], return_lse, kernel_options)
         offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
-        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, layout=layout, **offsets)
+        named = {"layout": layout, **offsets, "scales": scales, "out_dtype": out_dtype}
+        return by_override(flex_attention, tensors, *rest, return_aux=return_aux, **named)
     tensor_kinds.refuse_nested(query, key, value)
     attend = _attend_in_graph if compiling else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
@@ -247,6 +264,8 @@ def _attend(
     kernel_options: Mapping[str, Any] | None,
     q_offset: OffsetLike,
     kv_offset: OffsetLike,
+    scales: Scales | None,
+    out_dtype: torch.dtype | None,
     want_max: bool,
 ) -> Forward:
     """Runs flex_attention's call outside of torch.compile."""
@@ -256,9 +275,18 @@ def _attend(
     if q_offset is not None or kv_offset is not None or of_mask is not None:
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-    score = prepared.NO_SCORE if score_mod is None else prepared.score_of(score_mod)
-    asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max)
+    if float8.concerns(query, key, value, scales, out_dtype):
+        call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
+        asked = _asked(call.score_mod, scale, enable_gqa, options, want_max, call.out_dtype)
+        result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
+        return call.finished(result)
+    asked = _asked(score_mod, scale, enable_gqa, options, want_max)
     return prepared.attend(query, key, value, block_mask, asked, library.dispatch)
+
+
+def _asked(score_mod: ScoreFunction | None, *rest: Any) -> prepared.CallOptions:
+    score = prepared.NO_SCORE if score_mod is None else prepared.score_of(score_mod)
+    return prepared.CallOptions(score, *rest)
 
 
 def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:
@@ -267,7 +295,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     The REFERENCE backend breaks the graph, since torch differentiates it to any order. A mistake breaks it
     too: the call then runs outside of the graph and raises its error there.
     """
-    score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, want_max = rest
+    score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, *of_float8 = rest[:-1]
+    want_max = rest[-1]
     try:
         options = parse_options(kernel_options)
         of_mask = positions_in(block_mask)
@@ -283,7 +312,13 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
             checks.check_tensors(query, key, value, enable_gqa)
             asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-            return library.attend(query, key, value, mod, block_mask, asked)
+            if not float8.concerns(query, key, value, *of_float8):
+                return library.attend(query, key, value, mod, block_mask, asked)
+            scales, out_dtype = of_float8
+            call = float8.lowered(query, key, value, mod, scales, out_dtype, enable_gqa, options)
+            asked = asked._replace(out_dtype=call.out_dtype)
+            result = library.attend(call.query, call.key, call.value, call.score_mod, block_mask, asked)
+            return call.finished(result)
     except errors.FlexmodError as error:
         why = error.message
     dynamo().graph_break(msg=why)

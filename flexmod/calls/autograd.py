@@ -177,7 +177,11 @@ class PreparedCall:
         shape = query.shape[:3]
         lse = query.new_full(shape, -torch.inf, dtype=dtype_of_sums(query.dtype))
         dtype = self.problem.out_dtype or query.dtype
-        return query.new_zeros((*shape, value.shape[3]), dtype=dtype), lse, lse.clone() if self.want_max else None
+        return (
+            query.new_zeros((*shape, value.shape[3]), dtype=dtype),
+            lse,
+            lse.clone() if self.want_max else None,
+        )
 
     def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
         """Returns gradients of query, key, value and each captured tensor, None where `needs` is False.

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends.options import USUAL, Layout
 from flexmod.block_mask.storage import MaskSnapshot
-from flexmod.codegen.spec import SMALLEST_TILE
+from flexmod.codegen.spec import FLOAT8, SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
 from flexmod.ir.trace import Traced
@@ -98,6 +98,8 @@ def check_extents(query: Tensor, key: Tensor) -> None:
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_grad: bool) -> None:
     """Checks that the backend takes the dtypes; key and value may have a lower one without gradients."""
+    if backend == "triton" and (query.dtype in FLOAT8 or key.dtype in FLOAT8):
+        return  # `float8.lowered` checked them
     accepted = DTYPES[backend]
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in accepted:

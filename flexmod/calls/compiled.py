@@ -17,8 +17,9 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.parts import MaskMod, unwrapped
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
-from flexmod.calls import autograd, library, prepared
+from flexmod.calls import autograd, checks, float8, library, prepared
 from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
+from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
 from flexmod.ir.fingerprint import Known, Seen, remember, tensor_key
@@ -137,25 +138,29 @@ class CompiledAttention(Inspection):
     @overload
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
-        return_lse: Literal[False] = ..., *, return_aux: None = ...,
+        return_lse: Literal[False] = ..., *, return_aux: None = ..., scales: Scales | None = ...,
+        out_dtype: torch.dtype | None = ...,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
-        *, return_lse: Literal[True], return_aux: None = ...,
+        *, return_lse: Literal[True], return_aux: None = ..., scales: Scales | None = ...,
+        out_dtype: torch.dtype | None = ...,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
-        return_lse: Literal[False] = ..., *, return_aux: AuxRequest,
+        return_lse: Literal[False] = ..., *, return_aux: AuxRequest, scales: Scales | None = ...,
+        out_dtype: torch.dtype | None = ...,
     ) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = ...,
-        return_lse: bool = ..., *, return_aux: AuxRequest | None = ...,
+        return_lse: bool = ..., *, return_aux: AuxRequest | None = ..., scales: Scales | None = ...,
+        out_dtype: torch.dtype | None = ...,
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 
     def __call__(
@@ -167,6 +172,8 @@ class CompiledAttention(Inspection):
         return_lse: bool = False,
         *,
         return_aux: AuxRequest | None = None,
+        scales: Scales | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
         """Computes attention with flex_attention's shapes, results and errors.
 
@@ -174,14 +181,21 @@ class CompiledAttention(Inspection):
         """
         compiling, tensors = torch.compiler.is_compiling(), (query, key, value)
         if not compiling and has_torch_function(tensors) and tensor_kinds.overridden(tensors):
-            return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux)
+            of_float8 = {"scales": scales, "out_dtype": out_dtype}
+            return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux, **of_float8)
         tensor_kinds.refuse_nested(query, key, value)
         # torch.compile breaks its graph here, and the call runs outside of it
         attend = torch.compiler.disable(self._attend) if compiling else self._attend
-        return results_of(attend, (query, key, value, block_mask), return_lse, return_aux, self._layout)
+        given = (query, key, value, block_mask, scales, out_dtype)
+        return results_of(attend, given, return_lse, return_aux, self._layout)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, want_max: bool) -> Forward:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scales: Scales | None,
+        out_dtype: torch.dtype | None, want_max: bool,
+    ) -> Forward:  # fmt: skip
         transforms.refuse_jit_trace()
+        if float8.concerns(query, key, value, scales, out_dtype):
+            return self._attend_float8(query, key, value, block_mask, scales, out_dtype, want_max)
         if self._positions is not None:
             self._positions.check_values()
         facts = None if block_mask is not None else prepared.kinds(query, key, value, self._options)
@@ -212,6 +226,30 @@ class CompiledAttention(Inspection):
             bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
+
+    def _attend_float8(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scales: Scales | None,
+        out_dtype: torch.dtype | None, want_max: bool,
+    ) -> Forward:  # fmt: skip
+        """Runs a call on float8 tensors, whose scales join the traced score mod; not cached by the handle."""
+        checks.check_tensors(query, key, value, self._enable_gqa)
+        variant = self._variant(query.device)
+        traces = variant.current()
+        score: Any = None if traces.score is None else replay(traces.score)
+        of_mask = positions_in(block_mask)
+        if self._positions is not None and block_mask is not None:
+            self._positions.check_agrees(of_mask, "the handle")
+        elif of_mask is not None and score is not None:
+            score = of_mask.score(score)
+        if block_mask is None and traces.mask is not None:
+            block_mask = variant.masks(traces.mask).block_mask(query, key)
+        call = float8.lowered(query, key, value, score, scales, out_dtype, self._enable_gqa, self._options)
+        of_score = prepared.NO_SCORE if call.score_mod is None else prepared.score_of(call.score_mod)
+        given = (of_score, self._scale, self._enable_gqa, self._options, want_max, call.out_dtype)
+        asked = prepared.CallOptions(*given)
+        result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
+        self._latest = self._latest_of(call.query, call.key, call.value)
+        return call.finished(result)
 
     def _score(self, traces: _Traces, block_mask: Any) -> prepared.Score:
         """Returns the score mod with the offsets of the call's mask. Raises OffsetMismatchError."""

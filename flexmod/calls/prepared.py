@@ -243,7 +243,7 @@ def _attend_anew(
         of_mask = () if mask is None else mask.tensors
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         if dispatched and not reference:
-            _check(query, key, value, source, mask, _backend(options, query), track)
+            _check(query, key, value, source, mask, asked, track)
             with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
                 return dispatch(query, key, value, source, mask, asked)
         call, own = checked(query, key, value, source, mask, asked, track)
@@ -288,7 +288,7 @@ def checked(
     backend = _backend(asked.options, query)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    _check(query, key, value, source, mask, backend, track)
+    _check(query, key, value, source, mask, asked, track)
     problem, own = _problem(query, key, source, mask, scale, track)
     options, precision = asked.options.tiles, float32_precision()
     problem = replace(problem, options=options, precision=precision, out_dtype=asked.out_dtype)
@@ -298,9 +298,12 @@ def checked(
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None, backend: str,
-    track: bool,
+    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None,
+    asked: CallOptions, track: bool,
 ) -> None:  # fmt: skip
+    backend = _backend(asked.options, query)
+    if asked.out_dtype is not None and track:
+        raise errors.Float8GradientError(name="a tensor captured by score_mod")
     checks.check_dtypes(query, key, value, backend, track)
     if backend in autograd.GENERATED:
         checks.check_extents(query, key)

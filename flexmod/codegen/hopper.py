@@ -151,7 +151,9 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
             return f"a head dimension of {dim}, above {WIDEST}"
         whole = 16 // spec.q_dtype.itemsize
         if dim % whole:
-            return f"a head dimension of {dim}, no multiple of {whole}: the TMA unit addresses rows of 16 bytes"
+            return (
+                f"a head dimension of {dim}, no multiple of {whole}: the TMA unit addresses rows of 16 bytes"
+            )
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.mask_block is not None:

@@ -22,6 +22,8 @@ __all__ = [
     "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
     "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
     "OffsetTypeError", "OffsetValueError", "OffsetShapeError", "OffsetMismatchError",
+    "Float8MixedError", "Float8HeadDimError", "Float8GradientError", "OutDtypeError", "ScalesTypeError",
+    "ScalesUnusedError", "ScalesShapeError", "ScalesValueError",
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
     "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
     "DoubleBackwardError", "ForwardModeError", "JitTraceError", "VmapError", "TransformersArgumentError",

@@ -112,6 +112,48 @@ class LowerPrecisionBackward(FlexmodError, NotImplementedError):
     instead = "cast key and value to {query}, or call under torch.no_grad()."
 
 
+class Float8MixedError(FlexmodError, TypeError):
+    what = "query is {query}, key is {key} and value is {value}; float8 is for all three, for key and value, or for value alone, in one format."
+    instead = (
+        "quantize the others too, e.g. flexmod.quantize(key, {format}), or convert all to torch.bfloat16."
+    )
+
+
+class Float8HeadDimError(FlexmodError, ValueError):
+    what = "{name} is float8 with a head_dim of {dim}; float8 tensors take multiples of 16."
+    instead = "pad it with zeros before quantize, torch.nn.functional.pad({name}, (0, {more}))."
+
+
+class Float8GradientError(FlexmodError, NotImplementedError):
+    what = "{name} requires a gradient; attention on float8 has no backward."
+    instead = "call under torch.no_grad(), or give float16 or bfloat16 tensors."
+
+
+class OutDtypeError(FlexmodError, TypeError):
+    what = "out_dtype is {given}; {rule}."
+    instead = "leave out_dtype out, or cast the output, out.to(dtype)."
+
+
+class ScalesTypeError(FlexmodError, TypeError):
+    what = "{name} is {given}; scales are flexmod.Scales of float32 tensors."
+    instead = "give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize returned."
+
+
+class ScalesUnusedError(FlexmodError, ValueError):
+    what = "scales.{name} is given, but {name} is {dtype}; scales are for float8 tensors."
+    instead = "leave it out, or quantize {name} with flexmod.quantize."
+
+
+class ScalesShapeError(FlexmodError, ValueError):
+    what = "scales.{name} has shape {shape}; {name} takes (), {head} by head, or {block} by block of {rows} positions."
+    instead = "give what flexmod.quantize({name}, dtype, by) returned for this tensor."
+
+
+class ScalesValueError(FlexmodError, ValueError):
+    what = "scales.{name} contains {value}; scales are positive finite numbers."
+    instead = "let flexmod.quantize make them, or clamp them, scale.clamp(min=1e-12)."
+
+
 class HeadDimMismatch(FlexmodError, ValueError):
     what = "query has head_dim {query} but key has {key}."
     instead = "give query and key the same last dimension (value's may differ)."

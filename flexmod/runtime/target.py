@@ -32,6 +32,8 @@ class Target:
     warp_size: int = 32
     tf32: bool = True
     """Its matrix unit can multiply float32 operands at TF32 precision."""
+    float8: bool = False
+    """Its matrix unit multiplies float8_e4m3fn and float8_e5m2."""
     processors: int | None = None
     """Streaming multiprocessors or compute units of the device; None for a kind of chip."""
 
@@ -50,11 +52,11 @@ _TARGETS = {
         Target("sm_80", "cuda", 163 * _KB),
         Target("sm_86", "cuda", 99 * _KB),
         Target("sm_87", "cuda", 163 * _KB),
-        Target("sm_89", "cuda", 99 * _KB),
-        Target("sm_90", "cuda", 227 * _KB),
-        Target("sm_100", "cuda", 227 * _KB),
-        Target("sm_103", "cuda", 227 * _KB),
-        Target("sm_120", "cuda", 99 * _KB),
+        Target("sm_89", "cuda", 99 * _KB, float8=True),
+        Target("sm_90", "cuda", 227 * _KB, float8=True),
+        Target("sm_100", "cuda", 227 * _KB, float8=True),
+        Target("sm_103", "cuda", 227 * _KB, float8=True),
+        Target("sm_120", "cuda", 99 * _KB, float8=True),
         Target("gfx942", "hip", 64 * _KB, warp_size=64),
     )
 }
@@ -101,6 +103,10 @@ def _read(index: int) -> Target:
         known = _TARGETS.get(name, Target(name, "hip", 64 * _KB, tf32=False))
         return replace(known, warp_size=warp_size, processors=processors)
     name = f"sm_{facts.major}{facts.minor}"
-    known = _TARGETS.get(name, Target(name, "cuda", facts.shared_memory_per_block, tf32=facts.major >= 8))
+    other = Target(
+        name, "cuda", facts.shared_memory_per_block,
+        tf32=facts.major >= 8, float8=(facts.major, facts.minor) >= (8, 9),
+    )  # fmt: skip
+    known = _TARGETS.get(name, other)
     limit = getattr(facts, "shared_memory_per_block_optin", known.shared_limit)
     return replace(known, shared_limit=limit, warp_size=warp_size, processors=processors)

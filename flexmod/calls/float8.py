@@ -1,0 +1,287 @@
+"""Attention on float8 tensors: what a call checks and converts before its kernels run.
+
+A float8 tensor x stands for x * scale. `lowered` turns such a call into one that kernels and backends know:
+
+    query, key   Their scales become factors of a score_mod, which multiply q.k before the user's mod sees it.
+                 Both stay float8 where the chip multiplies float8. Elsewhere they become `out_dtype`, which
+                 holds them exactly.
+    value        With a scale by tensor or by head it stays float8 where query does, and the scale multiplies
+                 the output. Otherwise it is dequantized once, to `out_dtype`.
+
+Beside half-type queries, float8 keys and values are converted once, before the kernel. With few queries the
+conversion would cost more than attention, so a kernel converts them where it reads them.
+
+There is no backward: a call that needs a gradient raises Float8GradientError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmod import errors
+from flexmod.backends.interface import Forward
+from flexmod.backends.options import KernelOptions
+from flexmod.calls import checks
+from flexmod.codegen.spec import FLOAT8, HALF
+from flexmod.ir.composed import Derived, moved
+from flexmod.ir.graph import dtype_name
+from flexmod.ir.source import mod_name
+from flexmod.runtime import config, tensor_kinds, transforms
+from flexmod.runtime.private_torch import assume_constant
+
+BLOCK = 128  # rows that share a scale "by block"
+FEW = 128  # rows of queries that share keys, up to which a kernel converts keys and values itself
+OUT_DTYPES = (*HALF, torch.float32)
+
+
+class Scales(NamedTuple):
+    """The scales of float8 tensors in `flex_attention`: a tensor x stands for x * scale.
+
+    Each is float32 and positive, on the tensor's device, or None for 1:
+
+        []           one number for the whole tensor; [1] too
+        [B, H]       one for each head, with the tensor's own B and H
+        [B, H, n]    one for each block of 128 positions, n = ceil(length / 128)
+
+    `quantize` makes tensors and their scales.
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+class Float8Call(NamedTuple):
+    """A call on float8 tensors as kernels compute it. `factor` multiplies the output, [B or 1, Hkv] or []."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Any] | None
+    out_dtype: torch.dtype
+    factor: Tensor | None
+
+    def finished(self, result: Forward) -> Forward:
+        """Applies the factor to the output."""
+        factor, out = self.factor, result.out
+        if factor is None or not out.numel():
+            return result
+        if factor.dim() == 2:
+            factor = factor.repeat_interleave(out.shape[1] // factor.shape[1], 1)[:, :, None, None]
+        return result._replace(out=(out * factor).to(out.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledScore(Derived):
+    """A score_mod of the product of float8 queries and keys; the user's `score_mod` gets natural scores.
+
+    `group`: query heads for each key head. `shared`: all batch entries have the same keys.
+    """
+
+    score_mod: Callable[..., Any]
+    query: Tensor | None
+    key: Tensor | None
+    group: int
+    shared: bool
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        of_key = (b * 0 if self.shared else b), h // self.group if self.group > 1 else h
+        of_query = _entry(self.query, b, h, q_idx)
+        factor = _entry(self.key, *of_key, kv_idx)
+        if of_query is not None:
+            factor = of_query if factor is None else of_query * factor
+        score = score if factor is None else score * factor
+        return self.score_mod(score, b, h, q_idx, kv_idx)
+
+    @property
+    def __name__(self) -> str:
+        return mod_name(self.score_mod)
+
+    def to(self, device: torch.device | str) -> ScaledScore:
+        query, key = (None if x is None else x.to(device) for x in (self.query, self.key))
+        return ScaledScore(moved(self.score_mod, device), query, key, self.group, self.shared)
+
+
+def _natural(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score
+
+
+def _entry(scale: Tensor | None, b: Any, h: Any, index: Any) -> Any:
+    """Returns the scale of a row of a tensor."""
+    if scale is None or scale.dim() == 0:
+        return scale
+    return scale[b, h] if scale.dim() == 2 else scale[b, h, index // BLOCK]
+
+
+def concerns(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:
+    """Returns whether a call has float8 tensors, scales or an output dtype."""
+    if scales is not None or out_dtype is not None:
+        return True
+    return any(getattr(x, "dtype", None) in FLOAT8 for x in (query, key, value))
+
+
+def lowered(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Any] | None,
+    scales: Scales | None,
+    out_dtype: torch.dtype | None,
+    enable_gqa: bool,
+    options: KernelOptions,
+) -> Float8Call:
+    """Checks a call on float8 tensors, [B, H, length, dim], and returns it as kernels compute it.
+
+    Raises the errors of `check_tensors`, Float8MixedError, Float8HeadDimError, Float8GradientError,
+    OutDtypeError, ScalesTypeError, ScalesUnusedError, ScalesShapeError, ScalesValueError, DeviceMismatch.
+    """
+    equal = checks.with_equal_heads(query, key, value, enable_gqa)
+    if equal is not None and scales is not None:
+        scales = _with_equal_heads(scales, key, value, *equal)
+    key, value = equal or (key, value)
+    checks.check_tensors(query, key, value, enable_gqa)
+    tensors = {"query": query, "key": key, "value": value}
+    _check_formats(query, key, value)
+    dtype = _out_dtype(query, out_dtype)
+    scales = _checked(scales or Scales(), tensors)
+    _check_gradients(tensors, scales)
+    group = query.shape[1] // max(1, key.shape[1])
+    if scales.query is not None or scales.key is not None:
+        shared = key.shape[0] != query.shape[0]
+        score_mod = ScaledScore(score_mod or _natural, scales.query, scales.key, group, shared)
+    products, beside = _kept(query, query.shape[2] * group, options)
+    if query.dtype in FLOAT8 and not products:
+        query, key = query.to(dtype), key.to(dtype)
+    kept = products if query.dtype in FLOAT8 else beside
+    by_block = scales.value is not None and scales.value.dim() == 3
+    if key.dtype in FLOAT8 and not kept:
+        key = key.to(dtype)
+    if value.dtype in FLOAT8 and (by_block or not kept or value.dtype != key.dtype):
+        value = _dequantized(value, scales.value if by_block else None, dtype)
+    if key.dtype in FLOAT8 and query.dtype not in FLOAT8 and value.dtype not in FLOAT8:
+        key = key.to(dtype)
+    return Float8Call(query, key, value, score_mod, dtype, None if by_block else scales.value)
+
+
+def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns float8 values times their scale by block."""
+    if scale is None:
+        return value.to(dtype)
+    rows = scale.repeat_interleave(BLOCK, 2)[:, :, : value.shape[2], None]
+    return (value.to(torch.float32) * rows).to(dtype)
+
+
+def _kept(query: Tensor, rows: int, options: KernelOptions) -> tuple[bool, bool]:
+    """Returns whether kernels multiply float8, and whether they convert it beside other queries."""
+    if query.device.type != "cuda" or options.backend == "REFERENCE" or not _multiplies(query.device):
+        return False, False
+    return True, rows <= FEW
+
+
+@assume_constant
+def _multiplies(device: torch.device) -> bool:
+    from flexmod.runtime.target import target_of
+
+    return target_of(device).float8
+
+
+def _check_formats(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Checks which tensors are float8, that they have one format, and their head dimensions."""
+    tensors = {"query": query, "key": key, "value": value}
+    float8 = [name for name, tensor in tensors.items() if tensor.dtype in FLOAT8]
+    others = {tensor.dtype for name, tensor in tensors.items() if name not in float8}
+    formats = {tensors[name].dtype for name in float8}
+    if len(formats) > 1 or (float8 and (float8 != [*tensors][-len(float8) :] or len(others) > 1)):
+        names = [dtype_name(tensor.dtype) for tensor in tensors.values()]
+        raise errors.Float8MixedError(
+            query=names[0], key=names[1], value=names[2], format=min(map(str, formats))
+        )
+    for name in float8:
+        dim = tensors[name].shape[3]
+        if dim % 16:
+            raise errors.Float8HeadDimError(name=name, dim=dim, more=-dim % 16)
+
+
+def _out_dtype(query: Tensor, asked: Any) -> torch.dtype:
+    """Returns the output's dtype: as asked, else bfloat16 for float8 queries and the queries' for others."""
+    allowed: tuple[torch.dtype, ...]
+    if query.dtype in FLOAT8:
+        allowed, rule = OUT_DTYPES, "float8 queries give bfloat16, float16 or float32"
+    else:
+        allowed, rule = (query.dtype,), f"queries in {dtype_name(query.dtype)} give that dtype"
+    if asked is not None and asked not in allowed:
+        given = str(asked) if isinstance(asked, torch.dtype) else repr(asked)
+        raise errors.OutDtypeError(given=given, rule=rule)
+    return asked or (torch.bfloat16 if query.dtype in FLOAT8 else query.dtype)
+
+
+def _checked(scales: Any, tensors: dict[str, Tensor]) -> Scales:
+    """Checks scales; returns those of one element as 0-d tensors."""
+    if not isinstance(scales, Scales):
+        raise errors.ScalesTypeError(name="scales", given=f"a {type(scales).__name__}")
+    found = {}
+    for name, scale in scales._asdict().items():
+        found[name] = None if scale is None else _checked_scale(name, scale, tensors[name])
+    return Scales(**found)
+
+
+def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor:
+    if not isinstance(scale, Tensor):
+        raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a {type(scale).__name__}")
+    if scale.dtype != torch.float32:
+        raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a tensor of {dtype_name(scale.dtype)}")
+    if tensor.dtype not in FLOAT8:
+        raise errors.ScalesUnusedError(name=name, dtype=dtype_name(tensor.dtype))
+    batch, heads, length, _ = tensor.shape
+    allowed = ((), (1,), (batch, heads), (batch, heads, -(-length // BLOCK)))
+    if tuple(scale.shape) not in allowed:
+        raise errors.ScalesShapeError(
+            name=name, shape=tuple(scale.shape), head=allowed[2], block=allowed[3], rows=BLOCK
+        )
+    if scale.device != tensor.device:
+        raise errors.DeviceMismatch(
+            first=name, first_device=str(tensor.device), second=f"scales.{name}",
+            second_device=str(scale.device), name=f"scales.{name}",
+        )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        _check_values(name, scale)
+    return scale.reshape(()) if scale.shape == (1,) else scale
+
+
+def _check_values(name: str, scale: Tensor) -> None:
+    """Checks values on the CPU; on a GPU only with FLEXMOD_CHECK_BOUNDS=1, since that waits for it."""
+    hidden = tensor_kinds.has_no_values(scale) or transforms.is_wrapped(scale)
+    if hidden or not scale.numel() or (scale.device.type != "cpu" and not config.check_bounds()):
+        return
+    wrong = ~((scale > 0) & (scale < torch.inf))
+    if wrong.any():
+        raise errors.ScalesValueError(name=name, value=float(scale[wrong].flatten()[0]))
+
+
+def _check_gradients(tensors: dict[str, Tensor], scales: Scales) -> None:
+    if torch.is_grad_enabled():
+        of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
+        for name, tensor in {**tensors, **of_scales}.items():
+            if tensor is not None and tensor.requires_grad:
+                raise errors.Float8GradientError(name=name)
+
+
+def _with_equal_heads(
+    scales: Scales, key: Tensor, value: Tensor, new_key: Tensor, new_value: Tensor
+) -> Scales:
+    """Repeats the scales of heads that `checks.with_equal_heads` repeated."""
+
+    def repeated(scale: Any, old: Tensor, new: Tensor) -> Any:
+        if not isinstance(scale, Tensor) or tuple(scale.shape[:2]) != tuple(old.shape[:2]):
+            return scale
+        return scale.repeat_interleave(new.shape[1] // old.shape[1], 1)
+
+    if not isinstance(scales, Scales):
+        return scales
+    of_key, of_value = repeated(scales.key, key, new_key), repeated(scales.value, value, new_value)
+    return Scales(scales.query, of_key, of_value)
