@@ -1,0 +1,116 @@
+"""Queries, keys and values in float8, against float64 of what they stand for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from float8_cases import CASES, E4M3, E5M2, Float8Case, check, eager, handle, made
+
+from flexmod import Scales, flex_attention, mods
+from flexmod.calls.float8 import ScaledScore
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "cpu": eager,
+    "reference": lambda *x, **options: eager(*x, kernel_options={"BACKEND": "REFERENCE"}, **options),
+    "interpret": lambda *x, **options: eager(*x, kernel_options={"BACKEND": "INTERPRET"}, **options),
+    "handle": handle,
+    "graph": lambda *x, **options: torch.compile(eager, backend="aot_eager", fullgraph=True)(*x, **options),
+}
+# in the quick tests for some cases only
+QUICK = {"interpret": ("mixed scales", "keys and values"), "graph": ("mixed scales", "bshd")}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=[pytest.mark.long] * (name not in QUICK.get(way, CASES)))
+        for way in WAYS
+        for name in CASES
+    ],
+)
+def test_attention(way: str, name: str) -> None:
+    torch._dynamo.reset()
+    check(CASES[name], WAYS[way])
+
+
+def test_scales_are_read_at_each_call() -> None:
+    call = made(Float8Case(score=mods.softcap(3.0)))
+    scales = call.options["scales"]
+    before = flex_attention(*call.tensors, **call.options)
+    for scale in scales:
+        scale.mul_(2.0)
+    after = flex_attention(*call.tensors, **call.options)
+    doubled = flex_attention(*call.tensors, **{**call.options, "scales": Scales(*map(torch.clone, scales))})
+    assert torch.equal(after, doubled) and not torch.allclose(before, after)
+
+
+def test_a_user_mod_sees_natural_scores() -> None:
+    """A threshold between the products with scales and those without."""
+    ones = torch.ones(1, 1, 4, 16).to(E4M3)
+    scales = Scales(query=torch.tensor(0.5), key=torch.full((1, 1), 0.25))
+    seen = flex_attention(
+        ones, ones, ones, lambda score, b, h, q_idx, kv_idx: torch.where(score < 3.0, score, -torch.inf),
+        scales=scales, scale=1.0, return_lse=True,
+    )[1]  # fmt: skip
+    torch.testing.assert_close(seen, torch.full((1, 1, 4), 2.0 + torch.tensor(4.0).log().item()))
+
+
+def test_no_queries_and_no_keys() -> None:
+    for length, keys in ((0, 5), (5, 0)):
+        query, key = torch.zeros(1, 2, length, 16).to(E5M2), torch.zeros(1, 2, keys, 16).to(E5M2)
+        out, lse = flex_attention(query, key, key, return_lse=True, scales=Scales(torch.ones(())))
+        assert out.dtype is torch.bfloat16 and out.shape == (1, 2, length, 16) and not out.any()
+        assert (lse == -torch.inf).all()
+
+
+def test_heads_of_key_and_value_differ() -> None:
+    query, key, value = (torch.randn(1, heads, 40, 16).to(E4M3) for heads in (4, 4, 2))
+    scales = Scales(key=torch.rand(1, 4) + 0.5, value=torch.rand(1, 2) + 0.5)
+    found = flex_attention(query, key, value, enable_gqa=True, scales=scales)
+    assert scales.value is not None
+    twice = scales._replace(value=scales.value.repeat_interleave(2, 1))
+    expected = flex_attention(query, key, value.repeat_interleave(2, 1), scales=twice)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_autocast_keeps_float8() -> None:
+    call = made(CASES["keys and values"])
+    expected = flex_attention(*call.tensors, **call.options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flex_attention(*call.tensors, **call.options), expected)
+
+
+def test_requests_for_gradients_elsewhere_do_not_matter() -> None:
+    call = made(CASES["plain"])
+    learned = [x.float().requires_grad_() for x in call.tensors]
+    with torch.no_grad():
+        assert not flex_attention(*[x.to(E4M3) for x in learned], enable_gqa=True).requires_grad
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copied: Any) -> None:
+    scales = Scales(torch.tensor(2.0), torch.rand(1, 2))
+    assert all(torch.equal(one, other) for one, other in zip(copied(scales)[:2], scales[:2], strict=True))
+    mod = ScaledScore(mods.softcap(2.0), scales.query, scales.key, 2, False)
+    q = torch.randn(1, 4, 33, 16)
+    expected, found = (flex_attention(q, q, q, score_mod) for score_mod in (mod, copied(mod)))
+    assert torch.equal(found, expected)
+
+
+def test_masks_of_minus_infinity_stay_masks() -> None:
+    """A score_mod that excludes elements leaves rows with nothing to attend to."""
+    x = torch.randn(1, 2, 50, 16).to(E4M3)
+    given = Scales(query=torch.rand(1, 2))
+
+    def strictly(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx > kv_idx, score, -torch.inf)
+
+    out, lse = flex_attention(x, x, x, strictly, scales=given, return_lse=True)
+    assert not out[:, :, 0].any() and (lse[:, :, 0] == -torch.inf).all() and lse[:, :, 1:].isfinite().all()
+    masked = flex_attention(x, x, x, block_mask=None, scales=given)
+    assert not torch.equal(out, masked)
