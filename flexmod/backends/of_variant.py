@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from flexmod.backends.triton import BackwardFacts, Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
 from flexmod.codegen.kernels import Made
-from flexmod.codegen.spec import Direction
+from flexmod.codegen.spec import FLOAT8, Direction
 from flexmod.codegen.variant import Variant
 from flexmod.ir.trace import Traced
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
+from flexmod.runtime.target import NAMES
+from flexmod.runtime.target import named as named_target
 
 LENGTH = 512  # of the stand-in call; plans have a name for it
 OF_A_CALL = {"PROCESSORS": 128}  # values of names that do not follow from tensors' sizes
@@ -109,20 +111,21 @@ class VariantCall:
 def plans_of(made: Variant) -> dict[str, Plan]:
     """Returns a variant's plans for each family that takes it, by family and direction; sizes are names."""
     call, found = VariantCall(made), dict[str, Plan]()
-    for direction in get_args(Direction):
+    for direction in made.spec.directions:
         for family in reversed(families()):
             if obstacle(family, made.spec_of(direction), direction, family.target) is None:
                 kernels = family.kernels(
                     made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
                 )
-                found[f"{family.name} {direction}"] = call.plan(direction, kernels)
+                keep = "backward" in made.spec.directions
+                found[f"{family.name} {direction}"] = call.plan(direction, kernels, keep=keep)
     return found
 
 
 def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
     """Returns the modules of all families but the last (`Explanation.sources`), and which runs where."""
     sources, lines = {}, []
-    for direction in get_args(Direction):
+    for direction in made.spec.directions:
         whys, runs = [], []
         for family in families()[:-1]:
             why = obstacle(family, made.spec_of(direction), direction, family.target)
@@ -136,6 +139,9 @@ def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
             runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]
         lines.append(f"{direction} template: {'; '.join(said)}")
+    if made.spec.q_dtype in FLOAT8:
+        chips = ", ".join(name for name in NAMES if named_target(name).float8)
+        lines.append(f"products in float8 on {chips}; elsewhere a call converts the tensors to a half type")
     return sources, tuple(lines)
 
 

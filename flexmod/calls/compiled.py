@@ -248,7 +248,7 @@ class CompiledAttention(Inspection):
         given = (of_score, self._scale, self._enable_gqa, self._options, want_max, call.out_dtype)
         asked = prepared.CallOptions(*given)
         result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
-        self._latest = self._latest_of(call.query, call.key, call.value)
+        self._latest = self._latest_of(call.query, call.key, call.value, call.out_dtype)
         return call.finished(result)
 
     def _score(self, traces: _Traces, block_mask: Any) -> prepared.Score:
@@ -262,13 +262,16 @@ class CompiledAttention(Inspection):
                 return prepared.score_of(of_mask.score(replay(traces.score)))
         return traces.known_score()
 
-    def _latest_of(self, query: Tensor, key: Tensor, value: Tensor) -> Latest:
+    def _latest_of(
+        self, query: Tensor, key: Tensor, value: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Latest:
         of_query, of_key, of_value = prepared.dtypes_under_autocast(query, key, value)
         spec = KernelSpec(
             of_query, of_key, of_value, query.shape[3], value.shape[3], mask_block=BLOCK,
             precision=_precision(of_query),
             positive_scale=self._positive_scale,
             shared_kv=query.shape[:2] != key.shape[:2], backward=True,
+            out_dtype=None if out_dtype is of_query else out_dtype,
         )  # fmt: skip
         batch, heads, length, _ = query.shape
         return Latest(query.device, spec, (batch, heads, length, key.shape[2]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -64,6 +64,19 @@ class KernelSpec:
     def exact(self) -> bool:
         """Are inputs and products float32? Then sums are compensated, and the lse alone is not enough."""
         return self.q_dtype is torch.float32 and self.precision == "ieee"
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The directions that have kernels: float8 has no backward."""
+        float8 = self.q_dtype in FLOAT8 or self.k_dtype in FLOAT8
+        return ("forward",) if float8 else ("forward", "backward")
+
+    def of_dtype(self, dtype: torch.dtype) -> KernelSpec:
+        """The spec with one dtype for queries, keys and values; float8 gives bfloat16."""
+        out_dtype, backward = (torch.bfloat16, False) if dtype in FLOAT8 else (None, self.backward)
+        return replace(
+            self, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, out_dtype=out_dtype, backward=backward
+        )
 
     @property
     def weight_dtype(self) -> torch.dtype:

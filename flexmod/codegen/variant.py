@@ -89,10 +89,11 @@ def spec_for(
 ) -> KernelSpec:
     """Returns the spec of a backward with a mask, for one dtype; `facts` are further fields."""
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
-    return KernelSpec(
+    spec = KernelSpec(
         q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, head_dim=head_dim, value_dim=value_dim or head_dim,
         mask_block=block, backward=True, **facts,
     )  # fmt: skip
+    return spec.of_dtype(dtype)
 
 
 def of_traces(

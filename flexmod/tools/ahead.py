@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -108,7 +108,7 @@ def all_jobs(variant: Variant, target: str) -> list[Job]:
 def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
     named(target)
     call, found = VariantCall(variant), []
-    for direction in get_args(Direction):
+    for direction in variant.spec.directions:
         kernels = kernels_on(variant, direction, target)
         for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
             source: Any = step.source

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from flexmod import errors
 from flexmod.backends.options import USUAL, KernelOptions, Layout
 from flexmod.calls.checks import KERNEL_DTYPES
-from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.codegen.spec import FLOAT8, KernelSpec
 from flexmod.codegen.variant import EXTENTS, Variant, of_traces, spec_for
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
@@ -86,7 +86,7 @@ class Inspection:
         spec = self._spec("source", f"flexmod.explain(score_mod, mask_mod, {CALL}).source")
         made, target = self._made(spec), self._chip() or "cpu"
         modules = {
-            direction: ahead.kernels_on(made, direction, target).module for direction in get_args(Direction)
+            direction: ahead.kernels_on(made, direction, target).module for direction in spec.directions
         }
         return Named({direction: inspect.getsource(module) for direction, module in modules.items()})
 
@@ -212,8 +212,8 @@ class Inspection:
         if value_dim is not None:
             spec = replace(spec, value_dim=value_dim)
         if dtype is not None:
-            spec = replace(spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype)
-        if spec.q_dtype not in KERNEL_DTYPES:
+            spec = spec.of_dtype(dtype)
+        if spec.q_dtype not in (*KERNEL_DTYPES, *FLOAT8):
             raise errors.UnsupportedDtype(
                 name="query", dtype=dtype_name(spec.q_dtype), backend="TRITON",
                 advice=f"to({torch.bfloat16})", accepted=", ".join(map(dtype_name, KERNEL_DTYPES)),
@@ -237,6 +237,9 @@ class Inspection:
         elif self._layout != USUAL:
             why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
             advice = "save a handle without layout, and give the file's attention views, x.transpose(1, 2)"
+        elif spec.directions == ("forward",):
+            why = "it was called on float8 tensors"
+            advice = "name another dtype, attend.save(path, dtype=torch.bfloat16)"
         elif not spec.q_dtype == spec.k_dtype == spec.v_dtype:
             why = f"query was {dtype_name(spec.q_dtype)} and key {dtype_name(spec.k_dtype)}, a file has one"
             advice = "name the dtype, e.g. attend.save(path, dtype=torch.bfloat16)"
