@@ -27,6 +27,7 @@ from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
     NAME,
+    ROOM,
     TARGET,
     HopperKernels,
     Shape,
@@ -108,7 +109,7 @@ def forward(
     assert out is not None
     arguments = {
         "K": tiles(k, shape.block_n, spec.head_tile),
-        "V": tiles(v, shape.block_n, spec.value_tile),
+        "V": _values(writer, kernels, v, shape.block_n),
         "Q": tiles(q, 64, spec.head_tile),
         "OUT": tiles(out, 64, spec.value_tile),
         "LSE": lse,
@@ -125,6 +126,18 @@ def forward(
     programs = least(Size("PROCESSORS"), grid(batch, heads, length, shape.block_m))
     writer.launch(kernels, "forward", programs, arguments, shape)
     return made
+
+
+def _values(writer: PlanWriter, kernels: HopperKernels, v: Place, block_n: int) -> Descriptor:
+    """Describes the forward's values. A launch copies those in float8: the matrix unit reads them by keys."""
+    spec = kernels.spec
+    if spec.v_dtype not in ROOM:
+        return tiles(v, block_n, spec.value_tile)
+    batch, heads, keys, dim = v.shape
+    by_keys = writer.empty("value_by_keys", (batch, heads, dim, cdiv(keys, 128) * 128), v.dtype)
+    arguments = {**strided("V", "v", "n", v), "V_BY_KEYS": by_keys, "HKV": heads, "N": keys}
+    writer.launch(kernels, "values", grid(batch, heads, keys, 128), arguments)
+    return tiles(by_keys, spec.value_tile, block_n)
 
 
 def backward(

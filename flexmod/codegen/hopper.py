@@ -23,6 +23,8 @@ WIDEST = 256
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 # a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
 TWO, THREE = (240, 24, 168), (160, 32, 128)
+# log2 of the largest weight, for float8 values: weights in float8 need its whole range
+ROOM = {torch.float8_e4m3fn: 8.0, torch.float8_e5m2: 15.0}
 # kernel_options for the portable template's kernels
 TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
     "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
@@ -34,12 +36,14 @@ TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
 class ForwardShape:
     """The forward's shape: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
-    `stages` tiles are in flight.
+    `stages` tiles are in flight. Values in float8 need `own_sums`: does each product of weights and values
+    have an accumulator of its own, added up in float32? The matrix unit sums in fewer digits.
     """
 
     consumers: int
     block_n: int
     stages: int = 2
+    own_sums: bool | None = None
 
     @property
     def block_m(self) -> int:
@@ -50,11 +54,13 @@ class ForwardShape:
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
+            **({} if self.own_sums is None else {"OWN_SUMS": self.own_sums}),
             **_warps(TWO if self.consumers == 2 else THREE),
         }
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers)"
+        of_float8 = {None: "", True: f", {self.stages} stages, own sums", False: f", {self.stages} stages"}
+        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers{of_float8[self.own_sums]})"
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,8 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     """Why the forward's or the backward's kernels do not support a spec, or None if they do."""
     if spec.q_dtype not in (*HALF, *FLOAT8):
         return f"{_name(spec.q_dtype)} operands"
-    if spec.k_dtype != spec.q_dtype or spec.v_dtype != spec.weight_dtype:
+    of_values = (*HALF, *FLOAT8) if spec.q_dtype in FLOAT8 else (spec.q_dtype,)
+    if spec.k_dtype != spec.q_dtype or spec.v_dtype not in of_values:
         return "keys and values of another dtype than the queries"
     if spec.out_dtype not in (None, *HALF):
         return f"an output in {_name(spec.out_dtype)}"
@@ -214,6 +221,8 @@ def _forward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[ForwardShape, ...]:
     widest = max(spec.head_tile, spec.value_tile)
+    if spec.v_dtype in FLOAT8:
+        return _float8_ladder(spec, widest)
     narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
     shapes = [narrow]
     if widest <= 128:
@@ -227,6 +236,17 @@ def _forward_ladder(
         if values > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
+    return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
+
+
+def _float8_ladder(spec: KernelSpec, widest: int) -> tuple[ForwardShape, ...]:
+    if widest > 128:
+        shapes = [ForwardShape(2, 128, 2, False), ForwardShape(2, 64, 2, False)]
+    else:
+        shapes = [ForwardShape(2, 128, 3, True), ForwardShape(2, 64, 4, True)]
+        if widest <= 64 and spec.mask_block is None:
+            shapes.insert(0, ForwardShape(3, 128, 3, True))
+    kv_block = spec.mask_block[1] if spec.mask_block else 256
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
 
 
@@ -326,4 +346,5 @@ def text(
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),
+        room=ROOM.get(spec.v_dtype),
     )  # fmt: skip

@@ -16,8 +16,8 @@ import re
 import struct
 from collections.abc import Iterator
 
-# HGMMA with its left operand in shared memory and in registers; USETMAXREG
-MATRIX, REGISTERS = (0x9F0, 0xDF0), 0x9C8
+# HGMMA and QGMMA, each with its left operand in shared memory and in registers; USETMAXREG
+MATRIX, REGISTERS = (0x9F0, 0xDF0, 0x9F3, 0xDF3), 0x9C8
 NO_GROUP = 7
 PROGRAM, EXECUTABLE = 1, 4  # in an ELF file: the kind of a section with contents, the flag of one that runs
 

@@ -22,6 +22,7 @@ from flexmod.codegen.term_text import write_exponent
 from flexmod.ir.trace import trace
 
 BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def spec(dtype: torch.dtype = BF16, dim: int = 128, value_dim: int = 0, **other: Any) -> KernelSpec:
@@ -51,6 +52,12 @@ def test_taken(dims: tuple[int, int], way: Any) -> None:
     assert spec_obstacle(spec(HALF, *dims, mask_block=(128, 128)), way) is None
 
 
+@pytest.mark.parametrize("v_dtype", [E4M3, E5M2, BF16, HALF])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (80, 112), (256, 256)])
+def test_taken_in_float8(v_dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    assert spec_obstacle(KernelSpec(E4M3, E4M3, v_dtype, *dims, out_dtype=BF16), "forward") is None
+
+
 ADDRESSED = "the TMA unit addresses rows of 16 bytes"
 
 
@@ -62,6 +69,22 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
             KernelSpec(BF16, HALF, HALF, 64, 64),
             "forward",
             "keys and values of another dtype than the queries",
+        ),
+        (
+            KernelSpec(BF16, BF16, E4M3, 64, 64),
+            "forward",
+            "keys and values of another dtype than the queries",
+        ),
+        (
+            KernelSpec(E4M3, E5M2, E4M3, 64, 64, out_dtype=BF16),
+            "forward",
+            "keys and values of another dtype than the queries",
+        ),
+        (spec(E4M3, 64, out_dtype=SINGLE), "forward", "an output in float32"),
+        (
+            spec(E4M3, 72, out_dtype=BF16),
+            "forward",
+            f"a head dimension of 72, no multiple of 16: {ADDRESSED}",
         ),
         (spec(dim=264), "forward", "a head dimension of 264, above 256"),
         (spec(dim=68), "forward", f"a head dimension of 68, no multiple of 8: {ADDRESSED}"),
@@ -155,6 +178,14 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 64, ALIBI_EXPONENT, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
+    in_float8 = [
+        str(ladder(spec(E4M3, dim, out_dtype=BF16), "forward", None, None)[0]) for dim in (64, 128, 256)
+    ]
+    assert in_float8 == [
+        "192x128 (3 consumers, 3 stages, own sums)",
+        "128x128 (2 consumers, 3 stages, own sums)",
+        "128x128 (2 consumers, 2 stages)",
+    ]
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand)"
     assert first("backward", 128) == "64x128 (ahead, shared operand)"
@@ -176,11 +207,16 @@ def test_golden_forward(golden: Callable[[str, str], None]) -> None:
     golden(text(spec(mask_block=(128, 128)), ALIBI_EXPONENT, CAUSAL), "hopper_alibi_forward.txt")
 
 
+def test_golden_forward_in_float8(golden: Callable[[str, str], None]) -> None:
+    golden(text(spec(E4M3, 128, 112, out_dtype=BF16)), "hopper_float8_forward.txt")
+
+
 def test_golden_backward(golden: Callable[[str, str], None]) -> None:
     shared = spec(dim=64, mask_block=(128, 128), shared_kv=True, backward=True)
     golden(text(shared, SOFTCAP, DOCUMENT, SOFTCAP_GRAD), "hopper_softcap_backward.txt")
 
 
+DTYPES = ("q_dtype", "k_dtype", "v_dtype")
 FORWARDS = (
     (None, None),
     (None, DOCUMENT),
@@ -207,6 +243,7 @@ def test_a_careful_text(texts: Any, block: Any) -> None:
         {"shared_kv": True, "head_dim": 80},
         {"full_tiles_padded": True, "value_dim": 64},
         {"head_dim": 192},
+        *([] if backward else [dict.fromkeys(DTYPES, E4M3) | {"out_dtype": BF16, "head_dim": 80}]),
     ):
         source = text(replace(spec(mask_block=block, backward=backward), **other), *texts)
         assert max(map(len, source.splitlines())) <= 110

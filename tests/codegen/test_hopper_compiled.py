@@ -6,6 +6,7 @@ For sm_90, without a GPU: registers, spills, the instructions that are there and
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ from attention_cases import CAUSAL
 from triton_release import NEWEST, Limits
 
 from flexmod import explain, mods
+from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, sum_block, text
 from flexmod.codegen.kernels import Parameter
 from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 from flexmod.runtime import offline
 from flexmod.runtime.gluon import descriptor_type
+from flexmod.tools import ahead
 
 BF16 = torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SLOPES = mods.alibi(torch.ones(4))
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
@@ -98,6 +103,38 @@ def test_compiles(
     assert report.warnings == report.losses == ()
     assert report.spills <= spills[NEWEST]
     assert report.matrix_instructions["HGMMA"] >= instructions
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "mask_mod", "dim", "dtype", "spills"),
+    [
+        (None, None, 128, E4M3, 0),
+        (None, near, 128, E5M2, 32),
+        (mods.softcap(12.5), None, 64, E4M3, 64),
+        pytest.param(SLOPES, near, 128, E4M3, 128, marks=pytest.mark.long),
+        pytest.param(None, near, 64, E4M3, 160, marks=pytest.mark.long),
+        pytest.param(None, near, 256, E5M2, 64, marks=pytest.mark.long),
+    ],
+)
+def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torch.dtype, spills: int) -> None:
+    """`spills` in bytes of local memory, at most."""
+    half = variant(score_mod, mask_mod, head_dim=dim)
+    spec = replace(half.spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, out_dtype=BF16, backward=False)
+    made = replace(half, spec=spec)
+    call, kernels = VariantCall(made), ahead.kernels_on(made, "forward", "sm_90")
+    assert isinstance(kernels, HopperKernels)
+    built = ahead._built(call, kernels, "forward", "sm_90")
+    report = built.report
+    assert report is not None and report.fits and not built.problem
+    assert report.warnings == report.losses == ()
+    assert report.local <= spills
+    assert set(report.matrix_instructions) == {"QGMMA"}
+    # weights stay in their threads, as their conversion packs them
+    assert "prmt" not in report.asm["ptx"] and report.asm["ptx"].count("cvt.rn.satfinite") >= 2 * 2 * 32
+    values = ahead.compiled(call, kernels, "values", "sm_90")
+    assert values.spills == 0
+    copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.asm["sass"])
+    assert set(copies) == {"LDG.E.128", "STG.E.128", "LDS.128", "STSM.16.M88.4"}
 
 
 def test_compiles_with_keys_in_registers() -> None:

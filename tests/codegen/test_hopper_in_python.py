@@ -20,7 +20,7 @@ from flexmod.ir.evaluate import evaluate
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
 
-BF16 = torch.bfloat16
+BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 BATCH, HEADS = 2, 2
 
 
@@ -63,6 +63,7 @@ class Case:
     form: str = "runs"
     ordered: bool = False
     block: int = 128
+    float8: bool | None = None  # operands in float8, and whether products have sums of their own
 
     def __str__(self) -> str:
         return "-".join(str(x).replace(" ", "") for x in self.__dict__.values())
@@ -91,6 +92,15 @@ CASES = [
     Case("window at 210", "near ones at 210", lengths=(290, 500), block_n=64),
     Case("", "alibi at a tensor", lengths=(130, 300)),
     Case("causal", "near ones at a tensor"),
+    Case(float8=True, stages=3),
+    Case(dims=(128, 128), lengths=(1, 1), float8=True),
+    Case("holes", "near ones", (128, 112), (500, 500), float8=False),
+    Case("causal", "alibi", (64, 128), (500, 500), block_n=64, form="lists", float8=True),
+    Case("holes", "softcap", lengths=(500, 500), scale=-0.5, ordered=True, float8=True),
+    Case("window at 210", "near ones at 210", lengths=(290, 500), block_n=64, float8=False),
+    Case("", "alibi at a tensor", lengths=(130, 300), block_n=256, float8=True),
+    Case("", "nothing", lengths=(130, 130), float8=True),
+    Case("nothing", lengths=(500, 500), float8=False),
 ]
 
 
@@ -108,10 +118,13 @@ class Call:
         self.extents = (BATCH, HEADS, rows, columns)
 
     def run(self, changed: Callable[[str], str] = lambda text: text) -> Forward:
-        case, shape = self.case, ForwardShape(self.case.consumers, self.case.block_n, self.case.stages)
+        case = self.case
+        shape = ForwardShape(case.consumers, case.block_n, case.stages, case.float8)
+        dtypes = 3 * (BF16 if case.float8 is None else FLOAT8,)
         spec = KernelSpec(
-            BF16, BF16, BF16, *case.dims, mask_block=(case.block,) * 2 if case.mask else None,
+            *dtypes, *case.dims, mask_block=(case.block,) * 2 if case.mask else None,
             mask_form=case.form, positive_scale=case.scale > 0,
+            out_dtype=None if case.float8 is None else BF16,
         )  # fmt: skip
         lowered = {kind: lower(x.graph, self.extents, split=False) for kind, x in self.traced.items()}
         kernels = HopperKernels(kernels_for(spec, lowered.get("score"), lowered.get("mask")))

@@ -168,6 +168,19 @@ def test_sums_lie_as_warps_hold_them(hopper: dict[str, Any], columns: int, row: 
             assert flat[start : start + 4].tolist() == expected.tolist()
 
 
+def test_weights_in_fours(hopper: dict[str, Any]) -> None:
+    """Layouts of the matrix unit: a lane's columns of a sum come to its places in an operand of float8."""
+    tile = np.arange(64 * 128).reshape(64, 128)
+    found = hopper["in_fours"](tile)
+    for sixteen, lane in itertools.product(range(0, 128, 16), range(4)):
+        summed = [sixteen + 2 * lane + step for step in (0, 1, 8, 9)]
+        assert (found[:, sixteen + 4 * lane : sixteen + 4 * lane + 4] == tile[:, summed]).all()
+
+
+def test_a_number_for_each_row(hopper: dict[str, Any]) -> None:
+    assert hopper["by_row"](np.arange(3), None).tolist() == [[0], [1], [2]]
+
+
 def test_a_note_carries_a_number(hopper: dict[str, Any]) -> None:
     def work() -> None:
         note = Shared.new("int32", [1], None, -1)

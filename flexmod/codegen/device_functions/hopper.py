@@ -112,6 +112,21 @@ def read_message(note):
 
 
 @gluon.jit
+def by_row(numbers, layout: gl.constexpr):
+    """A number for each row of a tile in this layout, as a column."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def in_fours(weights):
+    """Of 16 columns a thread has two pairs: they become four neighbors. values_kernel orders keys alike."""
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    pairs = weights.reshape([rows, columns // 16, 2, 4, 2])
+    return gl.permute(pairs, (0, 1, 3, 2, 4)).reshape([rows, columns])
+
+
+@gluon.jit
 def add_diagonals(term, distance, SUMS, line, M, N):
     """Adds the sums of a tile's diagonals to SUMS [B, HQ, M + N - 1], at `line` and distance q_idx - kv_idx.
 
