@@ -92,6 +92,13 @@ def test_requests_for_gradients_elsewhere_do_not_matter() -> None:
         assert not flex_attention(*[x.to(E4M3) for x in learned], enable_gqa=True).requires_grad
 
 
+def test_other_calls_stay_as_they_are() -> None:
+    query = torch.randn(1, 2, 40, 16, requires_grad=True)
+    out = flex_attention(query, query, query, scales=Scales(), out_dtype=torch.float32)
+    expected = flex_attention(query, query, query)
+    assert torch.equal(out, expected) and out.requires_grad
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied: Any) -> None:
     scales = Scales(torch.tensor(2.0), torch.rand(1, 2))

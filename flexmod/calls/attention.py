@@ -277,16 +277,13 @@ def _attend(
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
     if float8.concerns(query, key, value, scales, out_dtype):
         call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
-        asked = _asked(call.score_mod, scale, enable_gqa, options, want_max, call.out_dtype)
+        score = prepared.score_of(call.score_mod)
+        asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max, call.out_dtype)
         result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
         return call.finished(result)
-    asked = _asked(score_mod, scale, enable_gqa, options, want_max)
+    score = prepared.score_of(score_mod)
+    asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max)
     return prepared.attend(query, key, value, block_mask, asked, library.dispatch)
-
-
-def _asked(score_mod: ScoreFunction | None, *rest: Any) -> prepared.CallOptions:
-    score = prepared.NO_SCORE if score_mod is None else prepared.score_of(score_mod)
-    return prepared.CallOptions(score, *rest)
 
 
 def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:

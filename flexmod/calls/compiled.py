@@ -17,7 +17,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.parts import MaskMod, unwrapped
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
-from flexmod.calls import autograd, checks, float8, library, prepared
+from flexmod.calls import autograd, float8, library, prepared
 from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
@@ -194,11 +194,11 @@ class CompiledAttention(Inspection):
         out_dtype: torch.dtype | None, want_max: bool,
     ) -> Forward:  # fmt: skip
         transforms.refuse_jit_trace()
-        if float8.concerns(query, key, value, scales, out_dtype):
-            return self._attend_float8(query, key, value, block_mask, scales, out_dtype, want_max)
         if self._positions is not None:
             self._positions.check_values()
-        facts = None if block_mask is not None else prepared.kinds(query, key, value, self._options)
+        in_float8 = float8.concerns(query, key, value, scales, out_dtype)
+        known = block_mask is None and not in_float8
+        facts = prepared.kinds(query, key, value, self._options) if known else None
         bound = self._bound.get((facts, want_max))
         if bound is not None:
             if bound.holds():
@@ -218,38 +218,21 @@ class CompiledAttention(Inspection):
                 if is_captured(query.device):
                     self._in_graphs[id(block_mask)] = block_mask
         asked = prepared.CallOptions(score, self._scale, self._enable_gqa, self._options, want_max)
+        if in_float8:
+            mod = replay(score.trace(query.device)[0]) if score.trace else None
+            call = float8.lowered(query, key, value, mod, scales, out_dtype, self._enable_gqa, self._options)
+            asked = asked._replace(score=prepared.score_of(call.score_mod), out_dtype=call.out_dtype)
+            query, key, value = call[:3]
         result = prepared.attend(query, key, value, block_mask, asked, library.dispatch)
-        self._latest = self._latest_of(query, key, value)
+        self._latest = self._latest_of(query, key, value, asked.out_dtype)
+        if in_float8:
+            return call.finished(result)
         ready = None if facts is None else prepared.known(query, key, value, block_mask, asked)
         lasting = not (traces.eager or is_captured(query.device))
         if ready is not None and not ready.autocast and lasting:
             bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
         return result
-
-    def _attend_float8(
-        self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scales: Scales | None,
-        out_dtype: torch.dtype | None, want_max: bool,
-    ) -> Forward:  # fmt: skip
-        """Runs a call on float8 tensors, whose scales join the traced score mod; not cached by the handle."""
-        checks.check_tensors(query, key, value, self._enable_gqa)
-        variant = self._variant(query.device)
-        traces = variant.current()
-        score: Any = None if traces.score is None else replay(traces.score)
-        of_mask = positions_in(block_mask)
-        if self._positions is not None and block_mask is not None:
-            self._positions.check_agrees(of_mask, "the handle")
-        elif of_mask is not None and score is not None:
-            score = of_mask.score(score)
-        if block_mask is None and traces.mask is not None:
-            block_mask = variant.masks(traces.mask).block_mask(query, key)
-        call = float8.lowered(query, key, value, score, scales, out_dtype, self._enable_gqa, self._options)
-        of_score = prepared.NO_SCORE if call.score_mod is None else prepared.score_of(call.score_mod)
-        given = (of_score, self._scale, self._enable_gqa, self._options, want_max, call.out_dtype)
-        asked = prepared.CallOptions(*given)
-        result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
-        self._latest = self._latest_of(call.query, call.key, call.value, call.out_dtype)
-        return call.finished(result)
 
     def _score(self, traces: _Traces, block_mask: Any) -> prepared.Score:
         """Returns the score mod with the offsets of the call's mask. Raises OffsetMismatchError."""

@@ -57,13 +57,16 @@ class Scales(NamedTuple):
 
 
 class Float8Call(NamedTuple):
-    """A call on float8 tensors as kernels compute it. `factor` multiplies the output, [B or 1, Hkv] or []."""
+    """A call on float8 tensors as kernels compute it. `factor` multiplies the output, [B or 1, Hkv] or [].
+
+    If no tensor is float8, the call stays as it is, and `out_dtype` is None.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     score_mod: Callable[..., Any] | None
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype | None
     factor: Tensor | None
 
     def finished(self, result: Forward) -> Forward:
@@ -149,6 +152,8 @@ def lowered(
     _check_formats(query, key, value)
     dtype = _out_dtype(query, out_dtype)
     scales = _checked(scales or Scales(), tensors)
+    if value.dtype not in FLOAT8:
+        return Float8Call(query, key, value, score_mod, None, None)
     _check_gradients(tensors, scales)
     group = query.shape[1] // max(1, key.shape[1])
     if scales.query is not None or scales.key is not None:

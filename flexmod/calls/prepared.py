@@ -53,7 +53,9 @@ class Score(NamedTuple):
 NO_SCORE = Score(None, Seen((), ()))
 
 
-def score_of(score_mod: Callable[..., Any]) -> Score:
+def score_of(score_mod: Callable[..., Any] | None) -> Score:
+    if score_mod is None:
+        return NO_SCORE
     seen = fingerprint(score_mod)
     return Score(lambda device: find(score_mod, "score", device, seen), seen)
 
