@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from gpu.poison import poison
 from torch import Tensor
 
 import flexmod
 from benchmarks import dense
 from flexmod import AuxRequest, Scales, create_block_mask, flex_attention, masks, mods
-from gpu.poison import poison
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = ("query", "key", "value")

@@ -50,6 +50,49 @@ class Step(NamedTuple):
     between: tuple[str, ...] = ()
 
 
+class Float8(NamedTuple):
+    """The tensors of a call that are float8, "qkv", "kv" or "v", their format, and how each is scaled.
+
+    Scales are powers of two, so that the case's dtype holds what the tensors stand for.
+    """
+
+    format: str
+    tensors: str
+    by: tuple[str, str, str]
+
+    def scale(self, name: str, x: Tensor, seed: int) -> Tensor | None:
+        """The scale of a tensor, by "tensor", "head" or "block", or None for 1."""
+        by = self.by["qkv".index(name)]
+        if not by or name not in self.tensors:
+            return None
+        blocks = -(-x.shape[2] // 128)
+        shape = {"tensor": (), "head": x.shape[:2], "block": (*x.shape[:2], blocks)}[by]
+        random = torch.Generator().manual_seed(seed + ord(name))
+        return torch.exp2(torch.randint(-4, 2, shape, generator=random).float()).to(x.device)
+
+    def given(self, name: str, x: Tensor, seed: int) -> Tensor:
+        """The float8 tensor that stands for x, which it holds, in the same strides."""
+        return x if name not in self.tensors else (x.float() / self._each(name, x, seed)).to(self._dtype)
+
+    def rounded(self, name: str, x: Tensor, seed: int) -> Tensor:
+        """What float8 and its scale leave of x."""
+        if name not in self.tensors:
+            return x
+        return (self.given(name, x, seed).float() * self._each(name, x, seed)).to(x.dtype)
+
+    def _each(self, name: str, x: Tensor, seed: int) -> Any:
+        scale = self.scale(name, x, seed)
+        if scale is None or scale.dim() == 0:
+            return 1.0 if scale is None else scale
+        if scale.dim() == 2:
+            return scale[:, :, None, None]
+        return scale.repeat_interleave(128, 2)[:, :, : x.shape[2], None]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.format)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Case:
     """A call, or several with the same objects.
@@ -63,7 +106,7 @@ class Case:
     (partial), the complement of the complement, or given as lists. `wanted`: which of q, k, v want a
     gradient; "" and no learned table: a forward alone. `kind` is the kind of draw. `route`: flex_attention
     (eager), or a handle, that is given its mask_mod or a block mask (handle with mask). `layout`: that of the
-    call.
+    call. `float8`: which tensors are; `dtype` is then that of the others and of the output.
     """
 
     backend: str
@@ -90,6 +133,7 @@ class Case:
     kind: str = "plain"
     route: str = "eager"
     layout: str = "bhsd"
+    float8: Float8 | None = None
     steps: tuple[Step, ...] = (Step(),)
 
 
@@ -123,8 +167,11 @@ def call_of(case: Case, draw: int = 0, number: int = 0) -> Call:
     dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype or case.dtype)
     q_layout, k_layout, v_layout, grad_layout = case.layouts
 
-    def normal(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
-        return laid_out(torch.randn(shape, generator=random).to(device, dtype), layout)
+    def normal(shape: tuple[int, ...], dtype: torch.dtype, layout: str, name: str = "") -> Tensor:
+        drawn = torch.randn(shape, generator=random).to(device, dtype)
+        if case.float8 and name:
+            drawn = case.float8.rounded(name, drawn, case.seed)
+        return laid_out(drawn, layout)
 
     tables = {}
     for table in case.tables:
@@ -148,9 +195,9 @@ def call_of(case: Case, draw: int = 0, number: int = 0) -> Call:
             values[..., -1] = table.padding
         tables[table.name] = laid_out(values.to(device, of), table.layout)
     return Call(
-        normal((batch, heads, rows, case.dims[0]), dtype, q_layout),
-        normal((kv_batch, kv_heads, columns, case.dims[0]), kv_dtype, k_layout),
-        normal((kv_batch, kv_heads, columns, case.dims[1]), kv_dtype, v_layout),
+        normal((batch, heads, rows, case.dims[0]), dtype, q_layout, "q"),
+        normal((kv_batch, kv_heads, columns, case.dims[0]), kv_dtype, k_layout, "k"),
+        normal((kv_batch, kv_heads, columns, case.dims[1]), kv_dtype, v_layout, "v"),
         normal((batch, heads, rows, case.dims[1]), dtype, grad_layout),
         normal((batch, heads, rows), torch.float64 if case.dtype == "float64" else torch.float32, "plain"),
         tables,

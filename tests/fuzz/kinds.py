@@ -7,6 +7,7 @@ writes     tensors, lists and mask_mods written or assigned between forward and 
 hostile    tensors that are not plain
 huge       large and tiny scores, steep slopes, large caps, padding that is no number
 integers   divisors of 0, casts that wrap, the ends of int32
+float8     queries, keys and values in float8, with scales of all forms
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fuzz.case import Case
 from fuzz.choices import Drawn
 from fuzz.extremes import huge, integers
 from fuzz.numbers import numbers
-from fuzz.objects import LISTED, PLACES, copies, tensors, writes
+from fuzz.objects import LISTED, PLACES, copies, in_float8, tensors, writes
 from fuzz.programs import Cases, program
 
 KINDS: dict[str, Callable[[Drawn, str], Cases]] = {
@@ -28,6 +29,7 @@ KINDS: dict[str, Callable[[Drawn, str], Cases]] = {
     "hostile": tensors,
     "huge": huge,
     "integers": integers,
+    "float8": in_float8,
 }
 
 
@@ -36,6 +38,8 @@ def labels(case: Case) -> Iterator[str]:
     yield case.kind
     if case.kind in ("plain", "huge", "integers"):
         return
+    if case.float8:
+        yield f"float8, {case.float8.tensors}, {case.float8.format}"
     yield f"{case.kind}, {case.route}"
     for step in case.steps:
         for text in (*step.before, *step.between):

@@ -1,14 +1,14 @@
-"""Programs whose objects are copied, pickled, written to, or not plain tensors."""
+"""Programs whose objects are copied, pickled, written to, not plain tensors, or float8."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fuzz import hostile
-from fuzz.case import Case, Step
+from fuzz.case import Case, Float8, Step
 from fuzz.choices import Drawn
 from fuzz.events import COPIES, LIST_WRITES, LISTS
-from fuzz.programs import SIZES, Cases, calls_of, drawn_mods
+from fuzz.programs import HALVES, HOPPER, SIZES, Cases, calls_of, drawn_mods
 
 ROUTES = ("eager", "handle", "handle with mask")
 MASKS = (
@@ -87,6 +87,28 @@ def writes(draw: Drawn, backend: str) -> Cases:
         replace(_routed(case, route), kind="writes", steps=tuple(steps), wanted=wanted, kv_dtype="")
         for case in cases
     )
+
+
+def in_float8(draw: Drawn, backend: str) -> Cases:
+    """Queries, keys and values in float8, by any route."""
+    made = drawn_mods(draw, SIZES[backend].steps)
+    cases = _half_of(calls_of(draw, backend, made))
+    route, layout = draw.one(["eager", "eager", *ROUTES]), draw.one(["bhsd", "bhsd", "bshd"])
+    tensors = draw.one(["qkv", "qkv", "qkv", "kv", "v"])
+    by = tuple(draw.one(["", "tensor", "head", "head", "block"]) for _ in range(3))
+    made_of = Float8(draw.one(["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]), tensors, by)  # type: ignore[arg-type]
+    fit = [dim for dim in SIZES[backend].dims if dim % 16 == 0]
+    dims = draw.one(fit), draw.one(fit)
+    dtype = draw.one([*HALVES, "bfloat16", *["float32"] * (backend not in HOPPER)])
+    return tuple(
+        replace(
+            _routed(case, route), kind="float8", float8=made_of, layout=layout, dims=dims, dtype=dtype,
+            kv_dtype="", wanted="", grad_lse=False,
+            layouts=tuple("plain" if name in ("expanded", "alike") else name for name in case.layouts),
+            tables=tuple(replace(table, learned=False) for table in case.tables),
+        )
+        for case in cases
+    )  # fmt: skip
 
 
 def tensors(draw: Drawn, backend: str) -> Cases:

@@ -186,19 +186,32 @@ class Session:
             wants = wants and not x.is_inference()
             inputs[name] = x.detach().requires_grad_() if wants else x
         poison(call.q, call.grad_out, call.grad_lse)
-        query, key, value = (self._laid_out(x) for x in inputs.values())
+        options, given = self._float8(call), inputs
+        if case.float8:
+            given = {name: case.float8.given(name, x, case.seed) for name, x in inputs.items()}
+        query, key, value = (self._laid_out(x) for x in given.values())
         if case.route == "eager":
             out, lse = flexmod.flex_attention(
                 query, key, value, self.object("score_mod"), self.object("mask"), scale=case.scale,
                 enable_gqa=self._grouped, return_lse=True, kernel_options=self._options, layout=case.layout,
+                **options,
             )  # fmt: skip
         else:
             mask = self.object("mask") if case.route == "handle with mask" else None
-            out, lse = self.object("handle")(query, key, value, mask, return_lse=True)
+            out, lse = self.object("handle")(query, key, value, mask, return_lse=True, **options)
         out = self._laid_out(out)
         found = {name: hostile.revealed(x.detach()).clone() for name, x in {"out": out, "lse": lse}.items()}
         leaves = {n: x for n, x in (inputs | self.tables).items() if getattr(x, "requires_grad", False)}
         return Forward(before, inputs, out, lse, leaves, found)
+
+    def _float8(self, call: Call) -> dict[str, Any]:
+        """The arguments of a call on float8 tensors."""
+        float8, seed = self.case.float8, self.case.seed
+        if float8 is None:
+            return {}
+        found = [float8.scale(name, getattr(call, name), seed) for name in "qkv"]
+        scales = flexmod.Scales(*found) if any(x is not None for x in found) else None
+        return {"scales": scales, "out_dtype": getattr(torch, self.case.dtype)}
 
     def _laid_out(self, x: Any) -> Any:
         swaps = self.case.layout == "bshd" and isinstance(x, Tensor) and x.dim() == 4

@@ -1,0 +1,49 @@
+"""Attention on float8 by the kernels of a GPU, against float64 of what the tensors stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from float8_cases import CASES, E5M2, Float8Case, check, eager, handle
+
+from flexmod import masks, mods
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "auto": eager,
+    "portable": lambda *x, **options: eager(*x, kernel_options={"TEMPLATE": "portable"}, **options),
+    "handle": handle,
+}
+LONG = (1, 4, 2, 500, 777)
+_LARGER = {
+    "plain": Float8Case(),
+    "no scales": Float8Case(by=("", "", "")),
+    "by tensor, causal": Float8Case(by=("tensor", "tensor", "tensor"), mask=masks.causal()),
+    "by block, soft-cap": Float8Case(by=("block", "block", "block"), score=mods.softcap(5.0)),
+    "window": Float8Case(mask=masks.sliding_window(100)),
+    "ALiBi": Float8Case(score=mods.alibi(4), mask=masks.causal()),
+    "steep": Float8Case(score=mods.alibi(torch.tensor([9.0, 30.0, 0.5, 100.0])), mask=masks.causal()),
+    "holes": replace(CASES["mixed scales"], by=("head", "head", "head")),
+    "the other format": Float8Case(format=E5M2, score=mods.softcap(20.0), mask=masks.causal()),
+    "float16 out": Float8Case(out_dtype=torch.float16),
+    "float32 out": Float8Case(out_dtype=torch.float32),
+}
+ALL = CASES | {
+    f"{name}, D={dim}": replace(case, sizes=LONG, dims=(dim, dim))
+    for dim in (64, 128, 256)
+    for name, case in _LARGER.items()
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("way", WAYS)
+def test_attention(way: str, name: str) -> None:
+    case = ALL[name]
+    if name.startswith("steep"):
+        case = replace(case, score=mods.alibi(torch.tensor([9.0, 30.0, 0.5, 100.0], device="cuda")))
+    check(case, WAYS[way], "cuda")
