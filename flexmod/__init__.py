@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flexmod.calls.compiled import CompiledAttention, compile
     from flexmod.calls.float8 import Scales
     from flexmod.calls.packed import apply_sink, nested_attention, varlen_attention
+    from flexmod.calls.quantized import quantize
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
     from flexmod.tools.comparison import compare
@@ -48,6 +49,7 @@ __all__ = [
     "nested_attention",
     "noop_mask",
     "or_masks",
+    "quantize",
     "tanh_approximate",
     "varlen_attention",
 ]
@@ -61,6 +63,7 @@ _DEFINED_IN = {
     "calls.compiled": ("CompiledAttention", "compile"),
     "calls.float8": ("Scales",),
     "calls.packed": ("apply_sink", "nested_attention", "varlen_attention"),
+    "calls.quantized": ("quantize",),
     "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),
     "tools.comparison": ("compare",),

@@ -202,6 +202,12 @@ ROWS: list[Row] = [
         "  Instead: write kernel=7 or kernel=(5, 7).",
     ),
     (
+        errors.QuantizeGradientError,
+        lambda: flexmod.quantize(x(requires_grad=True)),
+        "x requires a gradient, and rounding to float8 has none.\n"
+        "  Instead: write flexmod.quantize(x.detach()), or call under torch.no_grad().",
+    ),
+    (
         errors.NoTileFits,
         no_tile_fits,
         "no tile size fits the 101376 bytes of shared memory of cpu; tried 64x64 (4 warps, 1 "

@@ -61,6 +61,7 @@ tools.explanation
 tools.ahead
 tools.plan_text tools.standalone
 block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
+calls.quantized
 calls.checks
 calls.float8
 calls.autograd

@@ -98,7 +98,7 @@ MODS = {
 # what docs/reference/attention.md has: functions, classes, methods of BlockMask
 CALLS = (
     "flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "compile",
-    "varlen_attention", "nested_attention", "apply_sink", "explain", "compare",
+    "varlen_attention", "nested_attention", "apply_sink", "quantize", "explain", "compare",
 )  # fmt: skip
 RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask, flexmod.Offset)
 METHODS = (
@@ -112,7 +112,7 @@ SETTING = """```python
 import torch
 from flexmod import (
     BlockMask, Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain,
-    flex_attention, masks, mods, nested_attention, or_masks, varlen_attention,
+    flex_attention, masks, mods, nested_attention, or_masks, quantize, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))
@@ -260,10 +260,10 @@ def signature(function: Callable[..., Any]) -> str:
     """As written, an argument a line where it is long, without self."""
     whole = inspect.signature(function)
     parameters = [parameter for parameter in whole.parameters.values() if parameter.name != "self"]
-    text = re.sub("(: |-> )'([^']*)'", r"\1\2", str(whole.replace(parameters=parameters)))
+    text = re.sub(r"""(: |-> )(['"])(.*?)\2""", r"\1\3", str(whole.replace(parameters=parameters)))
     arguments, _, result = text.removesuffix(" -> None").partition(" -> ")
     if len(arguments) > 90:
-        lines = [re.sub(": '([^']*)'", r": \1", str(parameter)) for parameter in parameters]
+        lines = [re.sub(r"""(: )(['"])(.*?)\2""", r"\1\3", str(parameter)) for parameter in parameters]
         keywords = [parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters]
         if any(keywords):
             lines.insert(keywords.index(True), "*")

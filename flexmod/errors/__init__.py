@@ -20,7 +20,7 @@ __all__ = [
     # calls.py
     "NotFourDimensional", "LayoutError", "NotATensor", "EmptyHeadDim", "ExtentError", "NotStrided",
     "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
-    "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "HeadDimMismatch",
+    "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "QuantizeGradientError", "HeadDimMismatch",
     "OffsetTypeError", "OffsetValueError", "OffsetShapeError", "OffsetMismatchError",
     "Float8MixedError", "Float8HeadDimError", "Float8GradientError", "OutDtypeError", "ScalesTypeError",
     "ScalesUnusedError", "ScalesShapeError", "ScalesValueError",

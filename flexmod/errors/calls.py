@@ -154,6 +154,11 @@ class ScalesValueError(FlexmodError, ValueError):
     instead = "let flexmod.quantize make them, or clamp them, scale.clamp(min=1e-12)."
 
 
+class QuantizeGradientError(FlexmodError, NotImplementedError):
+    what = "x requires a gradient, and rounding to float8 has none."
+    instead = "write flexmod.quantize(x.detach()), or call under torch.no_grad()."
+
+
 class HeadDimMismatch(FlexmodError, ValueError):
     what = "query has head_dim {query} but key has {key}."
     instead = "give query and key the same last dimension (value's may differ)."
