@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from importlib.metadata import version
@@ -10,7 +11,16 @@ from importlib.metadata import version
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import block_masks, cold_start, gpu_time, host_path, overheads, targets, timeline
+from benchmarks import (
+    block_masks,
+    cold_start,
+    float8_accuracy,
+    gpu_time,
+    host_path,
+    overheads,
+    targets,
+    timeline,
+)
 from benchmarks.measure_row import PEERS, take_turns
 from benchmarks.rows import SETS, find
 from flexmod.runtime.direct import Direct
@@ -203,3 +213,41 @@ def test_a_cold_start_that_fails(monkeypatch):
     assert done.exit_code == 1 and "there is no CUDA device" in done.output
     done = CliRunner().invoke(cold_start.main, ["--rows", "nothing"])
     assert done.exit_code == 2
+
+
+def numbers(table):
+    """The lines of a table: name, numbers; nan for a missing one."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {name: [float(cell) if cell != "-" else math.nan for cell in cells] for name, *cells in lines}
+
+
+def test_accuracy_of_float8():
+    """More operands in float8 and fewer bits give larger errors, and so do weights in float8."""
+    found = numbers(float8_accuracy.table("Normal", 1, 200, 32, "cpu"))
+    assert set(found) == set(float8_accuracy.FORMS)
+    order = ["bfloat16", "values e4m3 by head", "keys and values e4m3 by head", "e4m3 by head"]
+    order.append("e5m2 by head, rotated")
+    for column in (0, 4):  # without a mask, causal
+        errors = [found[name][column] for name in order]
+        assert errors == sorted(errors) and 0 < errors[0] < 0.005 and errors[-1] < 0.15
+        assert found["e4m3 by head"][column] < found["e4m3 by head"][column + 1] < 0.08
+        assert math.isnan(found["bfloat16"][column + 1]) and found["bfloat16"][column + 3] > 0.9999
+
+
+def test_rotation_lowers_errors_of_outliers():
+    found = numbers(float8_accuracy.table("Outliers of deviation 10", 1, 300, 128, "cpu"))
+    assert found["e4m3 by head, rotated"][0] < 0.8 * found["e4m3 by tensor"][0]
+
+
+def test_recall_of_needles():
+    found = numbers(float8_accuracy.needles(3000, 32, "cpu"))
+    assert found["bfloat16"][0] == pytest.approx(1 / (1 + math.exp(-float8_accuracy.LOG_ODDS)), abs=0.02)
+    assert all(recall == pytest.approx(found["bfloat16"][0], abs=0.03) for recall, *_ in found.values())
+
+
+def test_chart_of_float8_is_that_of_its_tables():
+    """If the tables of docs/float8.md are right: python -m benchmarks.float8_accuracy --chart."""
+    page = float8_accuracy.PAGE.read_text()
+    assert f"(images/{float8_accuracy.CHART.name})" in page
+    assert [set(rows) for rows in float8_accuracy.read(page).values()] == [set(float8_accuracy.FORMS)] * 3
+    assert float8_accuracy.CHART.read_text() == float8_accuracy.chart(page)

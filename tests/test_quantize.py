@@ -240,8 +240,7 @@ MISTAKES: list[tuple[type[errors.FlexmodError], Callable[[], Any], str]] = [
     (
         errors.LibraryArgumentError,
         lambda: quantize(X, by="row"),  # type: ignore[arg-type]
-        "quantize: by is 'row'; it must be 'tensor', 'head' or 'block'.\n"
-        '  Instead: write e.g. by="head".',
+        "quantize: by is 'row'; it must be 'tensor', 'head' or 'block'.\n  Instead: write e.g. by=\"head\".",
     ),
     (
         errors.LibraryArgumentError,
