@@ -124,17 +124,21 @@ def test_tiny_and_huge_numbers(dtype: torch.dtype, size: float) -> None:
 
 @pytest.mark.parametrize("by", GROUPS)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_what_is_not_finite_becomes_nan_and_leaves_the_scales(dtype: torch.dtype, by: Any) -> None:
-    clean = normal(1, 2, 300, 16)
-    clean[0, :, 10, :3] = 0
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_not_finite_become_nan(dtype: torch.dtype, by: Any, x_dtype: torch.dtype) -> None:
+    """Scales are those of the other rows."""
+    clean = normal(1, 2, 300, 16, dtype=x_dtype)
+    bad = torch.tensor([10, 11, 12, 200])
+    clean[0, :, bad] = 0
     x = clean.clone()
-    x[0, :, 10, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    x[0, :, bad, 3] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan], dtype=x_dtype)
+    x[0, :, bad, 4] = 1e30
     tensor, scale = quantize(x, dtype, by)
     expected, expected_scale = quantize(clean, dtype, by)
     assert torch.equal(scale, expected_scale)
-    bad = ~x.isfinite()
-    assert torch.equal(tensor.float()[~bad], expected.float()[~bad])
-    assert torch.equal(tensor.float().isnan(), bad)
+    is_bad = torch.zeros(300, dtype=torch.bool).index_fill(0, bad, True)
+    assert torch.equal(tensor.float()[:, :, ~is_bad], expected.float()[:, :, ~is_bad])
+    assert tensor.float()[:, :, is_bad].isnan().all()
 
 
 @pytest.mark.parametrize("dim", [8, 16, 48, 64, 80, 128, 192, 256])

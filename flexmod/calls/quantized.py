@@ -35,8 +35,8 @@ def quantize(
         scale   float32: [] by "tensor", [B, H] by "head", [B, H, ceil(length / 128)] by "block"
 
     A block is 128 rows. The largest magnitude of a tensor, head or block becomes the largest number of
-    `dtype`, 448 or 57344. Arithmetic is float32. A scale is positive: 1 for zeros alone, and at least 2^-126.
-    Scales ignore NaN and infinities, which become NaN in the result.
+    `dtype`, 448 or 57344. A scale is positive: 1 for zeros alone, and at least 2^-126. A row with NaN or
+    infinity becomes NaN, and scales ignore it.
 
     With `rotate` each row is first multiplied by an orthogonal matrix: random signs, then a Hadamard matrix.
     This spreads outliers over the row. The matrix depends on D alone, so rotating both query and key leaves
@@ -54,14 +54,12 @@ def quantize(
         quantized_value, value_scale = quantize(value, by="head")
     """
     _check(x, dtype, by, rotate)
-    values = x.to(torch.float32)
-    if rotate:
-        values = _rotated(values)
-    largest, finite = torch.finfo(dtype).max, values.isfinite()
-    row_max = torch.where(finite, values, 0.0).abs().amax(-1)
-    scale, row_scale = _scales(row_max, by, largest)
-    scaled = (values / row_scale[..., None]).clamp(-largest, largest)
-    return torch.where(finite, scaled, torch.nan).to(dtype).contiguous(), scale
+    values = _rotated(x) if rotate else x
+    row_max = torch.linalg.vector_norm(values, torch.inf, -1).to(torch.float32)
+    finite = row_max.isfinite()
+    scale, row_scale = _scales(torch.where(finite, row_max, 0.0), by, torch.finfo(dtype).max)
+    divisor = torch.where(finite, row_scale, torch.nan)[..., None]
+    return (values / divisor).to(dtype).contiguous(), scale
 
 
 def _scales(row_max: Tensor, by: str, largest: float) -> tuple[Tensor, Tensor]:
@@ -81,11 +79,12 @@ def _scales(row_max: Tensor, by: str, largest: float) -> tuple[Tensor, Tensor]:
     return scale, (scale[..., None] if by == "head" else scale).expand_as(row_max)
 
 
-def _rotated(values: Tensor) -> Tensor:
-    """Multiplies each part of each row by the same orthogonal matrix."""
-    size, kind = _rotation_size(values.shape[-1]), values.device.type
+def _rotated(x: Tensor) -> Tensor:
+    """Multiplies each part of each row by the same orthogonal matrix, in float32."""
+    parts = x.to(torch.float32).unflatten(-1, (-1, _rotation_size(x.shape[-1])))
+    kind = x.device.type
     with torch.autocast(kind, enabled=False) if kind in ("cuda", "cpu") else nullcontext():
-        return (values.unflatten(-1, (-1, size)) @ _rotation(size, values.device)).flatten(-2)
+        return (parts @ _rotation(parts.shape[-1], x.device)).flatten(-2)
 
 
 def _rotation_size(dim: int) -> int:
