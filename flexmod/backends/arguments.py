@@ -87,11 +87,12 @@ class Operands:
     mask_captured: Captured = NOTHING
     inputs: tuple[Place | None, ...] = ()
     out_dtype: torch.dtype | None = None
+    value_scale: Place | None = None
 
     @property
     def of_mask(self) -> tuple[Place | None, ...]:
         """The inputs that belong to the mask."""
-        return self.inputs[3 + len(self.score_captured.tensors) :]
+        return self.inputs[3 + len(self.score_captured.tensors) + (self.value_scale is not None) :]
 
     @property
     def extents(self) -> tuple[Extent, ...]:
@@ -146,14 +147,18 @@ def operands(
     if problem.mask is not None:
         of_mask = places_of_mask(problem.mask, lists)
         mask = problem.mask.with_tensors(of_mask)  # type: ignore[arg-type]
+    scale = None
+    if problem.value_scale is not None:
+        shape = (shared_batch, shared)[: problem.value_scale.dim()]
+        scale = named("value_scale", problem.value_scale, shape)
     return Operands(
         query, key, value,
         {"query": order_of(q), "key": order_of(k), "value": order_of(v)},
         problem.scale, mask,
         Captured(captured, score_numbers),
         Captured(mask.mod.tensors if mask else (), mask_numbers),  # type: ignore[arg-type]
-        (query, key, value, *captured, *of_mask),
-        problem.out_dtype,
+        (query, key, value, *captured, *([] if scale is None else [scale]), *of_mask),
+        problem.out_dtype, scale,
     )  # fmt: skip
 
 
@@ -196,6 +201,14 @@ def strided(name: str, letters: str, row: str, tensor: Place | None) -> Argument
 def sizes(call: Operands) -> Arguments:
     q, k = call.q, call.k
     return {"scale": call.scale, "HQ": q.shape[1], "HKV": k.shape[1], "M": q.shape[2], "N": k.shape[2]}
+
+
+def value_scale_arguments(scale: Place | None) -> Arguments:
+    """Returns the values' scale and its strides, 0 where one number serves all."""
+    if scale is None:
+        return {}
+    b, h = (if_several(scale.shape[0], scale.strides[0]), scale.strides[1]) if scale.shape else (0, 0)
+    return {"V_SCALE": scale, "stride_sb": b, "stride_sh": h}
 
 
 def grad_lse_arguments(grad_lse: Place | None) -> Arguments:

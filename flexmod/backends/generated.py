@@ -139,7 +139,7 @@ class Generated:
         mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
         spec = triton.kernel_spec(
             q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward,
-            out_dtype=problem.out_dtype,
+            out_dtype=problem.out_dtype, value_scale=problem.value_scale is not None,
         )  # fmt: skip
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)

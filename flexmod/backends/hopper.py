@@ -21,6 +21,7 @@ from flexmod.backends.arguments import (
     mask_arguments,
     sizes,
     strided,
+    value_scale_arguments,
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
@@ -119,6 +120,7 @@ def forward(
         **mask_arguments(writer, call.mask, "kv"),
         **_order(call.mask, "kv"),
         **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, exponent=True),
+        **value_scale_arguments(call.value_scale),
         **sizes(call),
         "B": batch,
         "KV_B": k.shape[0],

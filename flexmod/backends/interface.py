@@ -52,8 +52,9 @@ class Problem:
         options       the checked kernel options
         precision     of float32 products
         out_dtype     of the output, for queries in float8; None for the queries' dtype
+        value_scale   the scale of the values, float32 [] or [B or 1, Hkv]; None for 1
 
-    Only generated kernels use the last three.
+    Only generated kernels use the last four. Before a call has its tensors, True stands for the scale.
     """
 
     score: Traced | None
@@ -64,6 +65,7 @@ class Problem:
     precision: Literal["ieee", "tf32"] = "ieee"
     capture_grad: CaptureGrad | None = None
     out_dtype: torch.dtype | None = None
+    value_scale: Any = None
 
 
 class BackwardInputs(NamedTuple):

@@ -40,7 +40,11 @@ class VariantCall:
         self._qkv = query, key, _empty(spec.v_dtype, spec.value_dim)
         score: Any = SimpleNamespace(tensors=made.score_tensors)
         self._mask = _mask_of(made)
-        problem = Problem(score, None, self._mask, spec.head_dim**-0.5, out_dtype=spec.out_dtype)
+        self._value_scale = torch.empty(2, 2, device="meta") if spec.value_scale else None
+        problem = Problem(
+            score, None, self._mask, spec.head_dim**-0.5,
+            out_dtype=spec.out_dtype, value_scale=self._value_scale,
+        )  # fmt: skip
         self.call = operands(*self._qkv, problem, (), (), _list)
 
     def plan(
@@ -95,6 +99,8 @@ class VariantCall:
         )
         named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
         named |= {"kept0": lse, "kept1": lse}
+        if self._value_scale is not None:
+            named["value_scale"] = self._value_scale
         for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):
             named |= {f"{mod}_capture{number}": _unfilled(tensor) for number, tensor in enumerate(tensors)}
         if self._mask is not None:

@@ -22,6 +22,7 @@ from flexmod.backends.arguments import (
     mask_arguments,
     sizes,
     strided,
+    value_scale_arguments,
 )
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
@@ -74,6 +75,7 @@ def kernel_spec(
     precision: Literal["ieee", "tf32"],
     backward: bool,
     out_dtype: torch.dtype | None = None,
+    value_scale: bool = False,
 ) -> KernelSpec:
     """Returns the KernelSpec of a call. `precision` applies to float32 only."""
     return KernelSpec(
@@ -90,6 +92,7 @@ def kernel_spec(
         shared_kv=backward and q.shape[:2] != k.shape[:2],
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
+        value_scale=value_scale,
     )
 
 
@@ -121,6 +124,7 @@ def forward(
         **dict(zip_longest(kernels.kept, kept)),
         **mask_arguments(writer, call.mask, "kv"),
         **kernels.mod_arguments("forward", call.score_captured, call.mask_captured),
+        **value_scale_arguments(call.value_scale),
         **sizes(call),
     }
     tile = tiles["forward"]

@@ -278,9 +278,9 @@ def _attend(
     if float8.concerns(query, key, value, scales, out_dtype):
         call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
         score = prepared.score_of(call.score_mod)
-        asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max, call.out_dtype)
+        asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max, *call.rest)
         result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
-        return call.finished(result)
+        return float8.scaled(result, call.factor)
     score = prepared.score_of(score_mod)
     asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max)
     return prepared.attend(query, key, value, block_mask, asked, library.dispatch)
@@ -315,7 +315,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
             call = float8.lowered(query, key, value, mod, scales, out_dtype, enable_gqa, options)
             asked = asked._replace(out_dtype=call.out_dtype)
             result = library.attend(call.query, call.key, call.value, call.score_mod, block_mask, asked)
-            return call.finished(result)
+            return float8.scaled(result, call.factor)
     except errors.FlexmodError as error:
         why = error.message
     dynamo().graph_break(msg=why)

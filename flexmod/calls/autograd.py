@@ -107,13 +107,19 @@ class PreparedCall:
     def whole(
         self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()
     ) -> Problem:
-        """Returns the problem with its mask, captured tensors, and derivatives by `grad_captures`."""
-        score = self.problem.score
+        """Returns the problem with its mask, captured tensors, and derivatives by `grad_captures`.
+
+        A scale of values follows the captured tensors.
+        """
+        problem, score = self.problem, self.problem.score
+        if problem.value_scale is not None:
+            *captured, value_scale = captured
+            problem = replace(problem, value_scale=value_scale)
         if score is None:
-            return replace(self.problem, mask=mask)
+            return replace(problem, mask=mask)
         numbers = tuple(number for number, want in enumerate(grad_captures) if want)
         return replace(
-            self.problem,
+            problem,
             score=Traced(score.graph, tuple(captured)),
             mask=mask,
             capture_grad=capture_grad(score.graph, numbers) if numbers else None,

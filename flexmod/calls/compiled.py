@@ -221,12 +221,12 @@ class CompiledAttention(Inspection):
         if in_float8:
             mod = replay(score.trace(query.device)[0]) if score.trace else None
             call = float8.lowered(query, key, value, mod, scales, out_dtype, self._enable_gqa, self._options)
-            asked = asked._replace(score=prepared.score_of(call.score_mod), out_dtype=call.out_dtype)
+            asked = prepared.CallOptions(prepared.score_of(call.score_mod), *asked[1:5], *call.rest)
             query, key, value = call[:3]
         result = prepared.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value, asked.out_dtype)
         if in_float8:
-            return call.finished(result)
+            return float8.scaled(result, call.factor)
         ready = None if facts is None else prepared.known(query, key, value, block_mask, asked)
         lasting = not (traces.eager or is_captured(query.device))
         if ready is not None and not ready.autocast and lasting:

@@ -57,26 +57,34 @@ class Scales(NamedTuple):
 
 
 class Float8Call(NamedTuple):
-    """A call on float8 tensors as kernels compute it. `factor` multiplies the output, [B or 1, Hkv] or [].
+    """A call on float8 tensors as kernels compute it.
 
-    If no tensor is float8, the call stays as it is, and `out_dtype` is None.
+    `value_scale`: a kernel multiplies the output by it. `factor`: the caller does, see `scaled`. If no tensor
+    is float8, the call stays as it is, and `out_dtype` is None.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     score_mod: Callable[..., Any] | None
-    out_dtype: torch.dtype | None
-    factor: Tensor | None
+    out_dtype: torch.dtype | None = None
+    value_scale: Tensor | None = None
+    factor: Tensor | None = None
 
-    def finished(self, result: Forward) -> Forward:
-        """Applies the factor to the output."""
-        factor, out = self.factor, result.out
-        if factor is None or not out.numel():
-            return result
-        if factor.dim() == 2:
-            factor = factor.repeat_interleave(out.shape[1] // factor.shape[1], 1)[:, :, None, None]
-        return result._replace(out=(out * factor).to(out.dtype))
+    @property
+    def rest(self) -> tuple[torch.dtype | None, Tensor | None]:
+        """The last of `CallOptions`."""
+        return self.out_dtype, self.value_scale
+
+
+def scaled(result: Forward, factor: Tensor | None) -> Forward:
+    """Multiplies the output by a scale of values, [] or [B or 1, Hkv]."""
+    out = result.out
+    if factor is None or not out.numel():
+        return result
+    if factor.dim() == 2:
+        factor = factor.repeat_interleave(out.shape[1] // factor.shape[1], 1)[:, :, None, None]
+    return result._replace(out=(out * factor).to(out.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +106,8 @@ class ScaledScore(Derived):
         factor = _entry(self.key, *of_key, kv_idx)
         if of_query is not None:
             factor = of_query if factor is None else of_query * factor
-        score = score if factor is None else score * factor
+        # kernels need no product for each element, since the factor is not negative
+        score = score if factor is None else score * factor.abs()
         return self.score_mod(score, b, h, q_idx, kv_idx)
 
     @property
@@ -153,7 +162,7 @@ def lowered(
     dtype = _out_dtype(query, out_dtype)
     scales = _checked(scales or Scales(), tensors)
     if value.dtype not in FLOAT8:
-        return Float8Call(query, key, value, score_mod, None, None)
+        return Float8Call(query, key, value, score_mod)
     _check_gradients(tensors, scales)
     group = query.shape[1] // max(1, key.shape[1])
     if scales.query is not None or scales.key is not None:
@@ -170,7 +179,9 @@ def lowered(
         value = _dequantized(value, scales.value if by_block else None, dtype)
     if key.dtype in FLOAT8 and query.dtype not in FLOAT8 and value.dtype not in FLOAT8:
         key = key.to(dtype)
-    return Float8Call(query, key, value, score_mod, dtype, None if by_block else scales.value)
+    scale = None if by_block else scales.value
+    in_kernel = value.dtype in FLOAT8 and not torch.compiler.is_compiling()
+    return Float8Call(query, key, value, score_mod, dtype, *((scale, None) if in_kernel else (None, scale)))
 
 
 def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

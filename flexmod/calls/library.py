@@ -24,7 +24,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, tile_count
-from flexmod.calls import autograd, checks, prepared
+from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir.evaluate import captures_on_device, on_device
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.record import (
@@ -128,7 +128,8 @@ def dispatch(
     facts = OperationOptions(
         asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max, asked.out_dtype
     )
-    return _operate(query, key, value, mod, parts_of(mask, query.device), facts)
+    result = _operate(query, key, value, mod, parts_of(mask, query.device), facts)
+    return float8.scaled(result, asked.value_scale)
 
 
 def _operate(

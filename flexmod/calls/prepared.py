@@ -61,7 +61,7 @@ def score_of(score_mod: Callable[..., Any] | None) -> Score:
 
 
 class CallOptions(NamedTuple):
-    """A call's arguments except its tensors and its mask. See `flex_attention`."""
+    """A call's arguments except its tensors and its mask. See `flex_attention` and `Problem`."""
 
     score: Score
     scale: float | None
@@ -69,6 +69,12 @@ class CallOptions(NamedTuple):
     options: KernelOptions
     want_max: bool
     out_dtype: torch.dtype | None = None
+    value_scale: Tensor | None = None
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        """The tensors that follow the captured ones."""
+        return () if self.value_scale is None else (self.value_scale,)
 
 
 class CheckedCall(NamedTuple):
@@ -135,7 +141,7 @@ def attend(
         return _attend_anew(query, key, value, mask, asked, facts, memory, dispatch)
     seen = asked.score.seen
     assert seen is not None
-    captured = [seen.tensors[place] for place in ready.places]
+    captured = [*(seen.tensors[place] for place in ready.places), *asked.beside]
     mask = ready.mask(mask)
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
@@ -167,20 +173,21 @@ def _facts(
     query: Any, key: Any, value: Any, mask: MaskSnapshot | None, asked: CallOptions
 ) -> tuple[object, ...] | None:
     """Returns a call's key, which has no values of tensors, or None if the call has none."""
-    score, scale, enable_gqa, options, want_max, out_dtype = asked
+    score, scale, enable_gqa, options, want_max, out_dtype, value_scale = asked
     if score.seen is None or type(scale) not in (float, int, type(None)):
         return None
     of_tensors = kinds(query, key, value, options)
     if of_tensors is None:
         return None
     of_mask = () if mask is None else mask.capture_kinds()
-    if of_mask is None:
+    of_value = () if value_scale is None else tensor_key(value_scale)
+    if of_mask is None or of_value is None:
         return None
     # 0.0 is equal to -0.0, and nan to nothing
     of_scale = scale.hex() if type(scale) is float else scale
     return (
         of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
-        want_max, out_dtype,
+        want_max, out_dtype, of_value,
     )  # fmt: skip
 
 
@@ -255,9 +262,9 @@ def _attend_anew(
         if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
             remember(memory, facts, ready, KNOWN)
         if not dispatched:
-            return autograd.run(call, mask, query, key, value, captured, plain=False)
+            return autograd.run(call, mask, query, key, value, (*captured, *asked.beside), plain=False)
         with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
-            return autograd.run(call, mask, query, key, value, captured, plain=False)
+            return autograd.run(call, mask, query, key, value, (*captured, *asked.beside), plain=False)
 
 
 def _captured(source: Traced | None) -> dict[str, Tensor]:
@@ -293,7 +300,10 @@ def checked(
     _check(query, key, value, source, mask, asked, track)
     problem, own = _problem(query, key, source, mask, scale, track)
     options, precision = asked.options.tiles, float32_precision()
-    problem = replace(problem, options=options, precision=precision, out_dtype=asked.out_dtype)
+    problem = replace(
+        problem, options=options, precision=precision, out_dtype=asked.out_dtype,
+        value_scale=None if asked.value_scale is None else True,
+    )  # fmt: skip
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
     numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
     return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own

@@ -78,9 +78,11 @@ class Lowered:
     def text(self) -> ModText | None:
         return _staged("write", lambda graph: _written(graph, self.checked), self.score)
 
-    @cached_property
-    def exponent_text(self) -> ModText | None:
-        return _staged("write", lambda score: write_exponent(as_ranges(score), self.checked), self.score)
+    def exponent_text(self, positive_scale: bool) -> ModText | None:
+        def written(score: Graph) -> ModText:
+            return write_exponent(as_ranges(score), self.checked, positive_scale)
+
+        return _staged("write", written, self.score)
 
     @cached_property
     def grad_text(self) -> ModText | None:
@@ -317,7 +319,7 @@ def kernels_for(
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
-    exponent = score.exponent_text if score and not spec.backward else None
+    exponent = score.exponent_text(spec.positive_scale) if score and not spec.backward else None
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)

@@ -42,6 +42,7 @@ class KernelSpec:
         positive_scale      permits the running maximum of raw scores
         shared_kv           several query heads, or the whole batch, read one head of keys
         out_dtype           the output's dtype; None for the queries'
+        value_scale         a scale, for the whole tensor or by head, multiplies the values
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -59,6 +60,7 @@ class KernelSpec:
     shared_kv: bool = False
     backward: bool = False
     out_dtype: torch.dtype | None = None
+    value_scale: bool = False
 
     @property
     def exact(self) -> bool:

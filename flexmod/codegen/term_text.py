@@ -119,9 +119,10 @@ def _is_finite(node: Node) -> bool:
 INDENT = "    "
 
 
-def write_exponent(graph: Graph, checked: bool = False) -> ModText:
-    """Writes the exponent of an optimized score graph."""
-    found = exponent(graph, choose=not checked)  # a checked kernel has one text only
+def write_exponent(graph: Graph, checked: bool = False, positive_scale: bool = False) -> ModText:
+    """Writes the exponent of an optimized score graph, see `exponents.exponent`."""
+    # a checked kernel has one text only
+    found = exponent(graph, choose=not checked, positive_scale=positive_scale)
     writer = _ExponentWriter(found.graph, found.parts, checked)
     text = writer.write()
     of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]

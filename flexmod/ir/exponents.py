@@ -9,7 +9,8 @@ A weight is 2^(log2(e) * (score - row_max)). `exponent` rewrites a score's graph
         indices     A multiple of an index like q_idx - kv_idx is split at the tile's first key, `start`.
                     The row gets q_idx - start. The column gets `offset`, kv_idx - start, the same in every
                     tile. Both are small integers, exact in float32.
-        unit        The last factor of all scores is multiplied by log2(e) once a program.
+        unit        The last factor of all scores is multiplied by log2(e) once a program. If it is positive
+                    and multiplies the plain score, so is the scale, and no element takes a product.
         base 2      Bounded scores come multiplied by log2(e), if that costs no element a multiplication.
 
 Two kinds of scores are rewritten: small ones (`SMALL`), and an index times a slope up to `STEEP` plus a plain
@@ -117,13 +118,16 @@ class Exponent:
     steep: bool = False
 
 
-def exponent(graph: Graph, choose: bool = True) -> Exponent:
-    """The exponent of an optimized score graph. Without `choose`, only constant slopes are split."""
+def exponent(graph: Graph, choose: bool = True, positive_scale: bool = False) -> Exponent:
+    """The exponent of an optimized score graph. Without `choose`, only constant slopes are split.
+
+    `positive_scale`: the graph's input `scale` is positive.
+    """
     if is_small(score_bounds(graph)):
-        in_base_2 = _ExponentRewriter(graph, choose, LOG2_E)
+        in_base_2 = _ExponentRewriter(graph, choose, positive_scale, LOG2_E)
         if not in_base_2.extra:
             return in_base_2.found()
-    return _ExponentRewriter(graph, choose).found()
+    return _ExponentRewriter(graph, choose, positive_scale).found()
 
 
 def is_small(bounds: Bounds) -> bool:
@@ -146,9 +150,10 @@ class _ExponentRewriter:
     """Bounded scores are multiplied by `base`. `extra` counts the terms for which this costs each element one
     more multiplication."""
 
-    def __init__(self, graph: Graph, choose: bool, base: float = 1.0) -> None:
+    def __init__(self, graph: Graph, choose: bool, positive_scale: bool, base: float = 1.0) -> None:
         self.given = graph
         self.choose = choose
+        self.positive_scale = positive_scale
         self.base = base
         self.known = node_bounds(graph)
         self.builder = GraphBuilder()
@@ -194,6 +199,10 @@ class _ExponentRewriter:
             value = float(number.value)  # type: ignore[arg-type]
             self.unit = self._number(max(abs(value), 1e-30))
             return self._scaled(_Factor(math.copysign(bool(value), value)), rest)
+        if self.positive_scale and _is_score(rest) and self.known[number][0] >= 0:
+            whole = self._product([self._float(number), self.scale])
+            self.unit = self.builder.node("maximum", (whole, self._number(1e-30)), torch.float32)
+            return self.raw
         size = self.builder.node("abs", (self._float(number),), torch.float32)
         self.unit = self.builder.node("maximum", (size, self._number(1e-30)), torch.float32)
         sign = self.builder.node("sign", (self._float(number),), torch.float32)

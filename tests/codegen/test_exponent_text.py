@@ -139,5 +139,6 @@ def test_a_family_of_chips_has_functions_of_its_own() -> None:
 def test_approximate_tanh_stays_one() -> None:
     """Of a score's tanh the forward for Hopper makes `logistic`; this one is cheaper as it is."""
     found = lower(trace(mods.softcap(20.0, approximate=True), "score").graph, EXTENTS, split=False)
-    assert found.exponent_text is not None and found.exponent_text.bounds == (-20.0, 20.0)
-    assert "tanh_approximate(" in found.exponent_text.text and "logistic" not in found.exponent_text.text
+    text = found.exponent_text(positive_scale=True)
+    assert text is not None and text.bounds == (-20.0, 20.0)
+    assert "tanh_approximate(" in text.text and "logistic" not in text.text
