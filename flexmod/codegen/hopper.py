@@ -241,7 +241,7 @@ def _forward_ladder(
 
 def _float8_ladder(spec: KernelSpec, widest: int) -> tuple[ForwardShape, ...]:
     if widest > 128:
-        shapes = [ForwardShape(2, 128, 2, False), ForwardShape(2, 64, 2, False)]
+        shapes = [ForwardShape(2, 128, 2, True), ForwardShape(2, 64, 3, True)]
     else:
         shapes = [ForwardShape(2, 128, 3, True), ForwardShape(2, 64, 4, True)]
         if widest <= 64 and spec.mask_block is None:

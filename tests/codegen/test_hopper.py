@@ -184,7 +184,7 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert in_float8 == [
         "192x128 (3 consumers, 3 stages, own sums)",
         "128x128 (2 consumers, 3 stages, own sums)",
-        "128x128 (2 consumers, 2 stages)",
+        "128x128 (2 consumers, 2 stages, own sums)",
     ]
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand)"

@@ -130,7 +130,7 @@ def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torc
     assert report.local <= spills
     assert set(report.matrix_instructions) == {"QGMMA"}
     # weights stay in their threads, as their conversion packs them
-    assert "prmt" not in report.asm["ptx"] and report.asm["ptx"].count("cvt.rn.satfinite") >= 2 * 2 * 32
+    assert "prmt" not in report.asm["ptx"] and report.asm["ptx"].count("cvt.rn.satfinite") >= 2 * 2 * 16
     values = ahead.compiled(call, kernels, "values", "sm_90")
     assert values.spills == 0
     copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.asm["sass"])

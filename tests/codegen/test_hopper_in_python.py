@@ -101,6 +101,8 @@ CASES = [
     Case("", "alibi at a tensor", lengths=(130, 300), block_n=256, float8=True),
     Case("", "nothing", lengths=(130, 130), float8=True),
     Case("nothing", lengths=(500, 500), float8=False),
+    Case("holes", "near ones", (64, 192), (500, 500), float8=True),
+    Case(dims=(256, 256), block_n=64, stages=3, float8=True),
 ]
 
 

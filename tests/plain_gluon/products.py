@@ -72,9 +72,13 @@ def multiply(actor: Actor, a: Any, b: Shared, c: Any, use_acc: bool, is_async: b
 
 
 def wait(actor: Actor, pending: int, deps: Any = ()) -> Any:
-    """Until no more than so many products are under way. The result that `deps` names, which may be there."""
+    """Until no more than so many products are under way. The result that `deps` names, which may be there; or
+    several sums, which have been there."""
     while len(actor.products) > pending:
         actor.products.pop(0).end()
+    if len(deps) > 1:
+        assert all(isinstance(each, Tile) for each in deps)
+        return tuple(deps)
     for product in deps:
         if isinstance(product, Tile):
             return product
