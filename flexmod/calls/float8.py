@@ -180,7 +180,8 @@ def lowered(
     if key.dtype in FLOAT8 and query.dtype not in FLOAT8 and value.dtype not in FLOAT8:
         key = key.to(dtype)
     scale = None if by_block else scales.value
-    in_kernel = value.dtype in FLOAT8 and not torch.compiler.is_compiling()
+    in_kernel = query.device.type == "cuda" and options.backend != "REFERENCE"
+    in_kernel &= not torch.compiler.is_compiling()
     return Float8Call(query, key, value, score_mod, dtype, *((scale, None) if in_kernel else (None, scale)))
 
 
