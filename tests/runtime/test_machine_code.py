@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,10 +102,13 @@ def test_a_report_has_the_numbers_of_the_machine_code(tmp_path: Path) -> None:
     assert tuple(map(int, used)) == (report.registers, report.local)
 
 
-@pytest.fixture(scope="module")
-def forward() -> str:
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "float8"])
+def forward(request: pytest.FixtureRequest) -> str:
     """The PTX of Hopper's forward."""
     causal = variant(None, masks.causal(), head_dim=64)
+    dtypes = dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), request.param)
+    spec = replace(causal.spec, **dtypes, out_dtype=torch.bfloat16, backward=False)
+    causal = replace(causal, spec=spec)
     kernels = ahead.kernels_on(causal, "forward", "sm_90")
     assert isinstance(kernels, HopperKernels)
     last = {"forward": kernels.ladder("forward")[-1]}
@@ -162,7 +166,7 @@ def test_what_is_read_is_what_ptxas_warns_of(
     code = [(low & 0xFFF, high >> 20 & 7) for low, high in machine_code.instructions(cubin)]
     groups = [group for operation, group in code if operation in machine_code.MATRIX]
     listing = offline._disassemble(cubin)
-    products = re.findall(r"HGMMA[^;]*;", listing)
+    products = re.findall(r"[HQ]GMMA[^;]*;", listing)
     assert [group != machine_code.NO_GROUP for group in groups] == ["gsb0" in line for line in products]
     assert len(products) >= ptx.count("wgmma.mma_async") > 0
     handing = sum(operation == machine_code.REGISTERS for operation, _ in code)
