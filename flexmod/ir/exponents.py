@@ -230,11 +230,20 @@ class _ExponentRewriter:
             else:
                 break
             found.append(index)
-        if not found or not (_is_score(rest) or self._is_small(rest)):
+        plain, size = self._without_size(rest)
+        if not found or not (_is_score(plain) or self._is_small(rest)):
             return node, _Factor(1.0)
         for factor, one in found:
             self._place_index(factor, one)
-        return rest, _Factor(sign)
+        return (plain, size.times(sign)) if _is_score(plain) else (rest, _Factor(sign))
+
+    def _without_size(self, node: Node) -> tuple[Node, _Factor]:
+        """The plain score of a product with a number that is not negative and depends on b and h only."""
+        number = next((a for a in node.args if a.home <= UNIFORM and not a.is_const), None)
+        if node.op != "mul" or number is None or not self.known[number][0] >= 0:
+            return node, _Factor(1.0)
+        (rest,) = (a for a in node.args if a is not number)
+        return (rest, _Factor(1.0, (self._float(number),))) if _is_score(rest) else (node, _Factor(1.0))
 
     def _index(self, node: Node, sign: float) -> tuple[_Factor, Node] | None:
         """A multiple of an index, or a small number that a row shares, as a factor and a node."""
