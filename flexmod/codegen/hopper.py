@@ -36,14 +36,12 @@ TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
 class ForwardShape:
     """The forward's shape: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
-    `stages` tiles are in flight. Values in float8 need `own_sums`: does each product of weights and values
-    have an accumulator of its own, added up in float32? The matrix unit sums in fewer digits.
+    `stages` tiles are in flight.
     """
 
     consumers: int
     block_n: int
     stages: int = 2
-    own_sums: bool | None = None
 
     @property
     def block_m(self) -> int:
@@ -54,13 +52,11 @@ class ForwardShape:
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
-            **({} if self.own_sums is None else {"OWN_SUMS": self.own_sums}),
             **_warps(TWO if self.consumers == 2 else THREE),
         }
 
     def __str__(self) -> str:
-        of_float8 = {None: "", True: f", {self.stages} stages, own sums", False: f", {self.stages} stages"}
-        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers{of_float8[self.own_sums]})"
+        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers)"
 
 
 @dataclass(frozen=True)
@@ -240,13 +236,11 @@ def _forward_ladder(
 
 
 def _float8_ladder(spec: KernelSpec, widest: int) -> tuple[ForwardShape, ...]:
-    if widest > 128:
-        shapes = [ForwardShape(2, 128, 2, True), ForwardShape(2, 64, 3, True)]
-    else:
-        shapes = [ForwardShape(2, 128, 3, True), ForwardShape(2, 64, 4, True)]
-        if widest <= 64 and spec.mask_block is None:
-            shapes.insert(0, ForwardShape(3, 128, 3, True))
-    kv_block = spec.mask_block[1] if spec.mask_block else 256
+    """Shapes for values in float8, whose tiles take half of the memory."""
+    shapes = [ForwardShape(2, 128, 3 if widest <= 128 else 2), ForwardShape(2, 64, 4 if widest <= 128 else 3)]
+    if widest <= 128 and spec.mask_block is None:
+        shapes.insert(0, ForwardShape(3, 128, 3 if widest <= 64 else 2))
+    kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
 
 
