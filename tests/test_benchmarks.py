@@ -77,7 +77,7 @@ def test_calls_of_the_host_path_are_known(template, monkeypatch):
 
 
 def test_masks_of_the_host_path_are_known(monkeypatch):
-    """So are those of masks: three kernels, two more where tensors are captured."""
+    """A mask has three kernels, and two more if it captures tensors."""
     launches = []
     call = Direct.__call__
     monkeypatch.setattr(Direct, "__call__", lambda self, room: launches.append(self) or call(self, room))

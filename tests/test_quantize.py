@@ -126,7 +126,7 @@ def test_tiny_and_huge_numbers(dtype: torch.dtype, size: float) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_not_finite_become_nan(dtype: torch.dtype, by: Any, x_dtype: torch.dtype) -> None:
-    """Scales are those of the other rows."""
+    """Scales come from the other rows."""
     clean = normal(1, 2, 300, 16, dtype=x_dtype)
     bad = torch.tensor([10, 11, 12, 200])
     clean[0, :, bad] = 0

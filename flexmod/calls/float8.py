@@ -238,7 +238,7 @@ def _out_dtype(query: Tensor, asked: Any) -> torch.dtype:
 
 
 def _checked(scales: Any, tensors: dict[str, Tensor]) -> Scales:
-    """Checks scales; returns those of one element as 0-d tensors."""
+    """Checks scales, and makes a scale of one element a 0-d tensor."""
     if not isinstance(scales, Scales):
         raise errors.ScalesTypeError(name="scales", given=f"a {type(scales).__name__}")
     found = {}

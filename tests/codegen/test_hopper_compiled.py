@@ -1,6 +1,6 @@
 """The kernels for Hopper as the compiler makes them of mods: where terms stand in them, and how they compile.
 
-For sm_90, without a GPU: registers, spills, the instructions that are there and those that are not.
+For sm_90, without a GPU: registers, spills, and which instructions there are.
 """
 
 from __future__ import annotations

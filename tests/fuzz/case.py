@@ -266,7 +266,7 @@ def _module(case: Case, tables: dict[str, Tensor]) -> torch.nn.Module:
 def block_mask(
     case: Case, mask_mod: Any, device: torch.device, lists: Callable[[str, Any], Any] = lambda name, x: x
 ) -> flexmod.BlockMask:
-    """The block mask of a case; `lists` changes those that it is given as."""
+    """The block mask of a case; `lists` changes the lists of a mask that is given by lists."""
     sizes = [size or None for size in case.mask_sizes]
     facts: dict[str, Any] = {"device": device, "BLOCK_SIZE": case.block}
     if case.mask_form == "complement":

@@ -43,7 +43,7 @@ class Made(NamedTuple):
 class Forward(NamedTuple):
     """A forward, and what its backward takes.
 
-    `call`: copies of its tensors as they were; `leaves`: those that want a gradient; `found`: its results.
+    `call`: copies of its tensors as they were; `leaves`: tensors that want a gradient; `found`: its results.
     """
 
     call: Call
@@ -238,7 +238,7 @@ class Session:
 
 
 def _importable(mod: Any) -> Any:
-    """A function that a pickle finds by its name, as it finds those of a user's file."""
+    """A function that a pickle finds by its name, like a function of a user's file."""
     if isinstance(mod, types.FunctionType) and mod.__qualname__ == mod.__name__:
         module = sys.modules.setdefault(f"fuzz_{mod.__name__}", types.ModuleType("mods"))
         mod.__module__ = f"fuzz_{mod.__name__}"

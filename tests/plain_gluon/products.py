@@ -15,7 +15,7 @@ class Product:
     """A product of the matrix unit: `operands` are those in shared memory, read until it has been waited for;
     `before` is the product whose result it adds to.
 
-    One that has read what was not there yet, or was already written anew, has a fault. That is an error once
+    A product that read too early, or after another write, has a fault. That is an error once
     its result is used: a step ahead of the last one may read anything.
     """
 
