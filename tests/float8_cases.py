@@ -54,6 +54,9 @@ CASES = {
     "wide values": Float8Case(dims=(64, 128), sizes=(1, 2, 2, 257, 129)),
     "wide heads": Float8Case(dims=(128, 64), sizes=(1, 4, 1, 130, 200), mask=masks.prefix_lm(60)),
     "one query": Float8Case(sizes=(2, 4, 2, 1, 333), offset=332, mask=masks.causal()),
+    "one query, by block": Float8Case(
+        sizes=(2, 4, 2, 1, 333), offset=332, mask=masks.causal(), score=mods.alibi(4), by=("block",) * 3
+    ),
     "one key head of all": Float8Case(shared=True, sizes=(3, 2, 1, 65, 190)),
     "bshd": Float8Case(layout="bshd", score=mods.alibi(4)),
     "keys and values": Float8Case(float8=NAMES[1:], mask=masks.causal()),

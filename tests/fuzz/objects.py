@@ -139,7 +139,7 @@ def _unfit(place: str) -> set[str]:
     if place in LISTED:
         return {"none"}
     if place in PLACES:
-        return set()
+        return {"float8"}
     return {"number", "none", "list", "numpy", "whole", "long", "truth"}
 
 
