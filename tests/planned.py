@@ -51,9 +51,10 @@ def rungs_of(kernels: Any, way: str, shape: Shape | None) -> FirstRungs:
 def forward(
     kernels: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Any = None, want_max: bool = False,
     keep: list[Tensor] | None = None, score_captured: Mod = NOTHING, shape: Shape | None = None,
+    value_scale: Tensor | None = None,
 ) -> Forward:  # fmt: skip
     """Attention by the kernels; `keep` gets what a backward needs. `mask` is a snapshot."""
-    call, tensors = _call(q, k, v, scale, mask, score_captured)
+    call, tensors = _call(q, k, v, scale, mask, score_captured, value_scale)
     writer, wants = PlanWriter(), {"want_max": want_max, "keep": keep is not None}
     results = family_of(kernels).forward(writer, kernels, call, rungs_of(kernels, "forward", shape), **wants)
     plan = writer.plan(call.inputs, results)
@@ -84,12 +85,14 @@ def backward(
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Any, score: Mod
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Any, score: Mod, value_scale: Tensor | None = None
 ) -> tuple[Operands, tuple[Tensor, ...]]:
     of_score: Any = SimpleNamespace(tensors=tuple(score.tensors))
     numbers = mask.numbers if hasattr(mask, "numbers") else ()
-    call = operands(q, k, v, Problem(of_score, None, mask, scale), score.numbers, numbers)
-    return call, (q, k, v, *score.tensors, *(mask.tensors if mask else ()))
+    problem = Problem(of_score, None, mask, scale, value_scale=value_scale)
+    call = operands(q, k, v, problem, score.numbers, numbers)
+    beside = () if value_scale is None else (value_scale,)
+    return call, (q, k, v, *score.tensors, *beside, *(mask.tensors if mask else ()))
 
 
 def _run(plan: Any, tensors: Sequence[Tensor | None], mask: Any) -> tuple[Any, ...]:

@@ -211,6 +211,11 @@ def test_golden_forward_in_float8(golden: Callable[[str, str], None]) -> None:
     golden(text(spec(E4M3, 128, 112, out_dtype=BF16)), "hopper_float8_forward.txt")
 
 
+def test_golden_forward_in_float8_with_a_mask(golden: Callable[[str, str], None]) -> None:
+    masked = spec(E4M3, 128, mask_block=(128, 128), out_dtype=BF16, value_scale=True)
+    golden(text(masked, None, CAUSAL), "hopper_float8_causal_forward.txt")
+
+
 def test_golden_backward(golden: Callable[[str, str], None]) -> None:
     shared = spec(dim=64, mask_block=(128, 128), shared_kv=True, backward=True)
     golden(text(shared, SOFTCAP, DOCUMENT, SOFTCAP_GRAD), "hopper_softcap_backward.txt")

@@ -119,8 +119,7 @@ def test_compiles(
 def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torch.dtype, spills: int) -> None:
     """`spills` in bytes of local memory, at most."""
     half = variant(score_mod, mask_mod, head_dim=dim)
-    spec = replace(half.spec, q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, out_dtype=BF16, backward=False)
-    made = replace(half, spec=spec)
+    made = replace(half, spec=replace(half.spec.of_dtype(dtype), value_scale=True))
     call, kernels = VariantCall(made), ahead.kernels_on(made, "forward", "sm_90")
     assert isinstance(kernels, HopperKernels)
     built = ahead._built(call, kernels, "forward", "sm_90")
@@ -135,6 +134,17 @@ def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torc
     assert values.spills == 0
     copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.asm["sass"])
     assert set(copies) == {"LDG.E.128", "STG.E.128", "LDS.128", "STSM.16.M88.4"}
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.long), E4M3])
+def test_compiles_with_half_values_and_their_scale(dtype: torch.dtype) -> None:
+    half = variant(None, near, head_dim=128)
+    spec = replace(half.spec.of_dtype(dtype), v_dtype=BF16, value_scale=True, backward=False)
+    made = replace(half, spec=spec)
+    kernels = ahead.kernels_on(made, "forward", "sm_90")
+    assert isinstance(kernels, HopperKernels)
+    built = ahead._built(VariantCall(made), kernels, "forward", "sm_90")
+    assert built.report is not None and built.report.fits and not built.report.losses and not built.problem
 
 
 def test_compiles_with_keys_in_registers() -> None:

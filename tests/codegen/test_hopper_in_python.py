@@ -64,6 +64,7 @@ class Case:
     ordered: bool = False
     block: int = 128
     float8: bool = False
+    value_scale: tuple[float, ...] = ()  # one number, or one for each head
 
     def __str__(self) -> str:
         return "-".join(str(x).replace(" ", "") for x in self.__dict__.values())
@@ -104,6 +105,9 @@ CASES = [
     Case(dims=(128, 128), lengths=(450, 300), consumers=3, stages=2, float8=True),
     Case("holes", "near ones", (64, 192), (500, 500), float8=True),
     Case(dims=(256, 256), block_n=64, stages=3, float8=True),
+    Case("causal", dims=(128, 128), lengths=(300, 300), float8=True, value_scale=(0.5,)),
+    Case("", "alibi", lengths=(300, 300), float8=True, value_scale=(0.5, 3.0)),
+    Case("window", lengths=(300, 300), value_scale=(0.5, 3.0)),
 ]
 
 
@@ -116,6 +120,12 @@ class Call:
         generator = torch.Generator().manual_seed(0)
         sizes = (BATCH, HEADS, rows, dim), (1, 1, columns, dim), (1, 1, columns, value_dim)
         self.q, self.k, self.v = (torch.randn(size, generator=generator).double() for size in sizes)
+        self.value_scale: torch.Tensor | None = None
+        if case.value_scale:
+            self.value_scale = torch.tensor(case.value_scale)
+            self.k, self.v = (x.repeat(1, HEADS, 1, 1) for x in (self.k, self.v))
+            shape = (1, HEADS) if len(case.value_scale) > 1 else ()
+            self.value_scale = self.value_scale.reshape(shape)
         mods = {"score": SCORES[case.score], "mask": MASKS[case.mask]}
         self.traced: dict[str, Any] = {kind: trace(mod, kind) for kind, mod in mods.items() if mod}
         self.extents = (BATCH, HEADS, rows, columns)
@@ -127,7 +137,7 @@ class Call:
         spec = KernelSpec(
             *dtypes, *case.dims, mask_block=(case.block,) * 2 if case.mask else None,
             mask_form=case.form, positive_scale=case.scale > 0,
-            out_dtype=BF16 if case.float8 else None,
+            out_dtype=BF16 if case.float8 else None, value_scale=bool(case.value_scale),
         )  # fmt: skip
         lowered = {kind: lower(x.graph, self.extents, split=False) for kind, x in self.traced.items()}
         kernels = HopperKernels(kernels_for(spec, lowered.get("score"), lowered.get("mask")))
@@ -136,7 +146,7 @@ class Call:
         with on_python(changed, ordered=case.ordered):
             return planned.forward(
                 kernels, self.q, self.k, self.v, scale=case.scale, mask=mask, want_max=True, shape=shape,
-                score_captured=planned.Mod(tensors),
+                score_captured=planned.Mod(tensors), value_scale=self.value_scale,
             )  # fmt: skip
 
     def mask(self) -> BlockMask:
@@ -166,6 +176,8 @@ def agrees(call: Call, found: Forward) -> bool:
     """With dense attention."""
     scores = call.scores()
     expected = torch.softmax(scores, -1).nan_to_num(0.0) @ call.v
+    if call.value_scale is not None:
+        expected *= call.value_scale[..., None, None]
     pairs = (found.out, expected), (found.lse, scores.logsumexp(-1)), (found.max_scores, scores.amax(-1))
     return all(torch.allclose(own.double(), truth, rtol=1e-6, atol=1e-5) for own, truth in pairs)
 
