@@ -28,14 +28,13 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.calls.quantized import BLOCK
-from flexmod.codegen.spec import FLOAT8, HALF
+from flexmod.codegen.spec import FEW, FLOAT8, HALF
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds, transforms
 from flexmod.runtime.private_torch import assume_constant
 
-FEW = 128  # rows of queries that share keys, up to which a kernel converts keys and values itself
 OUT_DTYPES = (*HALF, torch.float32)
 
 
