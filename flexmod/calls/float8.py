@@ -167,17 +167,13 @@ def lowered(
     if scales.query is not None or scales.key is not None:
         shared = key.shape[0] != query.shape[0]
         score_mod = ScaledScore(score_mod or _natural, scales.query, scales.key, group, shared)
-    products, beside = _kept(query, query.shape[2] * group, options)
-    if query.dtype in FLOAT8 and not products:
-        query, key = query.to(dtype), key.to(dtype)
-    kept = products if query.dtype in FLOAT8 else beside
     by_block = scales.value is not None and scales.value.dim() == 3
-    if key.dtype in FLOAT8 and not kept:
-        key = key.to(dtype)
-    if value.dtype in FLOAT8 and (by_block or not kept or value.dtype != key.dtype):
+    if not _in_kernels(query, query.shape[2] * group, options):
+        query, key = (x.to(dtype) if x.dtype in FLOAT8 else x for x in (query, key))
         value = _dequantized(value, scales.value if by_block else None, dtype)
-    if key.dtype in FLOAT8 and query.dtype not in FLOAT8 and value.dtype not in FLOAT8:
-        key = key.to(dtype)
+    elif by_block or value.dtype != key.dtype:
+        value = _dequantized(value, scales.value if by_block else None, dtype)
+        key = key if query.dtype in FLOAT8 else key.to(dtype)
     scale = None if by_block else scales.value
     in_kernel = query.device.type == "cuda" and options.backend != "REFERENCE"
     in_kernel &= not torch.compiler.is_compiling()
@@ -192,11 +188,11 @@ def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return (value.to(torch.float32) * rows).to(dtype)
 
 
-def _kept(query: Tensor, rows: int, options: KernelOptions) -> tuple[bool, bool]:
-    """Returns whether kernels multiply float8, and whether they convert it beside other queries."""
+def _in_kernels(query: Tensor, rows: int, options: KernelOptions) -> bool:
+    """Returns whether kernels take the float8 tensors. `rows`: the queries that share a head of keys."""
     if query.device.type != "cuda" or options.backend == "REFERENCE" or not _multiplies(query.device):
-        return False, False
-    return True, rows <= FEW
+        return False
+    return query.dtype in FLOAT8 or rows <= FEW
 
 
 @assume_constant
