@@ -23,8 +23,7 @@ from flexmod.codegen.variant import Variant
 from flexmod.ir.trace import Traced
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
-from flexmod.runtime.target import NAMES
-from flexmod.runtime.target import named as named_target
+from flexmod.runtime.target import NAMES, named
 
 LENGTH = 512  # of the stand-in call; plans have a name for it
 OF_A_CALL = {"PROCESSORS": 128}  # values of names that do not follow from tensors' sizes
@@ -146,7 +145,7 @@ def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]
         lines.append(f"{direction} template: {'; '.join(said)}")
     if made.spec.q_dtype in FLOAT8:
-        chips = ", ".join(name for name in NAMES if named_target(name).float8)
+        chips = ", ".join(name for name in NAMES if named(name).float8)
         lines.append(f"products in float8 on {chips}; elsewhere a call converts the tensors to a half type")
     return sources, tuple(lines)
 

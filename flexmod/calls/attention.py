@@ -278,7 +278,8 @@ def _attend(
     if float8.concerns(query, key, value, scales, out_dtype):
         call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
         score = prepared.score_of(call.score_mod)
-        asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max, *call.rest)
+        rest = scale, enable_gqa, options, want_max, call.out_dtype, call.value_scale
+        asked = prepared.CallOptions(score, *rest)
         result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
         return float8.scaled(result, call.factor)
     score = prepared.score_of(score_mod)

@@ -221,7 +221,8 @@ class CompiledAttention(Inspection):
         if in_float8:
             mod = replay(score.trace(query.device)[0]) if score.trace else None
             call = float8.lowered(query, key, value, mod, scales, out_dtype, self._enable_gqa, self._options)
-            asked = prepared.CallOptions(prepared.score_of(call.score_mod), *asked[1:5], *call.rest)
+            score = prepared.score_of(call.score_mod)
+            asked = asked._replace(score=score, out_dtype=call.out_dtype, value_scale=call.value_scale)
             query, key, value = call[:3]
         result = prepared.attend(query, key, value, block_mask, asked, library.dispatch)
         self._latest = self._latest_of(query, key, value, asked.out_dtype)

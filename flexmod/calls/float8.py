@@ -28,12 +28,14 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.calls.quantized import BLOCK
-from flexmod.codegen.spec import FEW, FLOAT8, HALF
+from flexmod.codegen.spec import FEW, FLOAT8
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.graph import dtype_name
+from flexmod.ir.ops import HALF
 from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds, transforms
 from flexmod.runtime.private_torch import assume_constant
+from flexmod.runtime.target import target_of
 
 OUT_DTYPES = (*HALF, torch.float32)
 
@@ -69,11 +71,6 @@ class Float8Call(NamedTuple):
     out_dtype: torch.dtype | None = None
     value_scale: Tensor | None = None
     factor: Tensor | None = None
-
-    @property
-    def rest(self) -> tuple[torch.dtype | None, Tensor | None]:
-        """The last of `CallOptions`."""
-        return self.out_dtype, self.value_scale
 
 
 def scaled(result: Forward, factor: Tensor | None) -> Forward:
@@ -168,15 +165,15 @@ def lowered(
         shared = key.shape[0] != query.shape[0]
         score_mod = ScaledScore(score_mod or _natural, scales.query, scales.key, group, shared)
     by_block = scales.value is not None and scales.value.dim() == 3
-    if not _in_kernels(query, query.shape[2] * group, options):
-        query, key = (x.to(dtype) if x.dtype in FLOAT8 else x for x in (query, key))
-        value = _dequantized(value, scales.value if by_block else None, dtype)
-    elif by_block or value.dtype != key.dtype:
-        value = _dequantized(value, scales.value if by_block else None, dtype)
+    on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
+    few = query.shape[2] * group <= FEW
+    kept = on_gpu and (query.dtype in FLOAT8 or few) and _multiplies(query.device)
+    query = query if kept else query.to(dtype)
+    if not kept or by_block or value.dtype != key.dtype:
         key = key if query.dtype in FLOAT8 else key.to(dtype)
+        value = _dequantized(value, scales.value if by_block else None, dtype)
     scale = None if by_block else scales.value
-    in_kernel = query.device.type == "cuda" and options.backend != "REFERENCE"
-    in_kernel &= not torch.compiler.is_compiling()
+    in_kernel = on_gpu and not torch.compiler.is_compiling()
     return Float8Call(query, key, value, score_mod, dtype, *((scale, None) if in_kernel else (None, scale)))
 
 
@@ -188,17 +185,8 @@ def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return (value.to(torch.float32) * rows).to(dtype)
 
 
-def _in_kernels(query: Tensor, rows: int, options: KernelOptions) -> bool:
-    """Returns whether kernels take the float8 tensors. `rows`: the queries that share a head of keys."""
-    if query.device.type != "cuda" or options.backend == "REFERENCE" or not _multiplies(query.device):
-        return False
-    return query.dtype in FLOAT8 or rows <= FEW
-
-
 @assume_constant
 def _multiplies(device: torch.device) -> bool:
-    from flexmod.runtime.target import target_of
-
     return target_of(device).float8
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexmod import errors
+from flexmod.codegen.spec import FLOAT8
 from flexmod.runtime import tensor_kinds
 
 BLOCK = 128
 """The rows that share one scale with by="block"."""
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = ("tensor", "head", "block")
 
@@ -117,11 +117,11 @@ def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     if not dim:
         raise errors.EmptyHeadDim(name="x", shape=list(x.shape))
     rotates = not rotate or dim % 16 == 0 or _rotation_size(dim) == dim
-    floats, float8 = "float16, bfloat16, float32 or float64", " or ".join(map(str, _FLOAT8))
+    floats, float8 = "float16, bfloat16, float32 or float64", " or ".join(map(str, FLOAT8))
     sizes = "a power of two or a multiple of 16 with rotate=True"
     for name, value, right, rule, advice in (
         ("x", x.dtype, x.dtype in _FLOATS, floats, "write quantize(x.float())"),
-        ("dtype", dtype, dtype in _FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
+        ("dtype", dtype, dtype in FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
         ("by", repr(by), by in _GROUPS, "'tensor', 'head' or 'block'", 'write e.g. by="head"'),
         ("head_dim", dim, rotates, sizes, "leave rotate out for both query and key"),
     ):

@@ -12,7 +12,8 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, HALF, Direction, KernelSpec, Limits, option, template
+from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits, option, template
+from flexmod.ir.ops import HALF
 
 Registers = tuple[int, int, int]
 

@@ -20,12 +20,12 @@ import torch
 
 from flexmod.errors import BlockSizeError, OptionValueError
 from flexmod.ir.exponents import is_small
+from flexmod.ir.ops import HALF
 
 Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-HALF = (torch.float16, torch.bfloat16)
 # Queries that share a head of keys, up to which a copy of keys or values costs more than attention itself.
 FEW = 128
 
