@@ -76,6 +76,10 @@ def test_heads_of_key_and_value_differ() -> None:
     twice = scales._replace(value=scales.value.repeat_interleave(2, 1))
     expected = flex_attention(query, key, value.repeat_interleave(2, 1), scales=twice)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    torch._dynamo.reset()
+    in_graph = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    compiled = in_graph(query, key, value, enable_gqa=True, scales=scales)
+    torch.testing.assert_close(compiled, expected, atol=0, rtol=0)
 
 
 def test_autocast_keeps_float8() -> None:

@@ -306,11 +306,11 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:
             why = "the scale of a graph is a number of 64 bits"
         else:
-            key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)
-            checks.check_tensors(query, key, value, enable_gqa)
             asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
             if not float8.concerns(query, key, value, *of_float8):
+                key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)
+                checks.check_tensors(query, key, value, enable_gqa)
                 return library.attend(query, key, value, mod, block_mask, asked)
             scales, out_dtype = of_float8
             call = float8.lowered(query, key, value, mod, scales, out_dtype, enable_gqa, options)
