@@ -38,7 +38,7 @@ from flexmod.codegen.builder_text import Builder, BuilderKernels, write_bounds, 
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.prelude import Family
 from flexmod.codegen.render import render, render_builder
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import FLOAT8, KernelSpec
 from flexmod.codegen.term_text import write_exponent, write_terms
 from flexmod.codegen.triton_text import write
 from flexmod.ir import intervals
@@ -78,9 +78,9 @@ class Lowered:
     def text(self) -> ModText | None:
         return _staged("write", lambda graph: _written(graph, self.checked), self.score)
 
-    def exponent_text(self, positive_scale: bool) -> ModText | None:
+    def exponent_text(self, positive_scale: bool, coarse: bool = False) -> ModText | None:
         def written(score: Graph) -> ModText:
-            return write_exponent(as_ranges(score), self.checked, positive_scale)
+            return write_exponent(as_ranges(score), self.checked, positive_scale, coarse)
 
         return _staged("write", written, self.score)
 
@@ -319,7 +319,9 @@ def kernels_for(
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
-    exponent = score.exponent_text(spec.positive_scale) if score and not spec.backward else None
+    exponent = None
+    if score and not spec.backward:
+        exponent = score.exponent_text(spec.positive_scale, coarse=spec.v_dtype in FLOAT8)
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)

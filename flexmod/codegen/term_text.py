@@ -119,10 +119,12 @@ def _is_finite(node: Node) -> bool:
 INDENT = "    "
 
 
-def write_exponent(graph: Graph, checked: bool = False, positive_scale: bool = False) -> ModText:
+def write_exponent(
+    graph: Graph, checked: bool = False, positive_scale: bool = False, coarse: bool = False
+) -> ModText:
     """Writes the exponent of an optimized score graph, see `exponents.exponent`."""
     # a checked kernel has one text only
-    found = exponent(graph, choose=not checked, positive_scale=positive_scale)
+    found = exponent(graph, choose=not checked, positive_scale=positive_scale, coarse=coarse)
     writer = _ExponentWriter(found.graph, found.parts, checked)
     text = writer.write()
     of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]

@@ -4,6 +4,7 @@ A weight is 2^(log2(e) * (score - row_max)). `exponent` rewrites a score's graph
 
         squashing   tanh and sigmoid of the score become `logistic`, 1 / (1 + 2^x).
                     The scale and the mod's factors go into its argument and result.
+                    If the weights are rounded to float8 (`coarse`), a tanh becomes `tanh_approximate`.
         rows        A term that does not depend on kv_idx becomes a result of its own.
                     The kernel adds it to the row's largest score, not to each element.
         indices     A multiple of an index like q_idx - kv_idx is split at the tile's first key, `start`.
@@ -42,6 +43,9 @@ from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
 
 # Scores up to this size may be computed in any order: their float32 error stays below 2^-12.
 SMALL = 2048.0
+# Weights in float8 take `tanh_approximate` with a factor up to this one. Its relative error of 2^-11 changes
+# a weight by 1 / 32 at most, half of what rounding to three bits does.
+COARSE = 64.0
 # Operations that do not increase an argument's error.
 _STEADY = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", CAST, "tanh", "sigmoid", "sin", "cos"}
 
@@ -118,16 +122,18 @@ class Exponent:
     steep: bool = False
 
 
-def exponent(graph: Graph, choose: bool = True, positive_scale: bool = False) -> Exponent:
+def exponent(
+    graph: Graph, choose: bool = True, positive_scale: bool = False, coarse: bool = False
+) -> Exponent:
     """The exponent of an optimized score graph. Without `choose`, only constant slopes are split.
 
-    `positive_scale`: the graph's input `scale` is positive.
+    `positive_scale`: the graph's input `scale` is positive. `coarse`: the weights are rounded to float8.
     """
     if is_small(score_bounds(graph)):
-        in_base_2 = _ExponentRewriter(graph, choose, positive_scale, LOG2_E)
+        in_base_2 = _ExponentRewriter(graph, choose, positive_scale, coarse, LOG2_E)
         if not in_base_2.extra:
             return in_base_2.found()
-    return _ExponentRewriter(graph, choose, positive_scale).found()
+    return _ExponentRewriter(graph, choose, positive_scale, coarse).found()
 
 
 def is_small(bounds: Bounds) -> bool:
@@ -150,10 +156,13 @@ class _ExponentRewriter:
     """Bounded scores are multiplied by `base`. `extra` counts the terms for which this costs each element one
     more multiplication."""
 
-    def __init__(self, graph: Graph, choose: bool, positive_scale: bool, base: float = 1.0) -> None:
+    def __init__(
+        self, graph: Graph, choose: bool, positive_scale: bool, coarse: bool, base: float = 1.0
+    ) -> None:
         self.given = graph
         self.choose = choose
         self.positive_scale = positive_scale
+        self.coarse = coarse
         self.base = base
         self.known = node_bounds(graph)
         self.builder = GraphBuilder()
@@ -172,8 +181,8 @@ class _ExponentRewriter:
         if not is_small(self.known[rest]):
             rest, factor = self._without_indices(rest)
         if self._is_small(rest):
-            factor = factor.times(base)
-            for own, node in self._terms(rest, factor):
+            terms = [*self._terms(rest, factor.times(base))]
+            for own, node in terms if len(terms) > 1 else [self._alone(*terms[0])]:
                 self._place(own, node)
         else:
             self.elements.append(self._in_units(rest) if rest is graph.result else self._scaled(factor, rest))
@@ -185,7 +194,7 @@ class _ExponentRewriter:
         others = [*self.slopes, *([self.unit] if self.unit else [])]
         return Exponent(
             self.given.of([element, *rows, *others]), 1 + len(rows), self.linear and bool(self.columns),
-            self.unit is not None, self.base != 1.0, self.steep,
+            self.unit is not None, self.base != 1.0 and self.unit is None, self.steep,
         )  # fmt: skip
 
     def _in_units(self, node: Node) -> Node:
@@ -324,13 +333,27 @@ class _ExponentRewriter:
 
     def _place_squashed(self, factor: _Factor, node: Node) -> None:
         """Adds a tanh or sigmoid: tanh(x) = 1 - 2 / (1 + e^2x), sigmoid(x) = 1 / (1 + e^-x)."""
-        inner = _Factor(2.0 * LOG2_E if node.op == "tanh" else -LOG2_E)
-        argument = self._sum([self._scaled(f, n) for f, n in self._terms(node.args[0], inner)])
-        squashed = self.builder.node("logistic", (argument,), torch.float32, None, node.where)
-        if node.op == "tanh":
+        short = self._takes_approximate(factor, node)
+        inner = -LOG2_E if node.op == "sigmoid" else 1.0 if short else 2.0 * LOG2_E
+        argument = self._sum([self._scaled(f, n) for f, n in self._terms(node.args[0], _Factor(inner))])
+        name = "tanh_approximate" if short else "logistic"
+        squashed = self.builder.node(name, (argument,), torch.float32, None, node.where)
+        if node.op == "tanh" and not short:
             self.rows.append(self._times(self._number(1.0), factor))
             factor = factor.times(-2.0)
         self.elements.append(self._times(squashed, factor))
+
+    def _takes_approximate(self, factor: _Factor, node: Node) -> bool:
+        known = not factor.nodes and abs(factor.number) <= COARSE * self.base
+        return self.coarse and node.op == "tanh" and known
+
+    def _alone(self, factor: _Factor, node: Node) -> tuple[_Factor, Node]:
+        """The only small term. Alone in the score, an approximate tanh leaves its factor to the unit."""
+        beside = self.columns or self.rows
+        if beside or not self._takes_approximate(factor, node) or not factor.number:
+            return factor, node
+        self.unit = self._number(abs(factor.number) / self.base)
+        return _Factor(math.copysign(1.0, factor.number)), node
 
     # nodes of the new graph
 

@@ -86,7 +86,19 @@ def test_its_sum_is_the_score(name: str) -> None:
     slopes_found = len(found.graph.results) - found.parts - found.has_unit
     facts = {"base 2": found.in_base_2, "unit": found.has_unit, "slope": slopes_found > 0}
     assert (element_steps(found), {fact for fact, there in facts.items() if there}) == (steps, {made} - {""})
+    assert_sums_to_the_score(found, graph, tensors)
 
+
+@pytest.mark.parametrize("name", MODS)
+def test_its_sum_is_the_score_for_float8_too(name: str) -> None:
+    graph, tensors = lowered(MODS[name][0])
+    found = exponent(graph, coarse=True)
+    assert_sums_to_the_score(found, graph, tensors)
+    short = any(node.op == "tanh_approximate" for node in found.graph.nodes)
+    assert short == (name in ("softcap", "capped, slopes", "capped sum"))
+
+
+def assert_sums_to_the_score(found: Exponent, graph: Graph, tensors: tuple[torch.Tensor, ...]) -> None:
     product, scale = random(B, H, M, N).double() * 40, 0.3
     q_idx, offset = torch.arange(M)[:, None] + 8, torch.arange(N)
     given = {
@@ -123,6 +135,13 @@ def test_the_texts_of_graphs() -> None:
         "  %3: float32 = mul(%2, -46.16624130844683)\n"
         "  return %3, 23.083120654223414"
     )
+    assert without_lines(exponent(graph, coarse=True).graph) == (
+        "score():\n"
+        "  %0: float32 = mul(scale, 0.0625)\n"
+        "  %1: float32 = mul(score, %0)\n"
+        "  %2: float32 = tanh_approximate(%1)\n"
+        "  return %2, 16.0"
+    )
     graph, _ = lowered(mods.relative_position())
     assert without_lines(exponent(graph).graph) == (
         "score():\n"
@@ -135,6 +154,20 @@ def test_the_texts_of_graphs() -> None:
         "  %6: float32 = sub(%4, %5)\n"
         "  return %3, %6"
     )
+
+
+def test_only_a_small_known_factor_takes_the_approximate_tanh() -> None:
+    """Its error times 64 changes a weight by 1/32: half of what rounding to float8 does."""
+    cap = torch.tensor([8.0])
+    for of_score, taken in (
+        (lambda s, b, h, q, k: 64.0 * torch.tanh(s), True),
+        (lambda s, b, h, q, k: s * 0 - 64.0 * torch.tanh(s), True),
+        (lambda s, b, h, q, k: 65.0 * torch.tanh(s), False),
+        (lambda s, b, h, q, k: torch.sigmoid(s), False),
+        (lambda s, b, h, q, k: torch.clamp(cap[h], 1.0, 9.0) * torch.tanh(s), False),
+    ):
+        found = exponent(lowered(of_score)[0], coarse=True)
+        assert any(node.op == "tanh_approximate" for node in found.graph.nodes) == taken
 
 
 LARGE = {
