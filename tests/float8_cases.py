@@ -143,16 +143,26 @@ def _at(offset: int, mod: Any, place: int) -> Any:
     return None if mod is None else shifted
 
 
+def _summed_in_14_bits(query: Tensor, key: Tensor) -> Tensor:
+    """query @ key as a matrix unit sums products of float8: 32 at a time, with 13 bits after the largest's
+    first, rounded towards 0."""
+    total = (query[..., :1] * key[..., :1, :]) * 0.0
+    for start in range(0, query.shape[-1], 32):
+        products = query[..., start : start + 32, None] * key[..., None, start : start + 32, :]
+        terms = torch.cat([products, total[..., None, :]], -2)
+        unit = torch.exp2(terms.abs().amax(-2, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
+        total = ((terms / unit).trunc() * unit).sum(-2)
+    return total
+
+
 def _in_steps(call: Made, variant: dense.Mods, weights: torch.dtype) -> Tensor:
     """Attention as a matrix unit computes it, else in float64.
 
-    It sums products of float8 in about 14 bits, and has weights, relative to the row's largest, in a dtype of
-    few digits.
+    It has weights, relative to the row's largest, in a dtype of few digits.
     """
     query, key, value = call.truth
     wide = key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-    noise = 2.0**-13 * (query.abs() @ wide.abs()) * query.shape[-1] ** -0.5
-    noise *= 2 * torch.rand(noise.shape, dtype=noise.dtype, device=noise.device) - 1
+    noise = (_summed_in_14_bits(query, wide) - query @ wide) * query.shape[-1] ** -0.5
     mod = variant.score_mod or (lambda score, *positions: score)
     noisy = variant._replace(score_mod=lambda score, *positions: mod(score + noise, *positions))
     eye = torch.eye(key.shape[2], dtype=torch.float64, device=key.device).expand(*key.shape[:2], -1, -1)
