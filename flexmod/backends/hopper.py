@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmod.backends import arguments as call_arguments
@@ -19,6 +20,7 @@ from flexmod.backends.arguments import (
     copied,
     grid,
     mask_arguments,
+    mask_strides,
     sizes,
     strided,
     value_scale_arguments,
@@ -34,6 +36,7 @@ from flexmod.codegen.hopper import (
     Shape,
     hopper_kernels,
     obstacle,
+    stepped,
     sum_block,
     sum_row,
     wide,
@@ -120,8 +123,7 @@ def forward(
         **dict(zip_longest(kernels.portable.kept, kept)),
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
-        **mask_arguments(writer, call.mask, "kv"),
-        **_order(call.mask, "kv"),
+        **_blocks(writer, kernels, call, shape),
         **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, exponent=True),
         **value_scale_arguments(call.value_scale),
         **sizes(call),
@@ -143,6 +145,22 @@ def _values(writer: PlanWriter, kernels: HopperKernels, v: Place, block_n: int) 
     arguments = {**strided("V", "v", "n", v), "V_BY_KEYS": by_keys, "HKV": heads, "N": keys}
     writer.launch(kernels, "values", grid(batch, heads, keys, 128), arguments)
     return tiles(by_keys, spec.value_tile, block_n)
+
+
+def _blocks(writer: PlanWriter, kernels: HopperKernels, call: Operands, shape: Any) -> Arguments:
+    """Returns the forward's arguments for the mask. On float8, a launch writes the steps of each tile."""
+    given = mask_arguments(writer, call.mask, "kv")
+    if not stepped(kernels.spec):
+        return given | _order(call.mask, "kv")
+    rows: Any = given.get("KV_ROWS", given.get("KV_NUM_BLOCKS"))
+    _, _, length, keys = call.extents
+    sizes = (*rows.shape[:2], cdiv(length, shape.block_m), 1 + cdiv(keys, shape.block_n))
+    steps = writer.empty("steps", sizes, torch.int32)
+    arguments = {name: given[name] for name in given if not name.startswith("stride")}
+    arguments |= {"KV_STEPS": steps, "ROWS": rows.shape[2], "M": length, "N": keys}
+    arguments |= {"CONSUMERS": shape.consumers, "BLOCK_N": shape.block_n}
+    writer.launch(kernels, "steps", product(sizes[:3]), arguments)
+    return {"KV_STEPS": steps, **mask_strides(sizes[:3])}
 
 
 def backward(

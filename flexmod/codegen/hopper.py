@@ -168,6 +168,11 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     return None
 
 
+def stepped(spec: KernelSpec) -> bool:
+    """Does a launch write the steps of the forward's tiles? A tile may cross rows of the mask's blocks."""
+    return spec.v_dtype in FLOAT8 and spec.mask_block is not None
+
+
 def narrow(spec: KernelSpec) -> bool:
     """Are heads 64 wide? Their accumulators leave registers free."""
     return max(spec.head_tile, spec.value_tile) <= 64
@@ -239,8 +244,8 @@ def _forward_ladder(
 def _float8_ladder(spec: KernelSpec, widest: int) -> tuple[ForwardShape, ...]:
     """Shapes for values in float8, whose tiles take half of the memory."""
     shapes = [ForwardShape(2, 128, 3 if widest <= 128 else 2), ForwardShape(2, 64, 4 if widest <= 128 else 3)]
-    if widest <= 128 and spec.mask_block is None:
-        shapes.insert(0, ForwardShape(3, 128, 3 if widest <= 64 else 2))
+    if widest <= 128:
+        shapes.insert(0, ForwardShape(3, 128, 3))
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
 
@@ -341,5 +346,5 @@ def text(
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),
-        room=ROOM.get(spec.v_dtype),
+        room=ROOM.get(spec.v_dtype), stepped=stepped(spec),
     )  # fmt: skip

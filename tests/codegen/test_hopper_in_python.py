@@ -28,11 +28,16 @@ def holes(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx % 3 != 0) & ((q_idx < 130) | (q_idx >= 300)) & (kv_idx <= q_idx)
 
 
+def of_each(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Another mask for each batch entry and head."""
+    return (q_idx - 130 * h >= kv_idx) & (q_idx - kv_idx < 500 - 190 * b)
+
+
 AT = Positions(210, 9)
 AT_TENSOR = Positions(torch.tensor([40, 210], dtype=torch.int32), torch.tensor([9]), q_bound=4096)
 MASKS = {"": None, "causal": masks.causal(), "window": masks.sliding_window(130), "holes": holes,
          "causal at 210": AT.mask(masks.causal()), "window at 210": AT.mask(masks.sliding_window(130)),
-         "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0}  # fmt: skip
+         "of each": of_each, "nothing": lambda b, h, q_idx, kv_idx: kv_idx < 0}  # fmt: skip
 
 
 def nothing(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -108,6 +113,13 @@ CASES = [
     Case("causal", dims=(128, 128), lengths=(300, 300), float8=True, value_scale=(0.5,)),
     Case("", "alibi", lengths=(300, 300), float8=True, value_scale=(0.5, 3.0)),
     Case("window", lengths=(300, 300), value_scale=(0.5, 3.0)),
+    Case("of each", lengths=(300, 500)),
+    Case("holes", "near ones", (128, 128), (700, 500), consumers=3, float8=True),
+    Case("of each", lengths=(300, 500), consumers=3, float8=True),
+    Case("of each", "alibi", lengths=(500, 500), consumers=3, form="lists", float8=True),
+    Case("window", "softcap", lengths=(700, 700), consumers=3, form="lists", float8=True),
+    Case("causal", "alibi", (64, 128), (500, 500), consumers=3, block=256, float8=True),
+    Case("nothing", lengths=(500, 300), consumers=3, float8=True),
 ]
 
 
@@ -151,7 +163,8 @@ class Call:
 
     def mask(self) -> BlockMask:
         sizes, block = self.case.lengths, self.case.block
-        mask = create_block_mask(MASKS[self.case.mask], None, None, *sizes, "cpu", BLOCK_SIZE=block)
+        leading = (BATCH, HEADS) if self.case.mask == "of each" else (None, None)
+        mask = create_block_mask(MASKS[self.case.mask], *leading, *sizes, "cpu", BLOCK_SIZE=block)
         if self.case.form == "runs":
             return mask
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)

@@ -100,6 +100,21 @@ def listed_tile(step, of_row, TILE: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def steps_of(mask, batch, head, tile, length, BLOCK_N: gl.constexpr):
+    """The number of steps of a tile of queries, and where they are. `length`: of the keys."""
+    KV_STEPS, stride_mask_b, stride_mask_h = mask
+    line = gl.cast(batch, gl.int64) * stride_mask_b + gl.cast(head, gl.int64) * stride_mask_h + tile
+    of_tile = KV_STEPS + line * (1 + (length + BLOCK_N - 1) // BLOCK_N)
+    return gl.load(of_tile), of_tile + 1
+
+
+@gluon.jit
+def step_at(step, steps, of_tile):
+    """A step: its first key, and in the lowest bits what its block is for each consumer."""
+    return gl.load(of_tile + step, mask=step < steps, other=0)
+
+
+@gluon.jit
 def write_message(note, number):
     """Writes a number, in the producer."""
     note.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
