@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from float8_model import rounded_weights, summed_in_14_bits
 from gpu.poison import poison
 from torch import Tensor
 
@@ -53,6 +54,7 @@ CASES = {
     "float32 out": Float8Case(out_dtype=torch.float32),
     "wide values": Float8Case(dims=(64, 128), sizes=(1, 2, 2, 257, 129)),
     "wide heads": Float8Case(dims=(128, 64), sizes=(1, 4, 1, 130, 200), mask=masks.prefix_lm(60)),
+    "narrow heads": Float8Case(dims=(16, 16), mask=masks.causal(), score=mods.softcap(5.0)),
     "one query": Float8Case(sizes=(2, 4, 2, 1, 333), offset=332, mask=masks.causal()),
     "one query, by block": Float8Case(
         sizes=(2, 4, 2, 1, 333), offset=332, mask=masks.causal(), score=mods.alibi(4), by=("block",) * 3
@@ -143,18 +145,6 @@ def _at(offset: int, mod: Any, place: int) -> Any:
     return None if mod is None else shifted
 
 
-def _summed_in_14_bits(query: Tensor, key: Tensor) -> Tensor:
-    """query @ key as a matrix unit sums products of float8: 32 at a time, with 13 bits after the largest's
-    first, rounded towards 0."""
-    total = (query[..., :1] * key[..., :1, :]) * 0.0
-    for start in range(0, query.shape[-1], 32):
-        products = query[..., start : start + 32, None] * key[..., None, start : start + 32, :]
-        terms = torch.cat([products, total[..., None, :]], -2)
-        unit = torch.exp2(terms.abs().amax(-2, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
-        total = ((terms / unit).trunc() * unit).sum(-2)
-    return total
-
-
 def _in_steps(call: Made, variant: dense.Mods, weights: torch.dtype) -> Tensor:
     """Attention as a matrix unit computes it, else in float64.
 
@@ -162,16 +152,13 @@ def _in_steps(call: Made, variant: dense.Mods, weights: torch.dtype) -> Tensor:
     """
     query, key, value = call.truth
     wide = key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-    noise = (_summed_in_14_bits(query, wide) - query @ wide) * query.shape[-1] ** -0.5
+    noise = (summed_in_14_bits(query, wide) - query @ wide) * query.shape[-1] ** -0.5
     mod = variant.score_mod or (lambda score, *positions: score)
     noisy = variant._replace(score_mod=lambda score, *positions: mod(score + noise, *positions))
     eye = torch.eye(key.shape[2], dtype=torch.float64, device=key.device).expand(*key.shape[:2], -1, -1)
     exact, _ = dense.attention(query, key, eye, noisy)
-    largest = exact.amax(-1, keepdim=True).clamp(min=1e-30)
-    room = 1.0 if weights.itemsize > 1 else {E4M3: 256.0, E5M2: 32768.0}[weights]
-    rounded = (exact / largest * room).to(torch.float32).to(weights).double() / room * largest
     value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return rounded @ value
+    return rounded_weights(exact, weights) @ value
 
 
 def check(

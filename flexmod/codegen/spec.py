@@ -91,7 +91,8 @@ class KernelSpec:
 
     @property
     def head_tile(self) -> int:
-        return padded(self.head_dim)
+        """The padded width of queries and keys. Products of float8 have 32 columns at least."""
+        return max(padded(self.head_dim), 32 // self.q_dtype.itemsize)
 
     @property
     def value_tile(self) -> int:

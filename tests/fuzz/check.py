@@ -1,8 +1,8 @@
 """How a call is judged: out, lse and all gradients beside dense attention in float64.
 
 What an error may be. First, beside eager attention, dense and wholly in the call's dtype: 1.5 times its error
-(RMS), twice its largest, and a part of the rounding of the largest element. Most calls end here. One that is
-over gets a second look, at what any computation in this precision must lose:
+(RMS), twice its largest, and a part of the rounding of the largest element. On a GPU, the error of products of
+float8 comes to eager's (`in_float8`). Most calls end here. One that is over gets a second look, at what any computation in this precision must lose:
 
   - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through
@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fuzz import hostile, session
 from fuzz.case import Call, Case, Results
-from fuzz.dense import Dense, as_written, dense, eager, eps_of, folded, inexact, moved
+from fuzz.dense import Dense, as_written, dense, eager, eps_of, folded, in_float8, inexact, moved
 
 DRAWS = 4
 HOWS = ("beside eager", "noise", "moved", "draws")  # a call passes by the first that it can
@@ -182,17 +182,24 @@ def over(errors: dict[str, list[tuple[tuple[float, float], tuple[float, float]]]
 
 
 def beside_eager(case: Case, call: Call, truth: Results) -> dict[str, tuple[float, float]]:
-    plain = eager(case, call)
+    plain, coarse = eager(case, call), in_float8(case, call)
     limits = {}
     for name, exact in truth.items():
         finite = exact.isfinite()
-        error = (plain[name].double() - exact).where(finite, 0.0).nan_to_num(0.0, 0.0, 0.0)
+
+        def off(found: Tensor, exact: Tensor = exact, finite: Tensor = finite) -> Tensor:
+            return (found.double() - exact).where(finite, 0.0).nan_to_num(0.0, 0.0, 0.0)
+
+        error = off(plain[name])
         floor = _rounding(name, call) * exact.where(finite, 0.0).abs().max().item()
         if name == "lse":  # float32 whatever the inputs are
             floor = max(floor, _rounding(name, call))
             error = error if call.q.dtype.itemsize >= 4 else torch.zeros_like(error)
-        rms = error.square().mean().sqrt().item()
-        limits[name] = (1.5 * rms + floor / 4, 2.0 * error.abs().max().item() + floor)
+        rms, largest = error.square().mean().sqrt().item(), error.abs().max().item()
+        if name in coarse:
+            lost = off(coarse[name])
+            rms, largest = rms + lost.square().mean().sqrt().item(), largest + lost.abs().max().item()
+        limits[name] = (1.5 * rms + floor / 4, 2.0 * largest + floor)
     return limits
 
 

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
+from float8_model import rounded_weights, summed_in_14_bits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fuzz.case import Call, Case, Results, mod_of
+from fuzz.case import Call, Case, Results, device_of, mod_of
 
 MOVES = 4
 # functions whose error is absolute, and what it may be
@@ -23,12 +25,12 @@ SMALL_CAP = 128.0
 class Inexact:
     """torch, whose inexact functions are off, by so much up or down; `relative`: of their value."""
 
-    def __init__(self, by: float, relative: bool = False) -> None:
-        self._by, self._relative = by, relative
+    def __init__(self, by: float, relative: bool = False, names: Container[str] = INEXACT) -> None:
+        self._by, self._relative, self._names = by, relative, names
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch, name)
-        if name not in INEXACT:
+        if name not in self._names:
             return function
         if self._relative:
             return lambda x: function(x) * (1 + self._by)
@@ -95,6 +97,21 @@ def inexact(case: Case, call: Call) -> list[Results]:
     return [work.results(work.scores) for work in works]
 
 
+def in_float8(case: Case, call: Call) -> Results:
+    """What a matrix unit makes of float8 queries and keys, see `float8_model`; nothing without them.
+
+    Hopper's kernels round weights to the format of the values, and take tanh.approx then.
+    """
+    if case.float8 is None or case.float8.tensors != "qkv" or device_of(case).type == "cpu":
+        return {}
+    of_values = case.backend == "hopper" and case.float8.by[2] != "block"
+    functions = Inexact(2.0**-11, True, ("tanh",)) if of_values else torch
+    work = Dense(case, call, torch.float64, True, functions)
+    dtype = getattr(torch, case.float8.format) if of_values else torch.float16
+    work.rounded = lambda weights: rounded_weights(weights, dtype)  # type: ignore[method-assign]
+    return work.results(summed_in_14_bits(work.inputs["q"], work.key.mT) * work.scale)
+
+
 def eager(case: Case, call: Call) -> Results:
     """Attention written out, each step's result rounded to the call's dtype; of large scores none is."""
     if case.kind != "huge":
@@ -148,7 +165,7 @@ class Dense:
 
     def results(self, scores: Tensor) -> Results:
         self.weights, lse = self._weights(scores)
-        out = self.weights.to(self.rounded_to).to(self.weights.dtype) @ self.value
+        out = self.rounded(self.weights) @ self.value
         out = out.to(self.rounded_to).to(out.dtype)  # as its gradient is, too
         found = {"out": out.detach(), "lse": lse.detach()}
         if self.leaves:
@@ -160,6 +177,9 @@ class Dense:
             self.gradients = dict(zip(self.leaves, self._grad(loss), strict=True))
             found |= {f"d{n}": x for n, x in self.gradients.items()}
         return found
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        return weights.to(self.rounded_to).to(weights.dtype)
 
     def _grad(self, loss: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self.leaves.values())

@@ -1,0 +1,29 @@
+"""How a GPU's matrix unit rounds float8 products, for the limits of tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# log2 of the largest weight in float8
+ROOM = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+
+
+def summed_in_14_bits(query: Tensor, key: Tensor) -> Tensor:
+    """query [..., M, D] @ key [..., D, N] in float64, as the unit sums products of float8.
+
+    It takes 32 at a time, with 13 bits after the first of the largest, rounded towards 0.
+    """
+    total = (query[..., :1] * key[..., :1, :]) * 0.0
+    for start in range(0, query.shape[-1], 32):
+        products = query[..., start : start + 32, None] * key[..., None, start : start + 32, :]
+        terms = torch.cat([products, total[..., None, :]], -2)
+        unit = torch.exp2(terms.abs().amax(-2, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
+        total = ((terms / unit).trunc() * unit).sum(-2)
+    return total
+
+
+def rounded_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax weights, rounded to a dtype in which the largest of a row is 1, or 2^ROOM."""
+    largest = weights.amax(-1, keepdim=True).clamp(min=1e-30) * 2.0 ** -ROOM.get(dtype, 0)
+    return (weights / largest).to(torch.float32).to(dtype).to(weights.dtype) * largest
