@@ -170,7 +170,7 @@ def lowered(
     kept = on_gpu and (query.dtype in FLOAT8 or few) and _multiplies(query.device)
     query = query if kept else query.to(dtype)
     if not kept or by_block or value.dtype != key.dtype:
-        key = key if query.dtype in FLOAT8 else key.to(dtype)
+        key = key if query.dtype in FLOAT8 or key.dtype not in FLOAT8 else _dequantized(key, None, dtype)
         value = _dequantized(value, scales.value if by_block else None, dtype)
     scale = None if by_block else scales.value
     in_kernel = on_gpu and not torch.compiler.is_compiling()
@@ -178,11 +178,22 @@ def lowered(
 
 
 def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns float8 values times their scale by block."""
+    """Returns a float8 tensor times its scale by block, in `dtype`."""
+    if _is_on_gpu(value):
+        from flexmod.runtime.dequantize import dequantized  # imports Triton
+
+        return dequantized(value, scale, dtype)
     if scale is None:
         return value.to(dtype)
     rows = scale.repeat_interleave(BLOCK, 2)[:, :, : value.shape[2], None]
     return (value.to(torch.float32) * rows).to(dtype)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    """Returns whether a kernel can read the tensor, on a chip that knows float8."""
+    if torch.compiler.is_compiling() or tensor_kinds.any_dispatched((x,)) or transforms.is_wrapped(x):
+        return False
+    return x.device.type == "cuda" and _multiplies(x.device)
 
 
 @assume_constant

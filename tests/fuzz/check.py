@@ -1,8 +1,9 @@
 """How a call is judged: out, lse and all gradients beside dense attention in float64.
 
 What an error may be. First, beside eager attention, dense and wholly in the call's dtype: 1.5 times its error
-(RMS), twice its largest, and a part of the rounding of the largest element. On a GPU, the error of products of
-float8 comes to eager's (`in_float8`). Most calls end here. One that is over gets a second look, at what any computation in this precision must lose:
+(RMS), twice its largest, and a part of the rounding of the largest element. On a GPU, the error of products
+of float8 comes to eager's (`in_float8`). Most calls end here. One that is over gets a second look, at what
+any computation in this precision must lose:
 
   - Cancellation. What is 0 or small may be the sum of large terms, each rounded. The terms' noise (a rounding
     of each weight's gradient, with random signs: of each by itself, and of whole rows alike) is sent through

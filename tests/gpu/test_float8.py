@@ -12,6 +12,7 @@ from float8_cases import CASES, E5M2, Float8Case, check, eager, handle
 
 from flexmod import masks, mods
 from flexmod.codegen.spec import FEW
+from flexmod.runtime.dequantize import dequantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 
@@ -48,6 +49,21 @@ def test_attention(way: str, name: str) -> None:
     if name.startswith("steep"):
         case = replace(case, score=mods.alibi(torch.tensor([9.0, 30.0, 0.5, 100.0], device="cuda")))
     check(case, WAYS[way], "cuda", _weights(case, way))
+
+
+@pytest.mark.parametrize("format", [torch.float8_e4m3fn, E5M2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_conversion_is_torchs(format: torch.dtype, dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 300, 64), (1, 2, 1, 80), (3, 1, 128, 256), (1, 0, 5, 16)):
+        x = torch.randn(*shape[:2], shape[2] + 1, shape[3] + 16, device="cuda").to(format)[:, :, 1:, :-16]
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if shape[0] == 2 else x
+        scale = torch.rand(*shape[:2], -(-shape[2] // 128), device="cuda") + 0.5
+        rows = scale.repeat_interleave(128, 2)[:, :, : shape[2], None]
+        assert torch.equal(dequantized(x, None, dtype), x.to(dtype))
+        assert torch.equal(dequantized(x, scale, dtype), (x.float() * rows).to(dtype))
+    every = torch.arange(256, device="cuda").to(torch.uint8).view(format).reshape(1, 1, 16, 16)
+    found = dequantized(every, None, dtype)
+    torch.testing.assert_close(found, every.to(dtype), equal_nan=True, rtol=0, atol=0)
 
 
 def _weights(case: Float8Case, way: str) -> torch.dtype | None:
