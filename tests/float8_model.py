@@ -12,15 +12,23 @@ ROOM = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 def summed_in_14_bits(query: Tensor, key: Tensor) -> Tensor:
     """query [..., M, D] @ key [..., D, N] in float64, as the unit sums products of float8.
 
-    It takes 32 at a time, with 13 bits after the first of the largest, rounded towards 0.
+    It takes 32 at a time, and keeps 14 bits of each term, two of them before the point of the product with
+    the largest exponent. Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, 3.3.2.
     """
     total = (query[..., :1] * key[..., :1, :]) * 0.0
+    of_query, of_key = _exponents(query), _exponents(key)
     for start in range(0, query.shape[-1], 32):
-        products = query[..., start : start + 32, None] * key[..., None, start : start + 32, :]
+        own = slice(start, start + 32)
+        exponents = (of_query[..., own, None] + of_key[..., None, own, :]).amax(-2)
+        unit = torch.exp2(torch.maximum(exponents, _exponents(total)) - 12)[..., None, :]
+        products = query[..., own, None] * key[..., None, own, :]
         terms = torch.cat([products, total[..., None, :]], -2)
-        unit = torch.exp2(terms.abs().amax(-2, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
         total = ((terms / unit).trunc() * unit).sum(-2)
     return total
+
+
+def _exponents(x: Tensor) -> Tensor:
+    return x.abs().clamp(min=1e-30).log2().floor()
 
 
 def rounded_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,6 @@ from flexmod.codegen.hopper import (
     sum_row,
     wide,
 )
-from flexmod.codegen.spec import FEW
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.plan import (
     Descriptor,
@@ -86,8 +85,6 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
         return "2^31 rows of queries or more"
     if by_column is not None and not by_column.storage.by_column:
         return "block_mask has no q_num_blocks and q_indices"
-    if v.dtype in ROOM and q.shape[1] // k.shape[1] * q.shape[2] <= FEW:
-        return f"up to {FEW} queries for each head of values in float8, which they would copy"
     return None
 
 

@@ -7,6 +7,8 @@ with a tile for each kernel that has a ladder. Shapes as in `interface.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -27,10 +29,11 @@ from flexmod.backends.arguments import (
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
-from flexmod.codegen.spec import KernelName, KernelSpec, statistics_rows
+from flexmod.codegen.spec import FLOAT8, KernelName, KernelSpec, statistics_rows
 from flexmod.ir.derivative import Along
-from flexmod.runtime.plan import Extent, Place, PlanWriter
+from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
 # Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.
 NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))
@@ -96,6 +99,20 @@ def kernel_spec(
     )
 
 
+@lru_cache(cache.KEPT)
+def of_half_values(kernels: Kernels) -> Kernels:
+    """Returns the kernels with values in float16 in place of float8, which it holds exactly."""
+    spec = kernels.spec
+    return replace(kernels, spec=replace(spec, v_dtype=torch.float16)) if spec.v_dtype in FLOAT8 else kernels
+
+
+def half_values(value: Tensor) -> tuple[Tensor]:
+    """Returns float8 values [B, H, N, DV] in float16, contiguous."""
+    from flexmod.runtime.dequantize import dequantized  # imports Triton
+
+    return (dequantized(value, None, torch.float16, torch.contiguous_format),)
+
+
 def forward(
     writer: PlanWriter,
     kernels: Kernels,
@@ -114,10 +131,14 @@ def forward(
     """
     batch, heads, length, _ = call.extents
     out, lse, max_scores, *kept = made = call.results(writer, kernels.kept, want_max, keep)
+    value = call.v
+    if value.dtype in FLOAT8:
+        value = Place("half_value", value.shape, contiguous(value.shape), torch.float16)
+        writer.call(half_values, (call.v,), (value,))
     arguments = {
         **strided("Q", "q", "m", call.q),
         **strided("K", "k", "n", call.k),
-        **strided("V", "v", "n", call.v),
+        **strided("V", "v", "n", value),
         **strided("OUT", "o", "m", out),
         "LSE": lse,
         "MAX_SCORES": max_scores,

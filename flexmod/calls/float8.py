@@ -8,8 +8,7 @@ A float8 tensor x stands for x * scale. `lowered` turns such a call into one tha
     value        With a scale by tensor or by head it stays float8 where query does, and the scale multiplies
                  the output. Otherwise it is dequantized once, to `out_dtype`.
 
-Beside half-type queries, float8 keys and values are converted once, before the kernel. With few queries the
-conversion would cost more than attention, so a kernel converts them where it reads them.
+Beside half-type queries, float8 keys and values are converted once, before the kernel.
 
 There is no backward: a call that needs a gradient raises Float8GradientError.
 """
@@ -28,12 +27,13 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.calls.quantized import BLOCK
-from flexmod.codegen.spec import FEW, FLOAT8
+from flexmod.codegen.spec import FLOAT8
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
 from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds, transforms
+from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import assume_constant
 from flexmod.runtime.target import target_of
 
@@ -166,11 +166,10 @@ def lowered(
         score_mod = ScaledScore(score_mod or _natural, scales.query, scales.key, group, shared)
     by_block = scales.value is not None and scales.value.dim() == 3
     on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
-    few = query.shape[2] * group <= FEW
-    kept = on_gpu and (query.dtype in FLOAT8 or few) and _multiplies(query.device)
-    query = query if kept else query.to(dtype)
-    if not kept or by_block or value.dtype != key.dtype:
-        key = key if query.dtype in FLOAT8 or key.dtype not in FLOAT8 else _dequantized(key, None, dtype)
+    kept = on_gpu and query.dtype in FLOAT8 and _multiplies(query.device)
+    if not kept:
+        query, key = (x if x.dtype == dtype else _dequantized(x, None, dtype) for x in (query, key))
+    if not kept or by_block:
         value = _dequantized(value, scales.value if by_block else None, dtype)
     scale = None if by_block else scales.value
     in_kernel = on_gpu and not torch.compiler.is_compiling()
@@ -180,7 +179,8 @@ def lowered(
 def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns a float8 tensor times its scale by block, in `dtype`."""
     if _is_on_gpu(value):
-        from flexmod.runtime.dequantize import dequantized  # imports Triton
+        with lazy_imports():
+            from flexmod.runtime.dequantize import dequantized
 
         return dequantized(value, scale, dtype)
     if scale is None:

@@ -129,7 +129,6 @@ def _environment() -> jinja2.Environment:
     environment.filters["far_keys"] = lambda line: re.sub(r"\bkv_idx\b", "far_kv_idx", line)
     environment.globals.update(
         triton_dtype=TRITON_DTYPES.__getitem__,
-        float16=torch.float16,
         hoisted=_hoisted,
         shared_out=_shared_out,
         in_parts=_in_parts,

@@ -26,8 +26,6 @@ Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Queries that share a head of keys, up to which a copy of keys or values costs more than attention itself.
-FEW = 128
 
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16

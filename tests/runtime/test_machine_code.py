@@ -120,7 +120,7 @@ def as_it_is(ptx: str) -> str:
 
 
 def of_few_registers(ptx: str) -> str:
-    return re.sub(r"(setmaxnreg\S+\s+)240;", r"\g<1>80;", ptx)
+    return re.sub(r"(setmaxnreg\S+\s+)240;", r"\g<1>64;", ptx)
 
 
 def of_no_registers(ptx: str) -> str:
