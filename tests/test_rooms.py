@@ -51,7 +51,7 @@ codegen.compiled_kernels codegen.cache
 codegen.hopper
 codegen.compiler
 codegen.variant
-runtime.gluon runtime.direct runtime.machine_code runtime.compiler_bugs
+runtime.gluon runtime.dequantize runtime.direct runtime.machine_code runtime.compiler_bugs
 runtime.interpreter_corrections runtime.interpreter_language runtime.interpreter
 runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
