@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from float8_model import rounded_weights, summed_in_14_bits
+from fuzz.float8_model import rounded_weights, summed_in_14_bits
 from gpu.poison import poison
 from torch import Tensor
 

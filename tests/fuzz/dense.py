@@ -9,11 +9,11 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from float8_model import rounded_weights, summed_in_14_bits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fuzz.case import Call, Case, Results, device_of, mod_of
+from fuzz.float8_model import rounded_weights, summed_in_14_bits
 
 MOVES = 4
 # functions whose error is absolute, and what it may be

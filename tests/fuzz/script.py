@@ -8,14 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 from fuzz import case as case_file
-from fuzz import check, dense, events, hostile, session
+from fuzz import check, dense, events, float8_model, hostile, session
 from fuzz.case import Case
 
 
 def script(case: Case, why: list[str]) -> str:
     """The files of a call, its mods, the case, and a call of `report`. `why` is quoted at its head."""
     quoted = "\n".join(f"# {line}" for text in why for line in text.splitlines())
-    body = "".join(map(_body, (case_file, hostile, events, session, dense, check)))
+    body = "".join(map(_body, (case_file, hostile, events, session, float8_model, dense, check)))
     facts = repr(replace(case, score="", mask="")).removesuffix(")")
     return (
         f"{quoted}\nfrom __future__ import annotations\n\nimport sys\n{body}\n\n"
