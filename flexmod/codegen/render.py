@@ -175,8 +175,8 @@ def _in_parts(mod: ModText, own: str, rest: str) -> str:
     name, call = mod.column.split(" = ", 1)
     of_own, of_rest = (re.sub(r"\boffset\b", part, call) for part in (own, rest))
     if len(of_rest) > 60:  # it stands deep in a loop
-        of_own, of_rest = (f"\n    {part}\n" for part in (of_own, of_rest))
-    return f"{name} = opaque({of_own})\n{name} += ({of_rest})"
+        of_own, of_rest = f"\n    {of_own}\n", f"(\n    {of_rest}\n)"
+    return f"{name} = opaque({of_own})\n{name} += {of_rest}"
 
 
 def _unspecialized(*names: str | list[str] | ModText | None) -> str:

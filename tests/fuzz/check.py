@@ -187,21 +187,21 @@ def beside_eager(case: Case, call: Call, truth: Results) -> dict[str, tuple[floa
     limits = {}
     for name, exact in truth.items():
         finite = exact.isfinite()
-
-        def off(found: Tensor, exact: Tensor = exact, finite: Tensor = finite) -> Tensor:
-            return (found.double() - exact).where(finite, 0.0).nan_to_num(0.0, 0.0, 0.0)
-
-        error = off(plain[name])
+        error = _off(plain[name], exact)
         floor = _rounding(name, call) * exact.where(finite, 0.0).abs().max().item()
         if name == "lse":  # float32 whatever the inputs are
             floor = max(floor, _rounding(name, call))
             error = error if call.q.dtype.itemsize >= 4 else torch.zeros_like(error)
-        rms, largest = error.square().mean().sqrt().item(), error.abs().max().item()
-        if name in coarse:
-            lost = off(coarse[name])
-            rms, largest = rms + lost.square().mean().sqrt().item(), largest + lost.abs().max().item()
+        errors = [error, _off(coarse[name], exact)] if name in coarse else [error]
+        rms = sum(each.square().mean().sqrt().item() for each in errors)
+        largest = sum(each.abs().max().item() for each in errors)
         limits[name] = (1.5 * rms + floor / 4, 2.0 * largest + floor)
     return limits
+
+
+def _off(found: Tensor, exact: Tensor) -> Tensor:
+    """How far results are from the truth, where it is finite."""
+    return (found.double() - exact).where(exact.isfinite(), 0.0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _lenient(case: Case, call: Call, draw: _Draw, work: Dense) -> _Draw:
