@@ -24,7 +24,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flexmod import BlockMask, Scales, create_block_mask, flex_attention, masks, quantize
-from flexmod.calls.quantized import BLOCK
+from flexmod.codegen.spec import SCALE_BLOCK
 from tools import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +100,8 @@ def restored(x: Tensor, scale: Tensor | None) -> Tensor:
     """Float32 values of a tensor as `quantize` returned it."""
     if scale is None or scale.dim() == 0:
         return x.float() * (1 if scale is None else scale)
-    rows = scale[..., None] if scale.dim() == 2 else scale.repeat_interleave(BLOCK, 2)[..., : x.shape[2]]
+    by_head = scale.dim() == 2
+    rows = scale[..., None] if by_head else scale.repeat_interleave(SCALE_BLOCK, 2)[..., : x.shape[2]]
     return x.float() * rows[..., None]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors, quantize
-from flexmod.calls.quantized import BLOCK
+from flexmod.codegen.spec import SCALE_BLOCK
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # bits of the mantissa, smallest normal number
@@ -29,7 +29,7 @@ def scale_of_rows(scale: Tensor, by: str, length: int) -> Tensor:
         return scale.view(1, 1, 1, 1)
     if by == "head":
         return scale[:, :, None, None]
-    return scale[:, :, torch.arange(length) // BLOCK, None]
+    return scale[:, :, torch.arange(length) // SCALE_BLOCK, None]
 
 
 def restored(tensor: Tensor, scale: Tensor, by: str) -> Tensor:
@@ -44,7 +44,7 @@ def test_round_trip(dtype: torch.dtype, by: Any, length: int) -> None:
     x = normal(2, 3, length, 16)
     tensor, scale = quantize(x, dtype, by)
     assert (tensor.dtype, tensor.shape, scale.dtype) == (dtype, x.shape, torch.float32)
-    groups = {"tensor": (), "head": (2, 3), "block": (2, 3, -(-length // BLOCK))}
+    groups = {"tensor": (), "head": (2, 3), "block": (2, 3, -(-length // SCALE_BLOCK))}
     assert scale.shape == groups[by]
     bits, least = FORMATS[dtype]
     row_scale = scale_of_rows(scale, by, length).double()
@@ -98,7 +98,7 @@ def test_strides(strides: str, rotate: bool) -> None:
 def test_no_elements(shape: tuple[int, ...], by: Any) -> None:
     tensor, scale = quantize(torch.zeros(shape), by=by, rotate=True)
     assert tensor.shape == shape
-    blocks = -(-shape[2] // BLOCK)
+    blocks = -(-shape[2] // SCALE_BLOCK)
     assert scale.shape == {"tensor": (), "head": shape[:2], "block": (*shape[:2], blocks)}[by]
     assert (scale == 1).all()
 

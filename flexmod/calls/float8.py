@@ -26,8 +26,7 @@ from flexmod import errors
 from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
-from flexmod.calls.quantized import BLOCK
-from flexmod.codegen.spec import FLOAT8
+from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
@@ -123,7 +122,7 @@ def _entry(scale: Tensor | None, b: Any, h: Any, index: Any) -> Any:
     """Returns the scale of a row of a tensor."""
     if scale is None or scale.dim() == 0:
         return scale
-    return scale[b, h] if scale.dim() == 2 else scale[b, h, index // BLOCK]
+    return scale[b, h] if scale.dim() == 2 else scale[b, h, index // SCALE_BLOCK]
 
 
 def concerns(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:
@@ -185,7 +184,7 @@ def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
         return dequantized(value, scale, dtype)
     if scale is None:
         return value.to(dtype)
-    rows = scale.repeat_interleave(BLOCK, 2)[:, :, : value.shape[2], None]
+    rows = scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : value.shape[2], None]
     return (value.to(torch.float32) * rows).to(dtype)
 
 
@@ -249,10 +248,10 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor:
     if tensor.dtype not in FLOAT8:
         raise errors.ScalesUnusedError(name=name, dtype=dtype_name(tensor.dtype))
     batch, heads, length, _ = tensor.shape
-    allowed = ((), (1,), (batch, heads), (batch, heads, -(-length // BLOCK)))
+    allowed = ((), (1,), (batch, heads), (batch, heads, -(-length // SCALE_BLOCK)))
     if tuple(scale.shape) not in allowed:
         raise errors.ScalesShapeError(
-            name=name, shape=tuple(scale.shape), head=allowed[2], block=allowed[3], rows=BLOCK
+            name=name, shape=tuple(scale.shape), head=allowed[2], block=allowed[3], rows=SCALE_BLOCK
         )
     if scale.device != tensor.device:
         raise errors.DeviceMismatch(

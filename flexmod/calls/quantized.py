@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexmod import errors
-from flexmod.codegen.spec import FLOAT8
+from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
 from flexmod.runtime import tensor_kinds
-
-BLOCK = 128
-"""The rows that share one scale with by="block"."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = ("tensor", "head", "block")
@@ -70,12 +67,13 @@ def _scales(row_max: Tensor, by: str, largest: float) -> tuple[Tensor, Tensor]:
     elif by == "head":
         group_max = pad(row_max, (0, 1)).amax(-1)
     else:
-        blocks = (length + BLOCK - 1) // BLOCK
-        group_max = pad(row_max, (0, blocks * BLOCK - length)).unflatten(-1, (blocks, BLOCK)).amax(-1)
+        blocks = (length + SCALE_BLOCK - 1) // SCALE_BLOCK
+        whole = pad(row_max, (0, blocks * SCALE_BLOCK - length))
+        group_max = whole.unflatten(-1, (blocks, SCALE_BLOCK)).amax(-1)
     scale = (group_max / largest).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(group_max == 0, 1.0, scale)
     if by == "block":
-        return scale, scale.repeat_interleave(BLOCK, -1)[..., :length]
+        return scale, scale.repeat_interleave(SCALE_BLOCK, -1)[..., :length]
     return scale, (scale[..., None] if by == "head" else scale).expand_as(row_max)
 
 

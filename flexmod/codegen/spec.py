@@ -26,6 +26,8 @@ Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# the positions that share a scale of float8 by block
+SCALE_BLOCK = 128
 
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16

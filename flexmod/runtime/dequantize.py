@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# positions in a program, which share a scale
-ROWS = 128
+from flexmod.codegen.spec import SCALE_BLOCK
 
 
 @triton.jit(do_not_specialize=["H", "N"])
@@ -19,7 +18,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     H, N,
     D: tl.constexpr,
     D_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program: they share a scale
 ):  # fmt: skip
     program = tl.program_id(0)
     blocks = (N + ROWS - 1) // ROWS
@@ -44,11 +43,11 @@ def dequantized(
     """Returns x [B, H, N, D] in float8, times scale [B, H, ceil(N / 128)] float32, in `dtype`."""
     batch, heads, length, dim = x.shape
     out = torch.empty_like(x, dtype=dtype, memory_format=format)
-    programs = batch * heads * triton.cdiv(length, ROWS)
+    programs = batch * heads * triton.cdiv(length, SCALE_BLOCK)
     if programs:
         with torch.cuda.device(x.device):
             _dequantize_kernel[(programs,)](
                 x, *x.stride(), None if scale is None else scale.contiguous(), out, *out.stride(), heads,
-                length, D=dim, D_TILE=triton.next_power_of_2(dim), ROWS=ROWS,
+                length, D=dim, D_TILE=triton.next_power_of_2(dim), ROWS=SCALE_BLOCK,
             )  # fmt: skip
     return out
