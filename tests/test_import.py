@@ -26,7 +26,7 @@ from tiers import long_but
 import flexmod
 from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
 
-PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics"} - {"numpy"}  # torch has it
+PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics", "numpy.random"} - {"numpy"}
 
 # In this order, in one process: what each one imports is told apart.
 STEPS = {
@@ -91,6 +91,18 @@ def imported() -> dict[str, list[str]]:
 def test_a_call_on_the_cpu_imports_none_of(step: str, imported: dict[str, list[str]]) -> None:
     heavy = [name for name in imported[step] if any(f"{name}.".startswith(f"{p}.") for p in PACKAGES)]
     assert not heavy
+
+
+def test_the_first_draw_of_a_process_from_numpy_is_refused() -> None:
+    """The trace looks at numpy.random only where it is imported, and this mod imports it."""
+    said = python(
+        "import sys, flexmod, numpy\n"
+        "def drawn(b, h, q, k): return q - k < numpy.random.rand()\n"
+        "assert 'numpy.random' not in sys.modules\n"
+        "try: flexmod.create_block_mask(drawn, None, None, 64, 64, 'cpu')\n"
+        "except flexmod.errors.RandomNumberError as error: print(error)"
+    )
+    assert "numpy.random" in said
 
 
 @pytest.mark.parametrize("imports", [lazy_imports, paused_collections])

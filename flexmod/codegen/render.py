@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +127,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        bytecode_cache=_bytecode(next(folder for folder in folders if folder.is_dir())),
     )
     environment.filters["block"] = _block
     environment.filters["far_keys"] = lambda line: re.sub(r"\bkv_idx\b", "far_kv_idx", line)
@@ -139,6 +143,36 @@ def _environment() -> jinja2.Environment:
         as_tuple=_as_tuple,
     )
     return environment
+
+
+def _bytecode(templates: Path) -> jinja2.BytecodeCache | None:
+    """The templates' bytecode, where Python keeps that of modules; None where Python keeps none.
+
+    Jinja compares the text of a template with that of which the bytecode was made. It takes a tenth of a
+    second to compile the templates of a kernel.
+    """
+    with lazy_imports():
+        import jinja2
+
+    class Bytecode(jinja2.FileSystemBytecodeCache):
+        def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+            try:
+                super().load_bytecode(bucket)
+            except Exception:  # the file is damaged
+                bucket.reset()
+
+        def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+            with suppress(OSError):  # the disk is full
+                super().dump_bytecode(bucket)
+
+    if sys.dont_write_bytecode:
+        return None
+    folder = Path(importlib.util.cache_from_source(str(templates / "template.py"))).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the package's folder is read-only
+        return None
+    return Bytecode(str(folder), f"%s.{sys.implementation.cache_tag}")
 
 
 def _block(text: str, width: int = 0) -> str:

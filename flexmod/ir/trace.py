@@ -46,6 +46,7 @@ VALUE_DTYPES = (
 # rows for which torch raises an error if a number exceeds the result's dtype (where, masked_fill, clamp); for
 # all others it wraps
 CONVERTING = ("where", "minimum", "maximum")
+NUMPY_RANDOM = "numpy.random"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,10 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     before = _random_states(mod)
     with watching(tracer):
         node = tracer.result(mod(*arguments), kind)
-    for name, state in _random_states(mod).items():
+    after = _random_states(mod)
+    if NUMPY_RANDOM in after and NUMPY_RANDOM not in before:  # the mod imported it, and perhaps drew
+        return trace(mod, kind, device)
+    for name, state in after.items():
         if state != before.get(name, state):
             line = line_of(mod, f"{name.rpartition('.')[2]}.")
             raise errors.RandomNumberError(operation=name, where=line)
@@ -92,9 +96,9 @@ def _random_states(mod: Callable[..., Any]) -> dict[str, object]:
     No torch function announces that they are drawn from.
     """
     found: dict[str, object] = {"random": random.getstate()}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy.random"] = (name, keys.tobytes(), *rest)
+    if NUMPY_RANDOM in sys.modules:  # torch imports numpy, which imports this part when it is first used
+        name, keys, *rest = sys.modules[NUMPY_RANDOM].get_state()
+        found[NUMPY_RANDOM] = (name, keys.tobytes(), *rest)
     for name, value in near(mod):
         if isinstance(value, random.Random):
             found[name] = value.getstate()

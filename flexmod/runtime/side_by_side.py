@@ -6,6 +6,7 @@ alignment as the tensors, so that a later launch finds the compiled kernel.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from flexmod.block_mask.storage import is_captured
 from flexmod.runtime import config, direct
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
+from flexmod.runtime.locks import Lock
 from flexmod.runtime.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 from flexmod.runtime.private_triton import (
     after_writing,
@@ -36,6 +38,7 @@ from flexmod.runtime.private_triton import (
 # Compiles take turns at it; the user's own threads cannot.
 PARSER_IS_UNSAFE = (3, 11) <= sys.version_info < (3, 11, 8)
 PLENTY = 4  # cores: on fewer, the threads of one process would slow down others, such as ranks
+TURN = 50e-6  # seconds that a thread may run Python while others wait for it
 
 Result = TypeVar("Result")
 Job = Callable[[], object]
@@ -68,18 +71,19 @@ def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
     tasks = [_Task(job) for job in jobs]
     left = deque(tasks[1:])
     others: list[threading.Thread] = []
-    with suppress(RuntimeError):  # the system starts no more threads
-        while len(others) + 1 < min(threads(), len(jobs)):
-            thread = threading.Thread(target=_work, args=(left,), name="flexmod compiles")
-            thread.start()
-            others.append(thread)
-    try:
-        tasks[0].run()
-        _work(left)
-    finally:
-        left.clear()  # after Ctrl-C no thread starts another job
-        for thread in others:
-            thread.join()
+    with short_turns():
+        with suppress(RuntimeError):  # the system starts no more threads
+            while len(others) + 1 < min(threads(), len(jobs)):
+                thread = threading.Thread(target=_work, args=(left,), name="flexmod compiles")
+                thread.start()
+                others.append(thread)
+        try:
+            tasks[0].run()
+            _work(left)
+        finally:
+            left.clear()  # after Ctrl-C no thread starts another job
+            for thread in others:
+                thread.join()
     return [task.outcome.result() for task in tasks]
 
 
@@ -106,43 +110,107 @@ def _work(left: deque[_Task]) -> None:
 def beside(job: Job | None = None) -> Iterator[list[threading.Thread]]:
     """Runs a job in a thread while this one compiles a kernel inside, and builds its launcher in another.
 
-    Starts both once they do not slow this thread down, and waits for the launcher, since the load of the
-    kernel would build it a second time. Yields a list that has the launcher's thread at the end, if the
-    kernel was not in Triton's cache.
+    The job that `job` returns, and the launcher, start once they do not slow this thread down. The former is
+    dropped where the body raises. Waits for the launcher, since the load of the kernel would build it a
+    second time. Yields a list that has the launcher's thread at the end, if the kernel was not in Triton's
+    cache.
     """
     launchers: list[threading.Thread] = []
+    written = Future[bool]()
 
     def begin(source: Any) -> None:
         if source is not None:
             launchers.append(later(partial(build_launcher_of, source)))
-        if job is not None:
-            later(job)
+        written.set_result(True)
 
-    with nullcontext() if job is None and threads() == 1 else after_writing(begin):
-        yield launchers
+    if job is not None:
+        later(job, written)
+    try:
+        with nullcontext() if job is None and threads() == 1 else _compiling(begin):
+            yield launchers
+    finally:
+        if not written.done():
+            written.set_result(False)
     for launcher in launchers:
         if launcher.is_alive():
             launcher.join()
 
 
-def later(job: Job) -> threading.Thread:
+@contextmanager
+def _compiling(begin: Callable[[Any], object]) -> Iterator[None]:
+    with short_turns(), after_writing(begin):
+        yield
+
+
+def later(job: Job, ready: Future[bool] | None = None) -> threading.Thread:
     """Runs a job in its own thread, and then the job that it returns, if any; the first one is freed before.
 
-    Drops their errors, since a caller that needs a result repeats the job. A process waits for the thread
-    before it ends, since the thread may be inside the compiler.
+    The second job waits for `ready` and runs if that is true. Drops their errors, since a caller that needs
+    a result repeats the job. A process waits for the thread before it ends, since the thread may be inside
+    the compiler.
     """
     jobs: list[Callable[[], Any]] = [job]
 
     def quietly() -> None:
-        with suppress(Exception):
+        with suppress(Exception), short_turns():
             following = jobs.pop()()
-            if following is not None:
+            if following is not None and (ready is None or ready.result()):
                 following()
 
     thread = threading.Thread(target=quietly, name="flexmod compiles ahead")
     with suppress(RuntimeError):  # no thread can be started, as when the process ends
         thread.start()
     return thread
+
+
+class _Turns:
+    """How many blocks of `short_turns` run, and the settings of Python outside of them."""
+
+    blocks, interval, collecting = 0, 0.0, False
+
+    def begin(self) -> None:
+        if not self.blocks:
+            self.interval, self.collecting = sys.getswitchinterval(), gc.isenabled()
+            sys.setswitchinterval(min(TURN, self.interval))
+            gc.disable()
+        self.blocks += 1
+
+    def end(self) -> None:
+        self.blocks -= 1
+        if not self.blocks:
+            self._restore()
+
+    def forget(self) -> None:
+        """Ends all blocks in a forked child, which has none of their threads."""
+        if self.blocks:
+            self.blocks = 0
+            self._restore()
+
+    def _restore(self) -> None:
+        sys.setswitchinterval(self.interval)
+        if self.collecting:
+            gc.enable()
+
+
+_turns, _counting = _Turns(), Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.forget)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Has threads take turns in Python each 50 µs, not each 5 ms, until the block ends.
+
+    A compile leaves Python and comes back some hundred times, and waits each time for the turn of a thread
+    that runs Python. A full collection of garbage takes 0.1 s, so there is none meanwhile.
+    """
+    with _counting:
+        _turns.begin()
+    try:
+        yield
+    finally:
+        with _counting:
+            _turns.end()
 
 
 def compiles(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import errno
 import symtable
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
@@ -16,7 +20,7 @@ from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCA
 from flexmod import explain
 from flexmod.codegen import compiler
 from flexmod.codegen.kernels import ModText, Parameter
-from flexmod.codegen.render import parameters, render
+from flexmod.codegen.render import _environment, parameters, render
 from flexmod.codegen.spec import KernelSpec
 
 HALF = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 64, 64, mask_block=(128, 128))
@@ -190,3 +194,57 @@ def test_what_the_mods_call_of_the_prelude_is_there() -> None:
     )
     text = render(HALF, mask=mod)
     assert text.count("def remainder(a, b):") == 1 and "def floor_divide(" not in text
+
+
+@pytest.fixture
+def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], tuple[str, int]]]:
+    """Renders as a new process, with bytecode in `tmp_path`: the text, and how many templates it compiled."""
+    compiled: list[str] = []
+    generate = jinja2.Environment._generate
+
+    def counted(self: jinja2.Environment, source: Any, name: Any, *rest: Any, **options: Any) -> str:
+        compiled.append(name)
+        return generate(self, source, name, *rest, **options)
+
+    monkeypatch.setattr(jinja2.Environment, "_generate", counted)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+
+    def rendered() -> tuple[str, int]:
+        compiled.clear()
+        _environment.cache_clear()
+        return render(HALF, mask=CAUSAL), len(compiled)
+
+    yield rendered
+    _environment.cache_clear()
+
+
+def test_templates_are_compiled_once(afresh: Callable[[], tuple[str, int]], tmp_path: Path) -> None:
+    """And once more where the bytecode is damaged."""
+    text, count = afresh()
+    files = [path for path in (tmp_path / "bytecode").rglob("*") if path.is_file()]
+    assert count == len(files) > 1
+    assert afresh() == (text, 0)
+    files[0].write_bytes(b"")
+    files[1].write_bytes(files[1].read_bytes()[:-50])
+    assert afresh() == (text, 2)
+    assert afresh() == (text, 0)
+
+
+@pytest.mark.parametrize("fault", ["a file is there", "the disk is full", "Python keeps none"])
+def test_templates_without_bytecode(
+    fault: str, afresh: Callable[[], tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    if fault == "a file is there":
+        (tmp_path / "bytecode").write_text("")
+    elif fault == "the disk is full":
+        monkeypatch.setattr(jinja2.FileSystemBytecodeCache, "dump_bytecode", full)
+    else:
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text, count = afresh()
+    assert afresh() == (text, count)
+    assert count > 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "bytecode"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -179,12 +181,43 @@ def test_where_no_thread_can_be_started(
     assert in_threads([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("job", [None, "a job"])
-def test_a_job_begins_at_the_end_where_nothing_is_compiled(job: str | None) -> None:
-    began = threading.Event()
-    with beside(job and began.set):  # type: ignore[arg-type]
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_what_a_job_returns_waits_for_the_written_kernel(error: type[Exception] | None) -> None:
+    """Or for the end, where nothing is compiled. It does not run after an error."""
+    planned, began = threading.Event(), threading.Event()
+
+    def job() -> Callable[[], None]:
+        planned.set()
+        return began.set
+
+    with pytest.raises(error) if error else nullcontext(), beside(job):
+        assert planned.wait(10)
         assert not began.wait(0.01)
-    assert began.wait(10) if job else not began.is_set()
+        if error:
+            raise error
+    assert began.wait(0.05 if error else 10) is (error is None)
+
+
+def test_threads_take_short_turns_while_one_compiles() -> None:
+    """Blocks of several threads overlap; a child that is forked meanwhile is as Python starts."""
+    before, collecting = sys.getswitchinterval(), gc.isenabled()
+    leave = threading.Event()
+
+    def seen() -> tuple[bool, bool]:
+        return sys.getswitchinterval() == pytest.approx(side_by_side.TURN), gc.isenabled()
+
+    thread = later(lambda: leave.wait(10))
+    with side_by_side.short_turns(), side_by_side.short_turns():
+        assert seen() == (True, False)
+        if hasattr(os, "fork"):
+            child = os.fork()
+            if not child:
+                os._exit(sys.getswitchinterval() == before and gc.isenabled() is collecting)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert seen() == (True, False), "another thread is in such a block"
+    leave.set()
+    thread.join()
+    assert (sys.getswitchinterval(), gc.isenabled()) == (before, collecting)
 
 
 def test_a_job_does_not_begin_after_an_error() -> None:
@@ -406,7 +439,7 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
-    """The backward's compile begins when the forward's IR is written, before the forward is compiled."""
+    """The backward is planned at once. Its compile begins when the forward's IR is written."""
     body = """
     from triton.compiler.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -422,16 +455,16 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
         return make_ir
     for kind in (ASTSource, GluonASTSource):
         kind.make_ir = watched(kind.make_ir)
-    def begin(job):
-        begun.append((getattr(job, "func", job).__name__, len(compiled)))
-        return later(job)
+    def begin(job, *ready):
+        begun.append((getattr(job, "func", job).__name__, len(most), len(compiled)))
+        return later(job, *ready)
     side_by_side.later = begin
     attend()
     [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
     assert most == [1] * 4, most
-    launchers = [name for name, _ in begun[3:]]
-    assert begun[:3] == [("start_compiler", 0), ("build_launcher_of", 0), ("compiler", 0)], begun
-    assert launchers == ["build_launcher_of"] * 3, begun  # of the backward's kernels
+    launchers = [name for name, *_ in begun[2:]]
+    assert begun[:3] == [("start_compiler", 0, 0), ("compiler", 0, 0), ("build_launcher_of", 1, 0)], begun
+    assert launchers == ["build_launcher_of"] * 4, begun  # of the forward's kernel, and the backward's
 """
     assert len(python(tmp_path, body)[0]) == 4
 
