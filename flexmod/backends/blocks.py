@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from flexmod.ir.graph import Graph
 
 # Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
 BUDGET = 1 << 20
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
@@ -115,7 +117,7 @@ def backward(
         if grad_sum is not None:
             delta -= grad_sum[part.rows]
         change.addcmul_(weights, delta[..., None], value=-1.0)
-        part.unmodify(scores, change, sums)
+        part.unmodify(scores, change, weights, sums)
         if dq is not None:
             dq[part.rows] = part.times_columns(change, key).mul_(problem.scale)
         if dk is not None:
@@ -157,24 +159,24 @@ class ScorePart:
     def modify(self, scores: Tensor, into: Tensor) -> None:
         """Writes the scores after the score mod and the mask."""
         if self.problem.score is not None:
-            overwrite = "score" if scores is into else ""
-            (result,) = self._run(self.problem.score.graph, score=scores, overwrite=overwrite)
+            memory = {"overwrite": "score"} if scores is into else {"overwrite": "", "spare": into}
+            (result,) = self._run(self.problem.score.graph, score=scores, **memory)
             if result is not into:
                 into.copy_(result)
         self.step.forbid(into, -torch.inf)
 
-    def unmodify(self, scores: Tensor, change: Tensor, sums: CaptureSums | None = None) -> None:
+    def unmodify(self, scores: Tensor, change: Tensor, spare: Tensor, sums: CaptureSums | None) -> None:
         """Turns the gradient of the modified scores into the gradient of `scores`, in place.
 
         Adds the terms of captured tensors to `sums`. A derivative may be infinite or NaN where the mask is
-        False.
+        False. Overwrites `spare`, of the shape of scores.
         """
         if sums is None and self.problem.score_grad is None:
             return
         graph = self.problem.score_grad if sums is None else sums.graph
         assert graph is not None
-        overwrite = "grad" if sums is None else ""
-        by_score, *terms = self._run(graph, score=scores, grad=change, overwrite=overwrite)
+        memory = {"overwrite": "grad", "spare": spare} if sums is None else {}
+        by_score, *terms = self._run(graph, score=scores, grad=change, **memory)
         if sums is not None:
             # before the write to `change`: a term may be the same tensor
             sums.add(terms, self.shape, lambda term: self.step.forbid(term, 0.0))
@@ -183,13 +185,14 @@ class ScorePart:
         self.step.forbid(change, 0.0)
 
     def _run(
-        self, graph: Graph, *, score: Tensor, grad: Tensor | None = None, overwrite: str = ""
+        self, graph: Graph, *, score: Tensor, grad: Tensor | None = None, **memory: Any
     ) -> tuple[Tensor, ...]:
-        """Evaluates a graph of the score mod on all elements."""
+        """Evaluates a graph of the score mod on all elements; `memory` passes to `evaluate`."""
         assert self.problem.score is not None
-        at, tensors = self.step.positions, self.problem.score.tensors
-        real = self.step.heads.real
-        return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, overwrite=overwrite)
+        reads_none = graph.reads.isdisjoint(POSITIONS)
+        at = dict.fromkeys(POSITIONS, score) if reads_none else self.step.positions
+        tensors, real = self.problem.score.tensors, self.step.heads.real
+        return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, **memory)
 
 
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:

@@ -6,7 +6,7 @@ copies it to the call's device, where a kernel reads it like any captured tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -77,7 +77,8 @@ def evaluate(
     others: Mapping[str, torch.Tensor] | None = None,
     numbers: Sequence[bool | int | float] = (),
     guarded: bool = False,
-    overwrite: str = "",
+    overwrite: str | None = None,
+    spare: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Computes the graph's results at given positions, in differentiable torch.
 
@@ -89,8 +90,9 @@ def evaluate(
         others      further inputs by name (see `intervals.py`)
         numbers     the values of parameters, by place
         guarded     a load outside of a tensor gives 0, as in a kernel
-        overwrite   the input that results may overwrite; large values then share memory, and autograd cannot
-                    record the evaluation
+        overwrite   the input that results may overwrite, "" for none; large values then share memory, and
+                    autograd cannot record the evaluation
+        spare       with `overwrite`: memory for a result
 
     Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
@@ -98,7 +100,7 @@ def evaluate(
     inputs.update(others or {})
     tensors = all_on_device(tensors, b.device)
     values: dict[Node, Any] = {}
-    last = _last_uses(graph, overwrite) if overwrite else {}
+    last = {} if overwrite is None else _last_uses(graph, overwrite)
     for node in graph.nodes:
         if node.op == "param":
             values[node] = numbers[_number(node)]
@@ -107,7 +109,8 @@ def evaluate(
             loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
             values[node] = _cast(loaded, real_dtype(node.dtype, real))
         else:
-            values[node] = _value(node, values, inputs, real, last.get(node, ()))
+            values[node] = _value(node, values, inputs, real, last.get(node, ()), spare)
+            spare = None if values[node] is spare else spare
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
 
 
@@ -147,6 +150,7 @@ def _value(
     inputs: dict[str, Any],
     real: torch.dtype,
     free: Sequence[Node] = (),
+    spare: torch.Tensor | None = None,
 ) -> Any:
     if node.op == "input":
         return _cast(inputs[node.value], real_dtype(node.dtype, real))  # type: ignore[index]
@@ -162,18 +166,36 @@ def _value(
     ]
     if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch do
         return row.torch(*(a.float() for a in arguments)).to(at[0])
-    for argument in free if row.torch in INTO_MEMORY else ():
-        memory = values[argument]
-        if memory.numel() >= LARGE and all(_fits(a, memory) for a in arguments):
-            return row.torch(*arguments, out=memory)
+    if row.torch in INTO_MEMORY:
+        for memory in [*(values[argument] for argument in free), spare]:
+            if memory is not None and memory.numel() >= LARGE and _is_room(memory, arguments):
+                return QUICKER.get(row.torch, row.torch)(*arguments, out=memory)
     return row.torch(*arguments)
 
 
+def _tanh(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Writes tanh(x) = 1 / (1 + 2 / (exp(2 x) - 1)), within three units in the last place.
+
+    A CPU takes half the time of torch.tanh.
+    """
+    torch.mul(x, 2.0, out=out).expm1_().reciprocal_()
+    return torch.add(out.new_ones(()), out, alpha=2.0, out=out).reciprocal_()
+
+
+QUICKER: dict[Any, Callable[..., torch.Tensor]] = {torch.tanh: _tanh}
+
+
+def _is_room(memory: torch.Tensor, arguments: Sequence[torch.Tensor]) -> bool:
+    """Is it of the shape and dtype of an operation's result?"""
+    if not memory.dtype.is_floating_point or any(a.dtype != memory.dtype for a in arguments):
+        return False
+    return any(a.shape == memory.shape for a in arguments) and all(_fits(a, memory) for a in arguments)
+
+
 def _fits(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Does it broadcast to the memory's shape, and have its dtype?"""
+    """Does it broadcast to the memory's shape?"""
     sizes = zip(tensor.shape[::-1], memory.shape[::-1], strict=False)
-    broadcasts = tensor.dim() <= memory.dim() and all(size in (1, room) for size, room in sizes)
-    return broadcasts and tensor.dtype == memory.dtype and memory.dtype.is_floating_point
+    return tensor.dim() <= memory.dim() and all(size in (1, room) for size, room in sizes)
 
 
 def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:

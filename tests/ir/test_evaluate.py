@@ -152,3 +152,52 @@ def test_guarded_loads() -> None:
     assert torch.equal(found[0, 0], padded + torch.tensor([0, 0, 1, 1, 0]))
     with pytest.raises(IndexError):
         evaluate(traced.graph, traced.tensors, **sizes)
+
+
+SLOPES = torch.tensor([0.5, -0.25])
+MODS = {
+    "soft-cap": lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0),
+    "the score twice": lambda s, b, h, q, k: torch.tanh(s) * s + s,
+    "a shared value": lambda s, b, h, q, k: torch.exp(torch.tanh(s)) + torch.tanh(s) * 0.5,
+    "rows first": lambda s, b, h, q, k: torch.tanh(q * 0.01) + SLOPES[h] * k + s,
+    "no score": lambda s, b, h, q, k: torch.tanh(q * 0.01 - k),
+    "unchanged": lambda s, b, h, q, k: s,
+    "in half precision": lambda s, b, h, q, k: torch.tanh(s.bfloat16()).float() * s,
+    "selected": lambda s, b, h, q, k: torch.where(q >= k, torch.tanh(s), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("overwrite", ["", "score"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mod", MODS)
+def test_results_may_share_memory(mod: str, dtype: torch.dtype, overwrite: str) -> None:
+    """What is not to be overwritten keeps its values; the spare memory is used where a result fits."""
+    traced, sizes = trace(MODS[mod], "score"), place(1, 2, 70, 65)
+    score = torch.randn(1, 2, 70, 65, dtype=dtype) * 30
+    expected = value(traced, **sizes, score=score, real=dtype)
+    given, spare = score.clone(), torch.full_like(score, torch.nan)
+    (found,) = evaluate(
+        traced.graph, traced.tensors, **sizes, score=given, real=dtype, overwrite=overwrite, spare=spare
+    )
+    rounding = 8 * torch.finfo(dtype).eps
+    largest = expected[expected.isfinite()].abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * largest)
+    assert overwrite or torch.equal(given, score)
+    if mod == "soft-cap" and dtype == torch.float32:
+        assert found is (given if overwrite else spare)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 0.1, 1.0, 9.0, 1e4])
+def test_the_quick_tanh(size: float, dtype: torch.dtype) -> None:
+    traced = trace(lambda s, b, h, q, k: torch.tanh(s), "score")
+    score = (torch.rand(1, 1, 128, 64, dtype=torch.float64) * 2 - 1).mul_(size).to(dtype)
+    score[0, 0, 0, :7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40])
+    (found,) = evaluate(
+        traced.graph, (), **place(1, 1, 128, 64), score=score.clone(), real=dtype, overwrite="score"
+    )
+    exact = torch.tanh(score.double())
+    error = (found - exact).abs() / (exact.abs() * torch.finfo(dtype).eps + 1e-39)
+    assert error[~exact.isnan()].max() <= 3
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.equal(found.signbit()[~exact.isnan()], exact.signbit()[~exact.isnan()])
