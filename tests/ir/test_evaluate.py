@@ -183,6 +183,7 @@ def test_results_may_share_memory(mod: str, dtype: torch.dtype, overwrite: str) 
     largest = expected[expected.isfinite()].abs().max().item()
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * largest)
     assert overwrite or torch.equal(given, score)
+    assert given.shape == spare.shape == score.shape
     if mod == "soft-cap" and dtype == torch.float32:
         assert found is (given if overwrite else spare)
 
