@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -172,6 +172,21 @@ def _logaddexp(a: Any, b: Any) -> Any:
     return torch.maximum(a, b) + torch.log1p(torch.exp(-torch.abs(apart)))
 
 
+def _in_one_dtype(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Casts arguments to the result's dtype first, as torch does: otherwise a part of the formula is rounded
+    to the dtype of its own arguments.
+    """
+
+    def cast(*given: Any, **options: Any) -> Any:
+        dtypes = [x.dtype for x in given if hasattr(x, "dtype")]
+        dtype = reduce(torch.promote_types, dtypes)
+        if not dtype.is_floating_point or all(each == dtype for each in dtypes):
+            return formula(*given, **options)
+        return formula(*(x.to(dtype) if hasattr(x, "dtype") else x for x in given), **options)
+
+    return cast
+
+
 def _xlogy(x: Any, y: Any, log: Callable[[Any], Any] = torch.log, zero: float = 0.0) -> Any:
     """x * log(y), and 0 where x is 0, whatever the logarithm. `zero` is log's pole."""
     safe = (x == 0) & ((y <= zero) | (y == math.inf))
@@ -251,10 +266,12 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "threshold": lambda x, threshold, value: torch.where(x <= threshold, value, x),
     "nan_to_num": _nan_to_num,
     "logaddexp": _logaddexp,
-    "logaddexp2": lambda a, b: _logaddexp(a * math.log(2.0), b * math.log(2.0)) / math.log(2.0),
-    "xlogy": _xlogy,
-    "special_xlogy": _xlogy,
-    "special_xlog1py": lambda x, y: _xlogy(x, y, torch.log1p, -1.0),
+    "logaddexp2": _in_one_dtype(
+        lambda a, b: _logaddexp(a * math.log(2.0), b * math.log(2.0)) / math.log(2.0)
+    ),
+    "xlogy": _in_one_dtype(_xlogy),
+    "special_xlogy": _in_one_dtype(_xlogy),
+    "special_xlog1py": _in_one_dtype(lambda x, y: _xlogy(x, y, torch.log1p, -1.0)),
     "logit": _logit,
     "special_logit": _logit,
     "digamma": _digamma,
@@ -267,7 +284,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "rad2deg": lambda x: x * (180 / math.pi),
     "frac": lambda x: x - torch.trunc(x),
     "signbit": _signbit,
-    "copysign": _copysign,
+    "copysign": _in_one_dtype(_copysign),
     "fmin": lambda a, b: torch.where(torch.isnan(a) | (b < a), b, a),
     "fmax": lambda a, b: torch.where(torch.isnan(a) | (b > a), b, a),
     "log10": lambda x: torch.log2(x) * math.log10(2.0),
@@ -276,8 +293,8 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "isneginf": lambda x: x == -math.inf,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
     "lerp": _lerp,
-    "addcmul": _addcmul,
-    "addcdiv": lambda x, a, b, *, value=1: x + value * (a / b),
+    "addcmul": _in_one_dtype(_addcmul),
+    "addcdiv": _in_one_dtype(lambda x, a, b, *, value=1: x + value * (a / b)),
     "positive": lambda x: x,
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,

@@ -92,8 +92,10 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
     """Translates a torch call into several operations of the table."""
     operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+    first = Proxy(tracer, tracer.node(operands[0], name))
+    rest = [Proxy(tracer, tracer.node(x, name)) if _is_scalar(x) else x for x in operands[1:]]
     try:
-        return COMPOSED[name](Proxy(tracer, tracer.node(operands[0], name)), *operands[1:], **options)
+        return COMPOSED[name](first, *rest, **options)
     except errors.FlexmodError:
         raise
     except TypeError as error:
@@ -101,6 +103,11 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
             operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
             advice=f"leave out what is not elementwise ({error}).",
         ) from error  # fmt: skip
+
+
+def _is_scalar(x: Any) -> bool:
+    """Is it a captured tensor without dimensions?"""
+    return isinstance(x, torch.Tensor) and not x.dim()
 
 
 def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:

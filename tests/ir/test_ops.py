@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -352,6 +353,68 @@ def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     smooth = expected.abs() < 1e15  # torch's derivative of digamma is large, and none, at its poles
     torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
+
+
+MIXED = {
+    torch.float32: torch.linspace(-1, 2, 64),
+    torch.bfloat16: torch.linspace(2, 0.1, 64).bfloat16(),
+    torch.float16: torch.linspace(0.3, 3, 64).half(),
+    torch.int32: torch.arange(64, dtype=torch.int32) % 9 + 1,
+}
+
+
+def of_mixed_dtypes(function: Callable[..., Any]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Operands of different dtypes that torch takes, and torch's result."""
+    for dtypes in (*itertools.product(MIXED, repeat=2), *itertools.product(MIXED, repeat=3)):
+        operands = [MIXED[dtype] for dtype in dtypes]
+        with suppress(Exception):
+            expected = function(*operands)
+            if len({*dtypes}) > 1 and isinstance(expected, torch.Tensor):
+                yield operands, expected
+
+
+def named_in_torch(name: str) -> Any:
+    return getattr(torch, name, None) or getattr(torch.special, name.removeprefix("special_"), None)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in {*formulas.COMPOSED, *OPS} if named_in_torch(name)))
+def test_operands_of_different_dtypes(name: str) -> None:
+    """They are promoted first, as in torch: no part of a formula is rounded to the dtype of its operands."""
+    function = named_in_torch(name)
+    for operands, expected in of_mixed_dtypes(function):
+        dtypes: list[torch.dtype] = []
+
+        def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            result = function(*(x[kv_idx] for x in operands))  # noqa: B023  it runs in this turn
+            dtypes.append(result.dtype)  # noqa: B023
+            return torch.where(result, 1.0, 0.0) if result.dtype == torch.bool else result * 1.0
+
+        assert_traced(mod, expected, dtypes)
+
+
+@pytest.mark.parametrize("name", ["xlogy", "special_xlog1py", "logaddexp2", "copysign", "addcdiv", "addcmul"])
+@pytest.mark.parametrize("dtype", MIXED, ids=str)
+def test_a_captured_number_is_promoted_and_read_when_a_call_runs(name: str, dtype: torch.dtype) -> None:
+    function, number = named_in_torch(name), MIXED[dtype][7].clone()
+    more = [MIXED[torch.float32]] if name in ("addcdiv", "addcmul") else []
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return function(*(x[kv_idx] for x in more), MIXED[torch.float32][kv_idx], number)
+
+    traced = trace(mod, "score")
+    assert not traced.eager and any(tensor is number for tensor in traced.tensors)
+    assert_traced(mod, function(*more, MIXED[torch.float32], number.expand(64)))
+
+
+def assert_traced(mod: Any, expected: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
+    """`mod` gives 64 values by kv_idx, and its function results of these dtypes."""
+    traced = trace(mod, "score")
+    assert all(dtype == expected.dtype for dtype in dtypes), (dtypes, expected.dtype)
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 64))
+    (found,) = evaluate(traced.graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+    rounding = 4 * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    values = found.flatten(), expected.float()
+    torch.testing.assert_close(*values, rtol=rounding, atol=1e-6 + rounding, equal_nan=True)
 
 
 LIMITS = {
