@@ -101,6 +101,7 @@ def evaluate(
     tensors = all_on_device(tensors, b.device)
     values: dict[Node, Any] = {}
     last = {} if overwrite is None else _last_uses(graph, overwrite)
+    room = [] if spare is None else [spare]
     for node in graph.nodes:
         if node.op == "param":
             values[node] = numbers[_number(node)]
@@ -109,8 +110,7 @@ def evaluate(
             loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
             values[node] = _cast(loaded, real_dtype(node.dtype, real))
         else:
-            values[node] = _value(node, values, inputs, real, last.get(node, ()), spare)
-            spare = None if values[node] is spare else spare
+            values[node] = _value(node, values, inputs, real, last.get(node, ()), room)
     return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
 
 
@@ -149,9 +149,10 @@ def _value(
     values: dict[Node, Any],
     inputs: dict[str, Any],
     real: torch.dtype,
-    free: Sequence[Node] = (),
-    spare: torch.Tensor | None = None,
+    free: Sequence[Node],
+    room: list[torch.Tensor],
 ) -> Any:
+    """The node's value, in the memory of a `free` argument or in `room`, which then loses it."""
     if node.op == "input":
         return _cast(inputs[node.value], real_dtype(node.dtype, real))  # type: ignore[index]
     if node.op == "const":
@@ -167,8 +168,9 @@ def _value(
     if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch do
         return row.torch(*(a.float() for a in arguments)).to(at[0])
     if row.torch in INTO_MEMORY:
-        for memory in [*(values[argument] for argument in free), spare]:
-            if memory is not None and memory.numel() >= LARGE and _is_room(memory, arguments):
+        for memory in [*(values[argument] for argument in free), *room]:
+            if memory.numel() >= LARGE and _is_room(memory, arguments):
+                room[:] = [other for other in room if other is not memory]
                 return QUICKER.get(row.torch, row.torch)(*arguments, out=memory)
     return row.torch(*arguments)
 

@@ -151,6 +151,7 @@ OWN_REFUSALS = (
     "Attempted to use an uninitialized parameter",
     "Please convert all Tensors to FakeTensors first", "Mixing fake modes",
     "not implemented for 'ComplexFloat'", "not implemented for 'Float8_e4m3fn'",
+    "promoteTypes with quantized numbers", "not supported on quantized tensors",
 )  # fmt: skip
 
 

@@ -167,6 +167,21 @@ MODS = {
 }
 
 
+class Subclass(torch.Tensor):
+    """An operation on one returns another object than the memory that it was given."""
+
+
+def test_a_subclass_does_not_use_spare_memory_twice() -> None:
+    """As a derivative does: of two terms, each as large as the score."""
+    slope = torch.ones(()).as_subclass(Subclass)
+    traced = trace(lambda s, b, h, q, k: torch.exp(s * slope) * s + torch.tanh(s * (slope + 1.0)), "score")
+    score = torch.randn(1, 1, 70, 65)
+    given = {**place(1, 1, 70, 65), "score": score}
+    expected = torch.exp(score) * score + torch.tanh(score * 2.0)
+    (found,) = evaluate(traced.graph, traced.tensors, **given, overwrite="", spare=torch.empty_like(score))
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+
+
 @pytest.mark.parametrize("overwrite", ["", "score"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mod", MODS)
