@@ -192,7 +192,7 @@ class ScorePart:
         reads_none = graph.reads.isdisjoint(POSITIONS)
         at = dict.fromkeys(POSITIONS, score) if reads_none else self.step.positions
         tensors, real = self.problem.score.tensors, self.step.heads.real
-        return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, **memory)
+        return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, quick=True, **memory)
 
 
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
