@@ -67,6 +67,14 @@ BUGS = (
         workarounds=("runtime.private_torch.ask_modes_of_unary_operators",),
     ),
     CompilerBug(
+        "Triton's launchers in C share one module, so that of two threads that load launchers, one may read "
+        "the other's: its kernel starts with wrong arguments",
+        since="Triton 3.6",
+        until="Triton 3.9, the next release that was tested: it writes no launchers in C",
+        issue="not reported",
+        workarounds=("runtime.private_triton.load_launchers_apart",),
+    ),
+    CompilerBug(
         "Triton's interpreter computes on the bits of bfloat16, cuts off where it converts to bfloat16, "
         "keeps a comparison's operand type, rounds both steps of a fused multiply-add, reads an index from "
         "an array, which numpy 2.4 refuses, and takes -1 for all ones of an unsigned type",

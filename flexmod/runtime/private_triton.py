@@ -25,6 +25,7 @@ from triton.compiler import CompiledKernel as CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin as builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
@@ -173,6 +174,30 @@ def _read_own_files() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+def load_launchers_apart() -> None:
+    """Has Triton give each launcher in C a module of its own, when it loads one.
+
+    Python has one module for all extension modules of a name, if they are without state, and Triton calls all
+    launchers alike. A launcher that is loaded again is written into the module of another one, from which a
+    second thread may be about to read its own. See `compiler_bugs`.
+    """
+    load = getattr(build, "_load_module_from_path", None)
+    if load is None:
+        return
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        module = ModuleType(name)
+        with _loading:
+            vars(module).update(vars(load(name, path)))
+        return module
+
+    build._load_module_from_path = load_apart
+
+
+_loading = Lock()
+load_launchers_apart()
 
 
 def build_launcher(compiled: Any) -> None:

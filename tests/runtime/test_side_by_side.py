@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import weakref
@@ -22,6 +24,7 @@ import pytest
 import torch
 from tiers import long_but
 from torch import Tensor
+from triton.runtime import build
 
 from flexmod.runtime import config, private_triton, side_by_side
 from flexmod.runtime.plan import Place, Size
@@ -165,6 +168,29 @@ def test_a_kernel_waits_for_its_launcher(
     with beside() as launchers:
         pass
     assert built == [source] and launchers == []
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit___triton_launcher(void) {{ return PyModule_Create(&module); }}
+"""
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
+HAS_COMPILER = HEADER.exists() and any(map(shutil.which, ("gcc", "clang")))
+
+
+@pytest.mark.skipif(not hasattr(build, "_load_module_from_path"), reason="Triton writes no launchers in C")
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a compiler of C, and the headers of Python")
+def test_a_launcher_that_is_loaded_again_changes_no_other(tmp_path: Path) -> None:
+    """All have one name. Once when it is built, and once when its kernel is loaded."""
+    with private_triton.cache_folder(tmp_path):
+        first, second, again = (
+            build.compile_module_from_src(LAUNCHER.format(number=number), "__triton_launcher")
+            for number in (1, 2, 1)
+        )
+    assert [module.launch() for module in (first, second, again)] == [1, 2, 1]
 
 
 def test_where_no_thread_can_be_started(
