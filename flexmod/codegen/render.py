@@ -127,7 +127,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        bytecode_cache=_bytecode(next(folder for folder in folders if folder.is_dir())),
+        bytecode_cache=_bytecode(folders[0] if folders[0].is_dir() else folders[1]),
     )
     environment.filters["block"] = _block
     environment.filters["far_keys"] = lambda line: re.sub(r"\bkv_idx\b", "far_kv_idx", line)

@@ -43,18 +43,20 @@ def rms(x: Tensor) -> float:
 def test_logits_and_gradients(name: str) -> None:
     """In float32, no further from float64 than three times eager's own distance; attention alike is far.
 
-    The gradient of a bias of keys is 0, since softmax does not change with it. What is left is rounding, and
-    one order of sums makes a few times as much as another. There SDPA counts too.
+    SDPA counts too, which on the CPU is torch's flash attention, as flexmod is. On a chip with AVX-512,
+    gradients of biases, which add up all rows, have four times eager's distance there. The gradient of a bias
+    of keys is 0, since softmax does not change with it. What is left is rounding, and one order of sums makes
+    a few times as much as another.
     """
     ours, eager = (results(name, implementation) for implementation in ("flexmod", "eager"))
     exact, alike = (results(name, implementation, torch.float64) for implementation in ("truth", "uniform"))
     assert ours.keys() == eager.keys() == exact.keys()
     limits = {key: 3 * rms(eager[key] - true) + 2e-7 * rms(true) for key, true in exact.items()}
     over = {key: rms(ours[key] - true) for key, true in exact.items() if rms(ours[key] - true) > limits[key]}
-    assert all(rms(exact[key]) < 1e-12 for key in over), over
-    if over:
-        sdpa = results(name, "sdpa")
-        assert all(error <= 1.5 * rms(sdpa[key] - exact[key]) for key, error in over.items()), over
+    sdpa = results(name, "sdpa") if over else {}
+    for key, error in over.items():
+        times = 1.5 if rms(exact[key]) < 1e-12 else 1.0 + 1e-6
+        assert error <= times * rms(sdpa[key] - exact[key]), key
     assert rms(alike["logits"] - exact["logits"]) > 0.02 * rms(exact["logits"])
 
 
