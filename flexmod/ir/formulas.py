@@ -225,7 +225,7 @@ def _digamma(x: Any) -> Any:
         steps = steps + 1.0 / (y + step)
     square = 1.0 / (shifted * shifted)
     series: Any = 0.0
-    for term in (1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12):
+    for term in (1 / 12, -691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12):
         series = (series + term) * square
     found = torch.log(shifted) - 0.5 / shifted - series - steps
     turn = z - torch.round(z)

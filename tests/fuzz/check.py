@@ -251,6 +251,7 @@ def _dtypes(case: Case, call: Call) -> list[torch.dtype]:
     """
     lower = [x.dtype for x in call.tables.values() if x.is_floating_point()]
     casts = {".to(BFLOAT16)": torch.bfloat16, ".to(FLOAT16)": torch.float16}
+    casts |= {".float()": torch.float32, ".to(score.dtype)": torch.float32}
     casts["F.hardsigmoid"] = torch.float32  # torch's derivative of it is 1/6 in float32, whatever the dtype
     lower += [dtype for text, dtype in casts.items() if text in case.score]
     return [call.q.dtype, *lower]

@@ -355,6 +355,18 @@ def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]
     torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
 
 
+def test_digamma_is_exact_in_float64() -> None:
+    """Beside values of digamma(1/2 + n), from digamma(1/2) = -gamma - 2 log 2 and its recurrence."""
+    graph = trace(lambda score, b, h, q_idx, kv_idx: torch.digamma(score), "score").graph
+    places = dict(zip(("b", "h", "q_idx", "kv_idx"), positions((1, 1, 1, 1)), strict=True))
+    exact = [-0.5772156649015329 - 2 * math.log(2)]
+    for n in range(20):
+        exact.append(exact[-1] + 1 / (0.5 + n))
+    score = torch.arange(21, dtype=torch.float64) + 0.5
+    (found,) = evaluate(graph, (), **places, score=score, real=torch.float64)
+    torch.testing.assert_close(found, torch.tensor(exact, dtype=torch.float64), rtol=2e-15, atol=2e-15)
+
+
 MIXED = {
     torch.float32: torch.linspace(-1, 2, 64),
     torch.bfloat16: torch.linspace(2, 0.1, 64).bfloat16(),
