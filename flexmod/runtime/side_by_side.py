@@ -58,7 +58,12 @@ def threads() -> int:
 def start_ahead() -> None:
     """Has a thread start Triton, which takes half a second, while this one imports and traces."""
     if threads() > 1:
-        later(start_compiler)
+        later(_start_compiler)
+
+
+def _start_compiler() -> None:
+    with short_turns():
+        start_compiler()
 
 
 def in_threads(jobs: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -152,7 +157,7 @@ def later(job: Job, ready: Future[bool] | None = None) -> threading.Thread:
     jobs: list[Callable[[], Any]] = [job]
 
     def quietly() -> None:
-        with suppress(Exception), short_turns():
+        with suppress(Exception):
             following = jobs.pop()()
             if following is not None and (ready is None or ready.result()):
                 following()

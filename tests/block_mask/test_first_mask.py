@@ -106,7 +106,7 @@ def test_one_mask_mod_compiles_at_a_time_unless_it_is_needed(steps: Steps) -> No
         mask(mask_mod)
     threading.Timer(0.3, steps.may_compile.set).start()
     mask(window(100))
-    assert steps.seen[-1] == "launched" and 2 <= len(steps.seen) <= 4
+    assert 1 <= steps.seen.index("launched") <= 3, "others may end before it, or while it runs"
     for ahead in first_mask._known.values():
         if ahead is not None:
             ahead.thread.join(10)

@@ -227,12 +227,18 @@ def test_what_a_job_returns_waits_for_the_written_kernel(error: type[Exception] 
 def test_threads_take_short_turns_while_one_compiles() -> None:
     """Blocks of several threads overlap; a child that is forked meanwhile is as Python starts."""
     before, collecting = sys.getswitchinterval(), gc.isenabled()
-    leave = threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
     def seen() -> tuple[bool, bool]:
         return sys.getswitchinterval() == pytest.approx(side_by_side.TURN), gc.isenabled()
 
-    thread = later(lambda: leave.wait(10))
+    def beside_it() -> None:
+        with side_by_side.short_turns():
+            entered.set()
+            leave.wait(10)
+
+    thread = later(beside_it)
+    assert entered.wait(10)
     with side_by_side.short_turns(), side_by_side.short_turns():
         assert seen() == (True, False)
         if hasattr(os, "fork"):
@@ -489,7 +495,7 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     [thread.join() for thread in threading.enumerate() if thread.name == "flexmod compiles ahead"]
     assert most == [1] * 4, most
     launchers = [name for name, *_ in begun[2:]]
-    assert begun[:3] == [("start_compiler", 0, 0), ("compiler", 0, 0), ("build_launcher_of", 1, 0)], begun
+    assert begun[:3] == [("_start_compiler", 0, 0), ("compiler", 0, 0), ("build_launcher_of", 1, 0)], begun
     assert launchers == ["build_launcher_of"] * 4, begun  # of the forward's kernel, and the backward's
 """
     assert len(python(tmp_path, body)[0]) == 4
