@@ -120,10 +120,7 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
 
 def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
     if isinstance(value, int):  # in the result's dtype, in which torch multiplies
-        dtype = x.dtype
-        for factor in (a, b):
-            dtype = torch.promote_types(dtype, getattr(factor, "dtype", dtype))
-        value = torch.full_like(x, value, dtype=dtype)
+        value = torch.full_like(x, value)
     return x + value * a * b
 
 
@@ -180,7 +177,7 @@ def _in_one_dtype(formula: Callable[..., Any]) -> Callable[..., Any]:
     def cast(*given: Any, **options: Any) -> Any:
         dtypes = [x.dtype for x in given if hasattr(x, "dtype")]
         dtype = reduce(torch.promote_types, dtypes)
-        if not dtype.is_floating_point or all(each == dtype for each in dtypes):
+        if all(each == dtype for each in dtypes):
             return formula(*given, **options)
         return formula(*(x.to(dtype) if hasattr(x, "dtype") else x for x in given), **options)
 
