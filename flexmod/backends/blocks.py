@@ -1,14 +1,15 @@
 """Computes attention on the CPU in plain torch, in blocks of scores: any score mod, in linear memory.
 
 A block is a part of a step, see `steps`: as many heads as the budget allows, and all columns of its rows, so
-no partial softmax needs merging. The backward recomputes each row's weights from its scores, with the same
-rounding as the forward.
+no partial softmax needs merging. Of large blocks, see `products`, all heads share their keys. The backward
+recomputes each row's weights from its scores, with the same rounding as the forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,20 @@ from torch import Tensor
 
 from flexmod.backends.captured import CaptureSums
 from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.products import FirstSteps, apply, first_steps, is_large, product
 from flexmod.backends.reference import Heads, as_slice, in_order_of
 from flexmod.backends.steps import Step, steps_of
-from flexmod.backends.tiles import ROWS
+from flexmod.backends.tiles import ROWS, TALL
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 from flexmod.ir.source import MASK_ARGUMENTS
 
 # Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
 BUDGET = 1 << 20
+
+LOG2_E = math.log2(math.e)
+
+Memory = Callable[[tuple[int, ...]], Tensor]
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
@@ -35,16 +41,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     lse = query.new_full(query.shape[:3], -torch.inf)
     largest = lse.clone()
     for part, scores in scored_parts(problem, heads, query, key):
-        highest = scores.amax(-1)
-        torch.softmax(scores, -1, out=scores)
-        # The largest weight is exp(0) / sum, which gives the sum.
-        total = highest - scores.amax(-1).log()
-        result = part.times_columns(scores, value)
+        highest, total = exponentials(scores)
+        result = part.times_columns(scores, value) / total
         dead = highest == -torch.inf
-        # not in place: a selective checkpoint may have saved the product
-        out[part.rows] = result.masked_fill(dead[..., None], 0.0)
-        lse[part.rows] = total.masked_fill_(dead, -torch.inf)
-        largest[part.rows] = highest
+        out[part.rows] = result.masked_fill_(dead, 0.0)
+        lse[part.rows] = (highest + total.log()).masked_fill_(dead, -torch.inf).squeeze(-1)
+        largest[part.rows] = highest.squeeze(-1)
     maximum = heads.join_query(largest) if want_max else None
     joined = in_order_of(heads.join_query(out).to(q.dtype), q)
     return Forward(joined, heads.join_query(lse), maximum)
@@ -66,8 +68,7 @@ def scored_parts(
     """Yields each part with its scores after score mod and mask, which are valid until the next part."""
     scratch = Scratch(query)
     for part in parts(problem, heads, query.shape[2], key.shape[1]):
-        scores = scratch.take("scores", part.shape)
-        part.product(query, key, problem.scale, scores)
+        scores = part.scores(query, key, scratch)
         part.modify(scores, scores)
         yield part, scores
 
@@ -95,24 +96,23 @@ def backward(
     # The lse of a row without keys is constant: drop its incoming gradient.
     grad_sum = None if grad_lse is None else heads.split_query(grad_lse).masked_fill(dead, 0.0)
 
-    wanted = zip((query, key, value), needs, strict=True)
-    dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in wanted)
+    dq = torch.zeros_like(query) if needs[0] else None
+    by_column = zip((key, value), needs[1:], strict=True)
+    dk, dv = (x.new_zeros(x.mT.shape) if need else None for x, need in by_column)  # [Z, dim, N]
     sums = None if problem.capture_grad is None else CaptureSums(problem, heads.real)
     scratch = Scratch(query)
     for part in parts(problem, heads, query.shape[2], key.shape[1]):
-        scores = scratch.take("scores", part.shape)
-        part.product(query, key, problem.scale, scores)
+        scores = part.scores(query, key, scratch)
         weights = scratch.take("weights", part.shape) if problem.score else scores
         part.modify(scores, weights)
-        torch.softmax(weights, -1, out=weights)
+        weights /= exponentials(weights)[1]
         if some_dead:
             weights.masked_fill_(dead[part.rows][..., None], 0.0)
         if dv is not None:
             part.add_to_columns(dv, weights, grad, 1.0)
         if dq is None and dk is None and sums is None:
             continue
-        change = scratch.take("change", part.shape)
-        part.product(grad, value, 1.0, change)
+        change = part.product(grad, value, scratch.at("change"))
         delta = change.mul_(weights).sum(-1)
         if grad_sum is not None:
             delta -= grad_sum[part.rows]
@@ -124,57 +124,88 @@ def backward(
             part.add_to_columns(dk, change, query, problem.scale)
     return Gradients(
         None if dq is None else heads.join_query(dq).to(q.dtype),
-        None if dk is None else heads.join_key(dk).to(k.dtype),
-        None if dv is None else heads.join_key(dv).to(v.dtype),
+        None if dk is None else heads.join_key(dk.mT).to(k.dtype, memory_format=torch.contiguous_format),
+        None if dv is None else heads.join_key(dv.mT).to(v.dtype, memory_format=torch.contiguous_format),
         () if sums is None else sums.result(),
     )
 
 
 class ScorePart:
-    """A step, with what the score mod and its derivatives make of its scores."""
+    """A step, with what the score mod and its derivatives make of its scores.
 
-    def __init__(self, problem: Problem, step: Step) -> None:
-        self.problem, self.step = problem, step
+    `first` has the graphs of the score mod, its derivative, and that with terms of captures.
+    """
+
+    def __init__(self, problem: Problem, step: Step, first: FirstSteps, large: bool) -> None:
+        self.problem, self.step, self.first, self.large = problem, step, first, large
         self.shape, self.rows = step.shape, step.rows
 
-    def product(self, x: Tensor, y: Tensor, scale: float, into: Tensor) -> None:
-        """Writes scale * x . y for each row of x [Z, G, M, dim] and each column of y [Z, N, dim]."""
-        flat = into.view(self.shape[0], -1, self.shape[3])
-        rows = x[self.rows].flatten(1, 2)
-        torch.baddbmm(flat, rows, self.step.columns_of(y).mT, beta=0, alpha=scale, out=flat)
+    def scores(self, query: Tensor, key: Tensor, scratch: Scratch) -> Tensor:
+        """Returns the scores after the first steps of the score mod, valid until the next call."""
+        factor = self.problem.scale * self.first.factor
+        return self.product(query, key, scratch.at("scores"), factor, self.first.function)
+
+    def product(
+        self, x: Tensor, y: Tensor, memory: Memory, factor: float = 1.0, function: str = ""
+    ) -> Tensor:
+        """Returns function(factor * x . y) for each row of x [Z, G, M, dim] and column of y [Z, N, dim].
+
+        The result may be in the memory.
+        """
+        rows, columns = x[self.rows].flatten(1, 2), self.step.columns_of(y)
+        if self.large:
+            return product(rows[0] * factor, columns[0], function).view(self.shape)
+        found = memory(self.shape)
+        flat = found.view(len(rows), -1, self.shape[3])
+        torch.baddbmm(flat, rows, columns.mT, beta=0, alpha=factor, out=flat)
+        if function:
+            apply(function, found)
+        return found
 
     def times_columns(self, weights: Tensor, x: Tensor) -> Tensor:
         """Returns weights @ columns of x [Z, N, dim], as [z, g, rows, dim]."""
-        return torch.bmm(weights.flatten(1, 2), self.step.columns_of(x)).view(*self.shape[:3], -1)
+        flat, columns = weights.flatten(1, 2), self.step.columns_of(x)
+        found = product(flat[0], columns[0].mT) if self.large else torch.bmm(flat, columns)
+        return found.view(*self.shape[:3], -1)
 
-    def add_to_columns(self, target: Tensor, weights: Tensor, x: Tensor, scale: float) -> None:
-        """Adds scale * weights^T @ rows of x [Z, G, M, dim] to the columns of `target` [Z, N, dim]."""
-        transposed, rows = weights.flatten(1, 2).mT, x[self.rows].flatten(1, 2)
+    def add_to_columns(self, target: Tensor, weights: Tensor, x: Tensor, factor: float) -> None:
+        """Adds factor * rows of x [Z, G, M, dim] @ weights to the columns of `target` [Z, dim, N].
+
+        Sums the rows of each head apart, since long sums lose precision.
+        """
+        rows, z = x[self.rows], as_slice(self.step.z)
+        if self.large:
+            of_group = rows[0].flatten(0, 1).mul(factor).mT.contiguous()
+            found = product(of_group, weights.flatten(0, 2).mT, depth=self.shape[2])
+            self.step.add_to_columns(target.mT, found.mT[None])
+            return
         first, *more = self.step.tiles.columns
-        if more:
-            self.step.add_to_columns(target, torch.bmm(transposed, rows).mul_(scale))
-        else:
-            target[as_slice(self.step.z), first].baddbmm_(transposed, rows, alpha=scale)
+        for g in range(self.shape[1]):
+            of_head, terms = rows[:, g].mT, weights[:, g]
+            if more:
+                self.step.add_to_columns(target.mT, torch.bmm(of_head, terms).mul_(factor).mT)
+            else:
+                target[z, :, first].baddbmm_(of_head, terms, alpha=factor)
 
     def modify(self, scores: Tensor, into: Tensor) -> None:
-        """Writes the scores after the score mod and the mask."""
-        if self.problem.score is not None:
+        """Writes the scores after the score mod and the mask, from those after its first steps."""
+        graph = self.first.rest[0]
+        if graph is not None:
             memory = {"overwrite": "score"} if scores is into else {"overwrite": "", "spare": into}
-            (result,) = self._run(self.problem.score.graph, score=scores, **memory)
+            (result,) = self._run(graph, score=scores, **memory)
             if result is not into:
                 into.copy_(result)
         self.step.forbid(into, -torch.inf)
 
     def unmodify(self, scores: Tensor, change: Tensor, spare: Tensor, sums: CaptureSums | None) -> None:
-        """Turns the gradient of the modified scores into the gradient of `scores`, in place.
+        """Turns the gradient of the modified scores into the gradient of the natural ones, in place.
 
         Adds the terms of captured tensors to `sums`. A derivative may be infinite or NaN where the mask is
         False. Overwrites `spare`, of the shape of scores.
         """
-        if sums is None and self.problem.score_grad is None:
+        graph = self.first.rest[1 if sums is None else 2]
+        if graph is None:
             return
-        graph = self.problem.score_grad if sums is None else sums.graph
-        assert graph is not None
         memory = {"overwrite": "grad", "spare": spare} if sums is None else {}
         by_score, *terms = self._run(graph, score=scores, grad=change, **memory)
         if sums is not None:
@@ -195,14 +226,28 @@ class ScorePart:
         return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, quick=True, **memory)
 
 
+def exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces scores by exp(score - largest of the row), and returns the largest and the sum of each row.
+
+    As powers of 2, which a CPU computes in a quarter of the time, and as exactly. Makes NaN of dead rows.
+    """
+    highest = scores.amax(-1, keepdim=True)
+    scores.sub_(highest).mul_(LOG2_E).exp2_()
+    return highest, scores.sum(-1, keepdim=True)
+
+
 def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
     """Splits a call into parts of at most BUDGET scores, without cutting rows.
 
     Rows that attend to nothing may be in no part.
     """
+    score = None if problem.score is None else problem.score.graph
+    with_captures = None if problem.capture_grad is None else problem.capture_grad.graph
+    first = first_steps(score, problem.score_grad, with_captures)
     for whole in steps_of(problem.mask, heads, rows, columns, squares=False):
-        for step in whole.cut(BUDGET, ROWS):
-            yield ScorePart(problem, step)
+        large = is_large(heads.real, math.prod(whole.shape[1:3]), whole.shape[3])
+        for step in whole.cut(BUDGET, TALL if large else ROWS, apart=large):
+            yield ScorePart(problem, step, first, large)
 
 
 class Scratch:
@@ -211,6 +256,10 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._buffers: dict[str, Tensor] = {}
+
+    def at(self, name: str) -> Memory:
+        """Returns `take` for this name."""
+        return partial(self.take, name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns an uninitialized contiguous tensor, valid until the next call with `name`."""

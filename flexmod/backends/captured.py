@@ -36,7 +36,6 @@ class CaptureSums:
 
     def __init__(self, problem: Problem, real: torch.dtype) -> None:
         assert problem.score is not None and problem.capture_grad is not None
-        self.graph: Graph = problem.capture_grad.graph
         self._loads = problem.capture_grad.loads
         self._tensors = problem.score.tensors
         self._totals = {number: _Total(self._tensors[number], real) for number in self._loads}

@@ -97,14 +97,20 @@ class Step:
         for span, forbidden in self.forbidden:
             x[..., span].masked_fill_(forbidden, value)
 
-    def cut(self, budget: int, height: int) -> Iterator[Step]:
-        """Yields steps of at most `budget` scores, or one row, and at most `height` rows."""
+    def cut(self, budget: int, height: int, apart: bool = False) -> Iterator[Step]:
+        """Yields steps of at most `budget` scores, or one row, and at most `height` rows.
+
+        `apart`: all heads of a step share their keys.
+        """
         rows, columns = self.tiles.rows, self.tiles.column_count
         height = max(1, min(height, self.tiles.row_count, budget // columns))
-        if height == self.tiles.row_count and len(self.z) * len(self.g) * height * columns <= budget:
+        count = budget // (height * columns)
+        if apart:
+            count = min(count, len(self.g))
+        if height == self.tiles.row_count and len(self.z) * len(self.g) <= count:
             yield self
             return
-        pieces = list(chunks(range(len(self.z)), range(len(self.g)), budget // (height * columns)))
+        pieces = list(chunks(range(len(self.z)), range(len(self.g)), count))
         for start in range(0, self.tiles.row_count, height):
             part = slice(start, min(start + height, self.tiles.row_count))
             tiles = replace(self.tiles, rows=slice(rows.start + part.start, rows.start + part.stop))

@@ -103,6 +103,8 @@ def quick_empty_strided(device_type: str) -> Callable[..., Tensor] | None:
 
 # attention on the CPU
 
+KEPT_MEMORY = 31 << 20
+
 
 def flash_on_cpu() -> tuple[Callable[..., tuple[Tensor, ...]], ...] | None:
     """torch's flash attention for CPU tensors, forward and backward; None where torch has no such operations.
@@ -113,6 +115,22 @@ def flash_on_cpu() -> tuple[Callable[..., tuple[Tensor, ...]], ...] | None:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     found = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
     return None if None in found else tuple(each.default for each in found)  # type: ignore[union-attr]
+
+
+@cache
+def linear_on_cpu() -> Callable[..., Tensor] | None:
+    """oneDNN's product f(x @ weight.mT) in float32, which compiled models call; None where torch lacks it.
+
+    Takes x [M, K], weight [N, K], a bias or None, the name of f or "none", f's numbers and its algorithm.
+    Unless x and weight are dense, row by row or column by column, it takes thousands of times as long.
+    """
+    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if found is None or not torch.backends.mkldnn.is_available():
+        return None
+    # It allocates its results. The C library of Linux keeps freed memory, up to twice the largest size that
+    # was freed so far. This makes that large: results then do not take new pages from the system each time.
+    torch.empty(KEPT_MEMORY, dtype=torch.uint8, device="cpu")
+    return found.default
 
 
 # torch.func

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
-from flexmod.backends import blocks, cpu, flash, tiles
+from flexmod.backends import blocks, cpu, flash, products, tiles
 from flexmod.backends.interface import Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 
@@ -31,7 +31,8 @@ ALL = (True, True, True)
 
 @pytest.fixture(params=["flash", "blocks"], autouse=True)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test runs twice: by flash attention where it serves, and without it."""
+    """Each test runs twice: by flash attention where it serves, and without it. All products are torch's."""
+    monkeypatch.setattr(products, "_has_quick_product", lambda: False)
     if request.param == "blocks":
         monkeypatch.setattr(cpu, "serves", lambda problem: False)
     return str(request.param)

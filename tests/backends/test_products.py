@@ -1,0 +1,249 @@
+"""Products by oneDNN, at any size here: alone, in blocks of scores, and in the backward of half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference_case import expected, make_case
+from torch import Tensor
+
+import flexmod
+from backends.test_cpu import (
+    alibi,
+    block_mask,
+    both,
+    capped,
+    causal,
+    check,
+    holes,
+    late,
+    run,
+    sinks_and_window,
+)
+from flexmod.backends import cpu, flash, products
+from flexmod.ir.derivative import differentiate
+from flexmod.ir.passes import optimize
+from flexmod.ir.trace import trace
+from flexmod.runtime.private_torch import flash_on_cpu, linear_on_cpu
+
+pytestmark = pytest.mark.skipif(linear_on_cpu() is None, reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each float32 product is oneDNN's."""
+    for least in ("LEAST_ROWS", "LEAST_COLUMNS", "LEAST_SCORES"):
+        monkeypatch.setattr(products, least, 1)
+    monkeypatch.setattr(products, "FEW_THREADS", 1 << 20)
+    monkeypatch.setattr(products, "_has_quick_product", lambda: True)
+
+
+def sigmoid(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 3 * torch.sigmoid(score * -0.5) + 0.01 * kv_idx
+
+
+def used_twice(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * 0.5 + torch.tanh(score * 0.5)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"q_len": 1, "kv_len": 150},
+    {"q_len": 129, "kv_len": 1},
+    {"q_len": 77, "kv_len": 200, "head_dim": 5, "value_dim": 7, "scale": 0.3},
+    {"heads": 6, "kv_heads": 2, "q_len": 50, "batch": 3, "kv_batch": 1},
+    {"heads": 3, "kv_heads": 1, "q_len": 140, "layout": "bshd", "batch": 2},
+]
+MASKS = [None, causal, late, sinks_and_window, both]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("score_mod", [None, alibi, capped, sigmoid, used_twice, holes])
+@pytest.mark.parametrize("mask_mod", MASKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_small_calls(
+    shape: dict[str, Any],
+    mask_mod: Any,
+    score_mod: Any,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The forward of half precision is by flash where that serves. `test_errors` has the limits of errors."""
+    if dtype == torch.float32:
+        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+    case = make_case(dtype=dtype, **shape)
+    mask = None if mask_mod is None else block_mask(case, mask_mod)
+    truth, (result, grads) = expected(case, score_mod, mask), run(case, score_mod, mask)
+    near = {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+    for x, exact in zip((result.out, *grads[:3]), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
+        assert x is not None
+        torch.testing.assert_close(x.double(), exact, **near)
+    torch.testing.assert_close(result.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "one head": {"heads": 1, "q_len": 700, "kv_len": 1500, "head_dim": 64},
+    "shared keys": {"heads": 4, "kv_heads": 1, "q_len": 600, "kv_len": 513, "head_dim": 32, "value_dim": 48},
+    "by batch entry": {"batch": 2, "heads": 2, "kv_heads": 2, "q_len": 520, "kv_len": 1025, "layout": "bshd"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("score_mod", [None, capped, sigmoid])
+@pytest.mark.parametrize("name", LARGE)
+def test_errors(name: str, score_mod: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are large, on any processor, with the limits of any other call."""
+    monkeypatch.setattr(products, "_has_quick_product", lambda: True)
+    monkeypatch.setattr(products, "FEW_THREADS", 1 << 20)
+    monkeypatch.setattr(products, "LEAST_SCORES", 1 << 16)
+    if dtype == torch.float32:
+        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+    case = make_case(dtype=dtype, **LARGE[name])
+    check(case, score_mod, block_mask(case, lambda b, h, q, k: (k <= q + 800) & (k % 7 != b), 128))
+    check(case, score_mod, None)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_gradients_of_captures() -> None:
+    case = make_case(dtype=torch.float32, heads=4, kv_heads=2, q_len=60)
+    slopes = torch.rand(4, generator=torch.Generator().manual_seed(0))
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 2 * torch.tanh(score * 0.5) * leaf[h] - leaf[h] * (q_idx - kv_idx)
+
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = slopes.to(dtype).requires_grad_()
+        out = flexmod.flex_attention(*(x.to(dtype) for x in case.inputs), mod, enable_gqa=True)
+        found.append(torch.autograd.grad(out, leaf, case.grad_out.to(dtype))[0])
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-4)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "a bias": {"mask": (1, 3)},
+    "a bias of each head": {"mask": (2, 3)},
+    "rows without keys": {"mask": (1, 1), "dead": True},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("budget", [1, 1 << 14, 1 << 20])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_by_products_are_those_of_torch(
+    layout: str, budget: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = flash_on_cpu()
+    assert kernels is not None
+    monkeypatch.setattr(flash, "BUDGET", budget)
+    how, generator = CALLS[name], torch.Generator().manual_seed(0)
+    shape, order = ((2, 3, 330, 24), (0, 1, 2, 3)) if layout == "bhsd" else ((2, 330, 3, 24), (0, 2, 1, 3))
+    q, k, v, grad = (torch.randn(shape, generator=generator).permute(order) for _ in range(4))
+    k, v = k[:, :1].expand(-1, 3, -1, -1), v[:, :1].expand(-1, 3, -1, -1)
+    mask = torch.randn(*how["mask"], 330, 330, generator=generator) if "mask" in how else None
+    if how.get("dead"):
+        assert mask is not None
+        mask[:, :, 40:200] = -torch.inf
+    given = {"attn_mask": mask, "scale": 0.3}
+    causal = how.get("causal", False)
+    out, lse = kernels[0](q, k, v, 0.0, causal, **given)
+    if how.get("dead"):
+        lse[:, :, 40:200] = torch.inf
+    wanted = kernels[1](grad, q, k, v, out, lse, 0.0, causal, **given)
+    found = flash.gradients_by_products(grad, q, k, v, out, lse, 0.0, causal, **given)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_two_runs_agree_bit_for_bit(dtype: torch.dtype) -> None:
+    case = make_case(dtype=dtype, batch=2, heads=6, kv_heads=2, q_len=300, head_dim=32)
+    leaves = [x.requires_grad_() for x in case.inputs]
+    mask = block_mask(case, sinks_and_window)
+
+    def run(mod: Any) -> list[Tensor]:
+        out = flexmod.flex_attention(*leaves, mod, mask, enable_gqa=True)
+        return [out, *torch.autograd.grad(out, leaves, case.grad_out)]
+
+    for mod in (None, capped):
+        assert all(map(torch.equal, run(mod), run(mod)))
+
+
+@pytest.mark.parametrize("function", ["", *products.FUNCTIONS])
+def test_product(function: str) -> None:
+    """Of dense operands and of their transposes; the functions take what is not finite."""
+    x, y = torch.randn(70, 33), torch.randn(90, 33)
+    for left in (x, x.mT.contiguous().mT):
+        for right in (y, y.mT.contiguous().mT):
+            wanted = left.double() @ right.double().mT
+            wanted = getattr(torch, function)(wanted) if function else wanted
+            found = products.product(left, right, function).double()
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, 1e-30, 1e-4, 90.0, -90.0])
+    found = products.product(odd[:, None], torch.ones(3, 1), function)[:, 0]
+    alone = odd.clone()
+    if function:
+        products.apply(function, alone)
+    for each in (found, alone):
+        wanted = getattr(torch, function)(odd.double()) if function else odd.double()
+        torch.testing.assert_close(each.double(), wanted, rtol=3e-7, atol=2e-38, equal_nan=True)
+
+
+STEPS = {
+    "soft-cap": (lambda s: 20.0 * torch.tanh(s / 20.0), 0.05, "tanh"),
+    "sigmoid": (torch.sigmoid, 1.0, "sigmoid"),
+    "factor": (lambda s: s * -0.5 + 1.0, -0.5, ""),
+    "factor and square": (lambda s: (s * 0.5) ** 2, 0.5, ""),
+    "function twice": (lambda s: torch.tanh(torch.tanh(s)), 1.0, "tanh"),
+    "the score too": (lambda s: torch.tanh(s) + s, 1.0, ""),
+    "the product too": (lambda s: torch.tanh(x := s * 0.5) + x, 0.5, ""),
+    "a factor above 1": (lambda s: torch.tanh(s * 3.0), 1.0, ""),
+    "zero": (lambda s: s * 0.0, 1.0, ""),
+    "not a number": (lambda s: s * float("nan"), 1.0, ""),
+    "another function": (lambda s: torch.exp(s * 0.5), 0.5, ""),
+    "no score": (lambda s: torch.zeros_like(s), 1.0, ""),
+    "the score": (lambda s: s, 1.0, ""),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_first_steps(name: str) -> None:
+    formula, factor, function = STEPS[name]
+    graph = optimize(trace(lambda score, b, h, q_idx, kv_idx: formula(score), "score").graph)
+    found = products.first_steps(graph, optimize(differentiate(graph)), None)
+    assert (found.factor, found.function, found.rest[2]) == (factor, function, None)
+
+
+def test_rest_of_a_softcap() -> None:
+    graph = optimize(trace(lambda s, b, h, q_idx, kv_idx: 20.0 * torch.tanh(s / 20.0), "score").graph)
+    rest = products.first_steps(graph, optimize(differentiate(graph))).rest
+    assert [[line.split("  #")[0].strip() for line in str(each).splitlines()[1:]] for each in rest] == [
+        ["%0: float32 = mul(20.0, score)", "return %0"],
+        [
+            "%0: float32 = mul(grad, 20.0)",
+            "%1: float32 = mul(score, score)",
+            "%2: float32 = sub(1.0, %1)",
+            "%3: float32 = mul(%0, %2)",
+            "%4: float32 = mul(%3, 0.05)",
+            "return %4",
+        ],
+    ]
+
+
+def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_has_quick_product", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    large = products.is_large
+    assert large(torch.float32, 512, 512) and large(torch.float32, 64, 4096)
+    assert not large(torch.float64, 512, 512)
+    assert not large(torch.float32, 1024, 500) and not large(torch.float32, 63, 8192)
+    assert not large(torch.float32, 256, 1023)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert not large(torch.float32, 512, 512)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(products, "_has_quick_product", lambda: False)
+    assert not large(torch.float32, 512, 512)
