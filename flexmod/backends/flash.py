@@ -40,8 +40,8 @@ Turn = Callable[[Tensor], Tensor]
 BIASES = 1 << 20
 # Elements of the keys of a run, each step's counted: the gradients of its keys need as much memory.
 RUN = 1 << 21
-# One lse gives the weights of scores up to this size as exactly as the scores themselves.
-LARGEST_LSE = 256.0
+# One lse gives the weights of scores up to this size nearly as exactly as their largest and their sum.
+LARGEST_LSE = 32.0
 LOG2_E = math.log2(math.e)
 # An integer dtype of the same width, and the bits of -inf in it.
 BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}

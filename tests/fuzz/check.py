@@ -21,7 +21,7 @@ there, and the softmax of what it gives then. So the truth computes the mod as i
 the CPU, and all else in float64; the attention beside it is rounded to the call's dtype where a flash
 attention must be, in weights and results, but not in scores; and scores are moved as above, which turns what
 lies at the edge of a rounding. Functions are off by a relative error: an absolute one only where a cap is
-small.
+small. On the CPU, each tanh may be off by a unit in the last place, as oneDNN's is.
 
 Last, luck: the largest error, and that of few elements, are matters of it, for eager attention too. A call
 that is over still is drawn four times more, with other numbers in all tensors of floats; the errors are

@@ -20,21 +20,33 @@ MOVES = 4
 INEXACT = ("tanh", "erf", "erfc", "sin", "cos", "tan", "log", "log2")
 INEXACT_BY = 5e-7
 SMALL_CAP = 128.0
+ONE_PLACE = 2.0**-23
 
 
 class Inexact:
-    """torch, whose inexact functions are off, by so much up or down; `relative`: of their value."""
+    """torch, whose inexact functions are off, by so much up or down; `relative`: of their value.
 
-    def __init__(self, by: float, relative: bool = False, names: Container[str] = INEXACT) -> None:
-        self._by, self._relative, self._names = by, relative, names
+    `seed`: each value by itself, up or down by chance.
+    """
+
+    def __init__(
+        self, by: float, relative: bool = False, names: Container[str] = INEXACT, seed: int | None = None
+    ) -> None:
+        self._by, self._relative, self._names, self._seed = by, relative, names, seed
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(torch, name)
         if name not in self._names:
             return function
+        if self._seed is not None:
+            return lambda x: function(x) * (1 + self._by * self._signs(x))
         if self._relative:
             return lambda x: function(x) * (1 + self._by)
         return lambda x: function(x) + self._by
+
+    def _signs(self, x: Tensor) -> Tensor:
+        random = torch.Generator(x.device).manual_seed(self._seed or 0)
+        return torch.randint(0, 2, x.shape, generator=random, device=x.device) * 2 - 1
 
 
 class Divisions(TorchFunctionMode):
@@ -93,6 +105,8 @@ def inexact(case: Case, call: Call) -> list[Results]:
     huge = case.kind == "huge"
     relative = huge and any(value > SMALL_CAP for _, value in case.numbers)
     functions = [Inexact(by, relative) for by in (INEXACT_BY, -INEXACT_BY)]
+    if huge and case.backend == "cpu":  # its tanh is oneDNN's
+        functions += [Inexact(ONE_PLACE, True, ("tanh",), seed) for seed in range(MOVES)]
     works = [Dense(case, call, torch.float64, not huge, of) for of in functions]
     return [work.results(work.scores) for work in works]
 
