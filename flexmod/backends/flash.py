@@ -10,16 +10,16 @@ kernel computes the sum of grad_out * out for each row, which must lose grad_lse
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
-from flexmod.backends.blocks import BUDGET, Scratch
+from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.backends.products import LEAST_ROWS, is_large, product
+from flexmod.backends.products import is_large, product
 from flexmod.backends.reference import Heads, in_order_of
 from flexmod.backends.steps import (
     EqualSteps,
@@ -31,7 +31,7 @@ from flexmod.backends.steps import (
     runs_of_equal,
     steps_of,
 )
-from flexmod.backends.tiles import ROWS, TALL
+from flexmod.backends.tiles import ROWS
 from flexmod.ir.ops import HALF
 from flexmod.runtime.private_torch import flash_on_cpu
 
@@ -42,7 +42,8 @@ BIASES = 1 << 20
 RUN = 1 << 21
 # One lse gives the weights of scores up to this size nearly as exactly as their largest and their sum.
 LARGEST_LSE = 32.0
-LOG2_E = math.log2(math.e)
+# Rows of a piece of BUDGET scores.
+HEIGHT = 512
 # An integer dtype of the same width, and the bits of -inf in it.
 BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
 
@@ -84,15 +85,11 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Gradients | None:
     """Runs a backward, see `interface`; None as in `forward`."""
-    least, most = (float(x) for x in lse.aminmax())
-    alive = lse
-    if least == -torch.inf:
-        dead = lse == -torch.inf
-        alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
-        grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
-        least, most = (float(x) for x in lse.masked_fill(dead, 0.0).aminmax())
-    if not max(-least, most) <= LARGEST_LSE:
+    dead = lse == -torch.inf
+    if not lse.masked_fill(dead, 0.0).abs().max() <= LARGEST_LSE:
         return None
+    alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
+    grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
     call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
     query, key, value = call.rows(q), call.key, call.value
     grad, result, row_lse = call.rows(grad_out), call.rows(out), call.heads.group(alive)
@@ -104,15 +101,17 @@ def backward(
         step = batch.step
         if not call.supports(step, query):
             return None
-        differentiate = call.kernels[1]
-        if q.dtype in HALF and is_large(call.heads.real, *step.shape[2:]):
-            differentiate = gradients_by_products
         by_row = [turned(batch.rows_of(x)) for x in (grad, query, result, row_lse)]
         by_column = batch.columns_of(key), batch.columns_of(value)
-        found = differentiate(
-            *by_row[:2], *by_column, *by_row[2:], 0.0, step.tiles.causal,
-            attn_mask=mask, scale=problem.scale,
-        )  # fmt: skip
+        given: Any = {"attn_mask": mask, "scale": problem.scale}
+        if q.dtype in HALF and len(step.tiles.columns) == 1 and is_large(call.heads.real, *step.shape[2:]):
+            dq, *sums = grads or map(torch.zeros_like, (query, key, value))
+            grads = [dq, *map(_by_dimension, sums)]
+            tensors = [*by_row, *by_column, *map(batch.columns_of, grads[1:])]
+            part = gradients_by_products(*tensors, causal=step.tiles.causal, **given)
+            batch.write_rows(dq, turned(part))
+            continue
+        found = call.kernels[1](*by_row[:2], *by_column, *by_row[2:], 0.0, step.tiles.causal, **given)
         if step.shape == call.size:
             grads += turned(found[0]), *map(over_group, found[1:])
             break
@@ -133,46 +132,60 @@ def backward(
 def gradients_by_products(
     grad: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
-    dropout: float,
-    causal: bool,
+    key: Tensor,
+    value: Tensor,
+    key_grad: Tensor,
+    value_grad: Tensor,
     *,
+    causal: bool,
     attn_mask: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, as torch's operation does, in less time; see `products`.
+) -> Tensor:
+    """Returns the gradient of query, and adds those of key and value to `key_grad` and `value_grad`.
 
-    For operands that come from half precision: float32 sums of any length are exact enough for them.
+    What torch's operation computes, in less time; see `products`. For operands that come from half precision:
+    float32 sums of any length are exact enough for them. All shapes are [z, g, rows or columns, dim].
     """
-    delta = (grad * out).sum(-1, keepdim=True)  # [z, g, rows, 1]
+    delta = (grad * out).sum(-1, keepdim=True)
     log2_sums = (lse * LOG2_E)[..., None]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    dq = query.new_zeros(query.shape)
     rows, columns = query.shape[2], key.shape[2]
-    key_sums, value_sums = (x.new_empty(x.shape[3], columns) for x in (key, value))
-    height = min(TALL, max(BUDGET // columns, LEAST_ROWS))
+    width = BUDGET // min(rows, HEIGHT)
+    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], columns)
     for head in [(z, g) for z in range(query.shape[0]) for g in range(query.shape[1])]:
         k, v = key[head].contiguous(), value[head].contiguous()
-        key_sums.zero_()
-        value_sums.zero_()
-        for start in range(0, rows, height):
-            here = *head, slice(start, min(start + height, rows))
-            n = min(here[2].stop, columns) if causal else columns
-            q, g = query[here].contiguous(), grad[here].contiguous()
-            weights = product(q * (scale * LOG2_E), k[:n])  # [rows, n]
-            if attn_mask is not None:
-                weights.add_(attn_mask.expand(*query.shape[:3], columns)[here], alpha=LOG2_E)
-            weights.sub_(log2_sums[here]).exp2_()
-            if causal:
-                weights[:, start:].tril_()
-            value_sums[:, :n] += product(g.mT.contiguous(), weights.mT)
-            change = product(g, v[:n]).sub_(delta[here]).mul_(weights)
-            dq[here] = product(change, k[:n].mT, depth=columns).mul_(scale)
-            key_sums[:, :n] += product((q * scale).mT.contiguous(), change.mT)
-        dk[head], dv[head] = key_sums.mT, value_sums.mT
-    return dq, dk, dv
+        for here in spans(rows, HEIGHT):
+            at = *head, here
+            q, g = query[at].contiguous(), grad[at].contiguous()
+            of_queries, of_grad = (q * scale).mT.contiguous(), g.mT.contiguous()  # [dim, rows]
+            for part in spans(min(here.stop, columns) if causal else columns, width):
+                weights = product(q * (scale * LOG2_E), k[part])  # [rows, columns] of this piece
+                if mask is not None:
+                    weights.add_(mask[at][:, part], alpha=LOG2_E)
+                weights.sub_(log2_sums[at]).exp2_()
+                if causal and part.stop > here.start:
+                    weights.tril_(here.start - part.start)
+                value_grad[head][part].mT.add_(product(of_grad, weights.mT))
+                change = product(g, v[part]).sub_(delta[at]).mul_(weights)
+                dq[at] += product(change, k[part].mT, depth=columns)
+                key_grad[head][part].mT.add_(product(of_queries, change.mT))
+    return dq.mul_(scale)
+
+
+def _by_dimension(x: Tensor) -> Tensor:
+    """Returns x [Z, N, dim] with the columns of a dimension side by side in memory, as products come."""
+    return x if x.mT.is_contiguous() else x.mT.contiguous().mT
+
+
+def spans(size: int, width: int) -> Iterator[slice]:
+    """Splits range(size) into slices of about this width, the last one up to half as wide again."""
+    start = 0
+    while start < size:
+        stop = start + width if size - start > 1.5 * width else size
+        yield slice(start, stop)
+        start = stop
 
 
 class FlashCall:
