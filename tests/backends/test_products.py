@@ -240,10 +240,10 @@ def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_quick_product", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     large = products.is_large
-    assert large(torch.float32, 256, 512) and large(torch.float32, 64, 2048)
+    assert large(torch.float32, 384, 512) and large(torch.float32, 64, 3072)
     assert not large(torch.float64, 512, 512)
     assert not large(torch.float32, 1024, 500) and not large(torch.float32, 63, 8192)
-    assert not large(torch.float32, 128, 1023)
+    assert not large(torch.float32, 256, 512)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert not large(torch.float32, 512, 512)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
