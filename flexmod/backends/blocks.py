@@ -23,12 +23,15 @@ from flexmod.backends.steps import Step, steps_of
 from flexmod.backends.tiles import ROWS, TALL
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
+from flexmod.ir.ops import HALF
 from flexmod.ir.source import MASK_ARGUMENTS
 
 # Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
 BUDGET = 1 << 20
 
 LOG2_E = math.log2(math.e)
+# A log-sum-exp up to this size has a rounding that changes weights no more than a score's does.
+LARGEST_LSE = 32.0
 
 Memory = Callable[[tuple[int, ...]], Tensor]
 
@@ -84,17 +87,13 @@ def backward(
     grad_lse: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
-    """Runs a backward, see `interface`. Two runs agree bit for bit.
-
-    It does not read `out`, whose rounding would reach the gradients.
-    """
+    """Runs a backward, see `interface`. Two runs agree bit for bit."""
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     grad = heads.split_query(grad_out)
-    dead = heads.split_query(lse) == -torch.inf
-    some_dead = bool(dead.any())
-    # The lse of a row without keys is constant: drop its incoming gradient.
-    grad_sum = None if grad_lse is None else heads.split_query(grad_lse).masked_fill(dead, 0.0)
+    split = heads.split_query
+    of_lse = None if grad_lse is None else split(grad_lse)
+    softmax = Softmax(grad, split(out), split(lse), of_lse, coarse=q.dtype in HALF)
 
     dq = torch.zeros_like(query) if needs[0] else None
     by_column = zip((key, value), needs[1:], strict=True)
@@ -105,18 +104,13 @@ def backward(
         scores = part.scores(query, key, scratch)
         weights = scratch.take("weights", part.shape) if problem.score else scores
         part.modify(scores, weights)
-        weights /= exponentials(weights)[1]
-        if some_dead:
-            weights.masked_fill_(dead[part.rows][..., None], 0.0)
+        softmax.weigh(weights, part.rows)
         if dv is not None:
             part.add_to_columns(dv, weights, grad, 1.0)
         if dq is None and dk is None and sums is None:
             continue
         change = part.product(grad, value, scratch.at("change"))
-        delta = change.mul_(weights).sum(-1)
-        if grad_sum is not None:
-            delta -= grad_sum[part.rows]
-        change.addcmul_(weights, delta[..., None], value=-1.0)
+        softmax.differentiate(change, weights, part.rows)
         part.unmodify(scores, change, weights, sums)
         if dq is not None:
             dq[part.rows] = part.times_columns(change, key).mul_(problem.scale)
@@ -128,6 +122,51 @@ def backward(
         None if dv is None else heads.join_key(dv.mT).to(v.dtype, memory_format=torch.contiguous_format),
         () if sums is None else sums.result(),
     )
+
+
+class Softmax:
+    """The softmax of a backward, with the terms of each row, [Z, G, M].
+
+    `coarse`: it may read out and lse, whose rounding reaches the gradients. A row that attends to nothing has
+    weights 0, and a constant lse.
+    """
+
+    def __init__(
+        self, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, *, coarse: bool
+    ) -> None:
+        self._dead = lse == -torch.inf
+        self._some_dead = bool(self._dead.any())
+        self._grad_lse = None if grad_lse is None else grad_lse.masked_fill(self._dead, 0.0)
+        self._coarse = coarse and lse_suffices(lse)
+        if self._coarse:
+            self._lse = lse.masked_fill(self._dead, torch.inf)
+            self._delta = (grad * out).sum(-1)
+            if self._grad_lse is not None:
+                self._delta -= self._grad_lse
+
+    def weigh(self, scores: Tensor, rows: tuple[slice, ...]) -> None:
+        """Replaces scores of some rows and all their columns by their weights."""
+        if self._coarse:
+            scores.sub_(self._lse[rows][..., None]).mul_(LOG2_E).exp2_()
+            return
+        scores /= exponentials(scores)[1]
+        if self._some_dead:
+            scores.masked_fill_(self._dead[rows][..., None], 0.0)
+
+    def differentiate(self, change: Tensor, weights: Tensor, rows: tuple[slice, ...]) -> None:
+        """Turns gradients of weights into gradients of scores, in place."""
+        if self._coarse:
+            change.sub_(self._delta[rows][..., None]).mul_(weights)
+            return
+        delta = change.mul_(weights).sum(-1)
+        if self._grad_lse is not None:
+            delta -= self._grad_lse[rows]
+        change.addcmul_(weights, delta[..., None], value=-1.0)
+
+
+def lse_suffices(lse: Tensor) -> bool:
+    """Returns whether a row's lse gives its weights nearly as exactly as its largest score and their sum."""
+    return bool((lse.masked_fill(lse == -torch.inf, 0.0).abs() <= LARGEST_LSE).all())
 
 
 class ScorePart:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
-from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch
+from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch, lse_suffices
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.products import is_large, product
 from flexmod.backends.reference import Heads, in_order_of
@@ -40,8 +40,6 @@ Turn = Callable[[Tensor], Tensor]
 BIASES = 1 << 20
 # Elements of the keys of a run, each step's counted: the gradients of its keys need as much memory.
 RUN = 1 << 21
-# One lse gives the weights of scores up to this size nearly as exactly as their largest and their sum.
-LARGEST_LSE = 32.0
 # Rows of a piece of BUDGET scores.
 HEIGHT = 512
 # An integer dtype of the same width, and the bits of -inf in it.
@@ -85,9 +83,9 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Gradients | None:
     """Runs a backward, see `interface`; None as in `forward`."""
-    dead = lse == -torch.inf
-    if not lse.masked_fill(dead, 0.0).abs().max() <= LARGEST_LSE:
+    if not lse_suffices(lse):
         return None
+    dead = lse == -torch.inf
     alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
     grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
     call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
@@ -143,7 +141,7 @@ def gradients_by_products(
     attn_mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Returns the gradient of query, and adds those of key and value to `key_grad` and `value_grad`.
+    """Returns the gradient of query; adds the gradients of key and value to `key_grad` and `value_grad`.
 
     What torch's operation computes, in less time; see `products`. For operands that come from half precision:
     float32 sums of any length are exact enough for them. All shapes are [z, g, rows or columns, dim].
