@@ -9,16 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from flexmod import masks, mods
 from flexmod.runtime import config
 from flexmod.runtime.target import NAMES, target_of
-from flexmod.tools.ahead import warm
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
+WARM = """
+import sys
+import torch
+from flexmod import masks, mods
+from flexmod.tools.ahead import warm
+
+target, folder = sys.argv[1:]
+made = {"head_dim": 64, "dtype": torch.float16, "targets": [target]}
+assert all(built.fits for _, built in warm(folder, mods.softcap(30.0), masks.causal(), **made))
+"""
 CALL = """
 import json
 import torch, triton
@@ -40,24 +47,24 @@ print(json.dumps(found))
 """
 
 
+def output_of(script: str, *arguments: str, **variables: str) -> str:
+    """Runs a script in a process that finds Triton's own ptxas: torch.compile sets the path of another."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_PTXAS_PATH"}
+    command = [sys.executable, "-c", script, *arguments]
+    environment = {**own, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_a_call_finds_its_kernels(tmp_path: Path) -> None:
     target = target_of("cuda").name
     if target not in NAMES:
         pytest.skip(f"flexmod warm does not know {target}")
-    made = {"head_dim": 64, "dtype": torch.float16, "targets": [target]}
-    filled = warm(tmp_path / "here", mods.softcap(30.0), masks.causal(), **made)  # type: ignore[arg-type]
-    assert all(built.fits for _, built in filled)
+    output_of(WARM, target, str(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
-    environment = {
-        **os.environ,
-        config.CACHE_DIR: str(tmp_path / "there"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-c", CALL]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    folders = {config.CACHE_DIR: str(tmp_path / "there"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    found = json.loads(output_of(CALL, **folders))
     assert "forward_kernel" in dict(found)
     of_masks = {"squares_kernel", "elements_kernel", "runs_kernel"}  # a thread compiles them
     assert [name for name, hit in found if not hit and name not in of_masks] == []
