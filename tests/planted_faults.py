@@ -56,9 +56,9 @@ FAULTS = (
     Fault("templates/block_mask.jinja", "(number > 0) & (number < 4)", "(number > 0)",
           "tests/block_mask/test_generated.py"),
     # backends
-    Fault("flexmod/backends/blocks.py", "delta -= grad_sum[part.rows]", "delta += grad_sum[part.rows]",
+    Fault("flexmod/backends/blocks.py", "delta -= self._grad_lse[rows]", "delta += self._grad_lse[rows]",
           "tests/test_lse.py tests/backends/test_cpu.py"),
-    Fault("flexmod/backends/blocks.py", "weights.masked_fill_(dead[part.rows][..., None], 0.0)", "pass",
+    Fault("flexmod/backends/blocks.py", "scores.masked_fill_(self._dead[rows][..., None], 0.0)", "pass",
           "tests/backends/test_cpu.py"),
     Fault("flexmod/backends/flash.py", "result[..., -1] = -call", "result[..., -1] = call",
           "tests/backends/test_cpu.py"),
