@@ -83,6 +83,22 @@ def test_small_calls(
     torch.testing.assert_close(result.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("score_mod", [None, capped])
+@pytest.mark.parametrize("mask_mod", [None, late])
+def test_gradient_through_lse(mask_mod: Any, score_mod: Any, dtype: torch.dtype) -> None:
+    case = make_case(dtype=dtype, heads=4, kv_heads=2, q_len=60)
+    mask = None if mask_mod is None else block_mask(case, mask_mod)
+    grad_lse = 3.0 * torch.randn(1, 4, 60, generator=torch.Generator().manual_seed(0))
+    truth = expected(case, score_mod, mask, grad_lse)
+    _, grads = run(case, score_mod, mask, grad_lse)
+    near = {"rtol": 1e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 5e-3, "atol": 1e-2}
+    for x, exact in zip(grads[:3], (truth.dq, truth.dk, truth.dv), strict=True):
+        assert x is not None
+        torch.testing.assert_close(x.double(), exact, **near)
+
+
 LARGE: dict[str, dict[str, Any]] = {
     "one head": {"heads": 1, "q_len": 700, "kv_len": 1500, "head_dim": 64},
     "shared keys": {"heads": 4, "kv_heads": 1, "q_len": 600, "kv_len": 513, "head_dim": 32, "value_dim": 48},
