@@ -117,11 +117,16 @@ def backward(
         if dk is not None:
             part.add_to_columns(dk, change, query, problem.scale)
     return Gradients(
-        None if dq is None else heads.join_query(dq).to(q.dtype),
-        None if dk is None else heads.join_key(dk.mT).to(k.dtype, memory_format=torch.contiguous_format),
-        None if dv is None else heads.join_key(dv.mT).to(v.dtype, memory_format=torch.contiguous_format),
+        None if dq is None else as_gradient(heads.join_query(dq), q),
+        None if dk is None else as_gradient(heads.join_key(dk.mT), k),
+        None if dv is None else as_gradient(heads.join_key(dv.mT), v),
         () if sums is None else sums.result(),
     )
+
+
+def as_gradient(found: Tensor, tensor: Tensor) -> Tensor:
+    """Returns what was found for a tensor in its dtype, contiguous as the plan of a backward says."""
+    return found.to(tensor.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 class Softmax:

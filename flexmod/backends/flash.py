@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
-from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch, lse_suffices
+from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch, as_gradient, lse_suffices
 from flexmod.backends.interface import Forward, Gradients, Problem
 from flexmod.backends.products import is_large, product
 from flexmod.backends.reference import Heads, in_order_of
@@ -120,9 +120,9 @@ def backward(
     heads = call.heads
     dq, dk, dv = grads or [torch.zeros_like(x) for x in (query, key, value)]
     return Gradients(
-        heads.join_query(dq[..., : q.shape[3]]).to(q.dtype) if needs[0] else None,
-        heads.join_key(dk[..., : k.shape[3]]).to(k.dtype) if needs[1] else None,
-        heads.join_key(dv[..., : v.shape[3]]).to(v.dtype) if needs[2] else None,
+        as_gradient(heads.join_query(dq[..., : q.shape[3]]), q) if needs[0] else None,
+        as_gradient(heads.join_key(dk[..., : k.shape[3]]), k) if needs[1] else None,
+        as_gradient(heads.join_key(dv[..., : v.shape[3]]), v) if needs[2] else None,
         (),
     )
 

@@ -140,6 +140,7 @@ def check(case: Case, score_mod: Any = None, mask: BlockMask | None = None) -> N
     assert grads.query is not None and grads.key is not None and grads.value is not None
     found = {"out": result.out, "dq": grads.query, "dk": grads.key, "dv": grads.value}
     assert {x.dtype for x in found.values()} == {case.q.dtype}
+    assert all(x is not None and x.is_contiguous() for x in grads[:3])
     if case.q.dtype == torch.float64:
         for name, x in found.items():
             torch.testing.assert_close(x, getattr(truth, name), rtol=1e-11, atol=1e-11)

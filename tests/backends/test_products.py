@@ -80,6 +80,7 @@ def test_small_calls(
     for x, exact in zip((result.out, *grads[:3]), (truth.out, truth.dq, truth.dk, truth.dv), strict=True):
         assert x is not None
         torch.testing.assert_close(x.double(), exact, **near)
+    assert all(x is not None and x.is_contiguous() for x in grads[:3])
     torch.testing.assert_close(result.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
 
 
