@@ -2,14 +2,14 @@
 
 A block is a part of a step, see `steps`: as many heads as the budget allows, and all columns of its rows, so
 no partial softmax needs merging. Of large blocks, see `products`, all heads share their keys. The backward
-recomputes each row's weights from its scores, with the same rounding as the forward.
+recomputes each row's weights from its scores: in half precision with its lse, else with the same rounding as
+the forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,6 @@ BUDGET = 1 << 20
 LOG2_E = math.log2(math.e)
 # A log-sum-exp up to this size has a rounding that changes weights no more than a score's does.
 LARGEST_LSE = 32.0
-
-Memory = Callable[[tuple[int, ...]], Tensor]
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
@@ -90,9 +88,8 @@ def backward(
     """Runs a backward, see `interface`. Two runs agree bit for bit."""
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
-    grad = heads.split_query(grad_out)
     split = heads.split_query
-    of_lse = None if grad_lse is None else split(grad_lse)
+    grad, of_lse = split(grad_out), None if grad_lse is None else split(grad_lse)
     softmax = Softmax(grad, split(out), split(lse), of_lse, coarse=q.dtype in HALF)
 
     dq = torch.zeros_like(query) if needs[0] else None
@@ -109,7 +106,7 @@ def backward(
             part.add_to_columns(dv, weights, grad, 1.0)
         if dq is None and dk is None and sums is None:
             continue
-        change = part.product(grad, value, scratch.at("change"))
+        change = part.product(grad, value, scratch, "change")
         softmax.differentiate(change, weights, part.rows)
         part.unmodify(scores, change, weights, sums)
         if dq is not None:
@@ -187,19 +184,19 @@ class ScorePart:
     def scores(self, query: Tensor, key: Tensor, scratch: Scratch) -> Tensor:
         """Returns the scores after the first steps of the score mod, valid until the next call."""
         factor = self.problem.scale * self.first.factor
-        return self.product(query, key, scratch.at("scores"), factor, self.first.function)
+        return self.product(query, key, scratch, "scores", factor, self.first.function)
 
     def product(
-        self, x: Tensor, y: Tensor, memory: Memory, factor: float = 1.0, function: str = ""
+        self, x: Tensor, y: Tensor, scratch: Scratch, name: str, factor: float = 1.0, function: str = ""
     ) -> Tensor:
         """Returns function(factor * x . y) for each row of x [Z, G, M, dim] and column of y [Z, N, dim].
 
-        The result may be in the memory.
+        The result may be in the scratch memory of this name.
         """
         rows, columns = x[self.rows].flatten(1, 2), self.step.columns_of(y)
         if self.large:
             return product(rows[0] * factor, columns[0], function).view(self.shape)
-        found = memory(self.shape)
+        found = scratch.take(name, self.shape)
         flat = found.view(len(rows), -1, self.shape[3])
         torch.baddbmm(flat, rows, columns.mT, beta=0, alpha=factor, out=flat)
         if function:
@@ -300,10 +297,6 @@ class Scratch:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._buffers: dict[str, Tensor] = {}
-
-    def at(self, name: str) -> Memory:
-        """Returns `take` for this name."""
-        return partial(self.take, name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns an uninitialized contiguous tensor, valid until the next call with `name`."""
