@@ -26,7 +26,7 @@ ONE_PLACE = 2.0**-23
 class Inexact:
     """torch, whose inexact functions are off, by so much up or down; `relative`: of their value.
 
-    `seed`: each value by itself, up or down by chance.
+    `seed`: each value by itself, up or down by chance, if relative.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Inexact:
         function = getattr(torch, name)
         if name not in self._names:
             return function
-        if self._seed is not None:
-            return lambda x: function(x) * (1 + self._by * self._signs(x))
         if self._relative:
-            return lambda x: function(x) * (1 + self._by)
+            return lambda x: function(x) * (1 + self._by * self._signs(x))
         return lambda x: function(x) + self._by
 
-    def _signs(self, x: Tensor) -> Tensor:
-        random = torch.Generator(x.device).manual_seed(self._seed or 0)
+    def _signs(self, x: Tensor) -> Tensor | int:
+        if self._seed is None:
+            return 1
+        random = torch.Generator(x.device).manual_seed(self._seed)
         return torch.randint(0, 2, x.shape, generator=random, device=x.device) * 2 - 1
 
 
