@@ -17,10 +17,18 @@ from torch import Tensor
 
 from flexmod.backends.captured import CaptureSums
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.backends.products import FirstSteps, apply, first_steps, is_large, product
+from flexmod.backends.products import (
+    FirstSteps,
+    apply,
+    first_steps,
+    is_large,
+    is_quick,
+    multiply_by_derivative,
+    product,
+)
 from flexmod.backends.reference import Heads, as_slice, in_order_of
 from flexmod.backends.steps import Step, steps_of
-from flexmod.backends.tiles import ROWS, TALL
+from flexmod.backends.tiles import ROWS, TALL, TALLER, StepRules
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 from flexmod.ir.ops import HALF
@@ -28,6 +36,8 @@ from flexmod.ir.source import MASK_ARGUMENTS
 
 # Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
 BUDGET = 1 << 20
+# How many times as many a large part has, and its columns where it need not have all of its rows.
+MORE, WIDTH = 2, 2048
 
 LOG2_E = math.log2(math.e)
 # A log-sum-exp up to this size has a rounding that changes weights no more than a score's does.
@@ -71,6 +81,7 @@ def scored_parts(
     for part in parts(problem, heads, query.shape[2], key.shape[1]):
         scores = part.scores(query, key, scratch)
         part.modify(scores, scores)
+        part.step.forbid(scores, -torch.inf)
         yield part, scores
 
 
@@ -90,29 +101,30 @@ def backward(
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     split = heads.split_query
     grad, of_lse = split(grad_out), None if grad_lse is None else split(grad_lse)
-    softmax = Softmax(grad, split(out), split(lse), of_lse, coarse=q.dtype in HALF)
+    coarse = q.dtype in HALF and lse_suffices(lse)
+    softmax = (Coarse if coarse else Softmax)(grad, value, split(out), split(lse), of_lse)
 
     dq = torch.zeros_like(query) if needs[0] else None
     by_column = zip((key, value), needs[1:], strict=True)
     dk, dv = (x.new_zeros(x.mT.shape) if need else None for x, need in by_column)  # [Z, dim, N]
     sums = None if problem.capture_grad is None else CaptureSums(problem, heads.real)
     scratch = Scratch(query)
-    for part in parts(problem, heads, query.shape[2], key.shape[1]):
+    # rows are terms of a sum: fewer of them where gradients have the precision of sums
+    size = (TALLER, WIDTH) if coarse else (TALL, 0)
+    for part in parts(problem, heads, query.shape[2], key.shape[1], *size):
         scores = part.scores(query, key, scratch)
         weights = scratch.take("weights", part.shape) if problem.score else scores
-        part.modify(scores, weights)
-        softmax.weigh(weights, part.rows)
+        softmax.weigh(part, scores, weights)
         if dv is not None:
             part.add_to_columns(dv, weights, grad, 1.0)
         if dq is None and dk is None and sums is None:
             continue
-        change = part.product(grad, value, scratch, "change")
-        softmax.differentiate(change, weights, part.rows)
-        part.unmodify(scores, change, weights, sums)
+        change = softmax.change(part, weights, scratch)
+        scale = problem.scale * part.unmodify(scores, change, weights, sums)
         if dq is not None:
-            dq[part.rows] = part.times_columns(change, key).mul_(problem.scale)
+            dq[part.rows].add_(part.times_columns(change, key), alpha=scale)
         if dk is not None:
-            part.add_to_columns(dk, change, query, problem.scale)
+            part.add_to_columns(dk, change, query, scale)
     return Gradients(
         None if dq is None else as_gradient(heads.join_query(dq), q),
         None if dk is None else as_gradient(heads.join_key(dk.mT), k),
@@ -122,48 +134,64 @@ def backward(
 
 
 def as_gradient(found: Tensor, tensor: Tensor) -> Tensor:
-    """Returns what was found for a tensor in its dtype, contiguous as the plan of a backward says."""
+    """Returns a gradient in the dtype of its tensor, and contiguous, as the plan of a backward says."""
     return found.to(tensor.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 class Softmax:
-    """The softmax of a backward, with the terms of each row, [Z, G, M].
+    """The softmax of a backward.
 
-    `coarse`: it may read out and lse, whose rounding reaches the gradients. A row that attends to nothing has
-    weights 0, and a constant lse.
+    Tensors by row are [Z, G, M, ...]. A row that attends to nothing has weights 0, and a constant lse.
     """
 
     def __init__(
-        self, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, *, coarse: bool
+        self, grad: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> None:
-        self._dead = lse == -torch.inf
+        self._grad, self._value, self._dead = grad, value, lse == -torch.inf
         self._some_dead = bool(self._dead.any())
         self._grad_lse = None if grad_lse is None else grad_lse.masked_fill(self._dead, 0.0)
-        self._coarse = coarse and lse_suffices(lse)
-        if self._coarse:
-            self._lse = lse.masked_fill(self._dead, torch.inf)
-            self._delta = (grad * out).sum(-1)
-            if self._grad_lse is not None:
-                self._delta -= self._grad_lse
 
-    def weigh(self, scores: Tensor, rows: tuple[slice, ...]) -> None:
-        """Replaces scores of some rows and all their columns by their weights."""
-        if self._coarse:
-            scores.sub_(self._lse[rows][..., None]).mul_(LOG2_E).exp2_()
-            return
-        scores /= exponentials(scores)[1]
+    def weigh(self, part: ScorePart, scores: Tensor, into: Tensor) -> None:
+        """Writes the weights of scores after the first steps of the score mod."""
+        part.modify(scores, into)
+        part.step.forbid(into, -torch.inf)
+        into /= exponentials(into)[1]
         if self._some_dead:
-            scores.masked_fill_(self._dead[rows][..., None], 0.0)
+            into.masked_fill_(self._dead[part.rows][..., None], 0.0)
 
-    def differentiate(self, change: Tensor, weights: Tensor, rows: tuple[slice, ...]) -> None:
-        """Turns gradients of weights into gradients of scores, in place."""
-        if self._coarse:
-            change.sub_(self._delta[rows][..., None]).mul_(weights)
-            return
-        delta = change.mul_(weights).sum(-1)
+    def change(self, part: ScorePart, weights: Tensor, scratch: Scratch) -> Tensor:
+        """Returns the gradients of the scores after the score mod."""
+        change = part.product(self._grad, self._value, scratch, "change", times=weights)
+        delta = change.sum(-1)
         if self._grad_lse is not None:
-            delta -= self._grad_lse[rows]
-        change.addcmul_(weights, delta[..., None], value=-1.0)
+            delta -= self._grad_lse[part.rows]
+        return change.addcmul_(weights, delta[..., None], value=-1.0)
+
+
+class Coarse:
+    """A Softmax that reads out and lse, whose rounding reaches the gradients.
+
+    One more dimension of `grad` and `value` has the term of each row that all its gradients lose.
+    """
+
+    def __init__(
+        self, grad: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> None:
+        dead = lse == -torch.inf
+        self._shift = lse.masked_fill(dead, torch.inf)[..., None] * -LOG2_E
+        delta = (grad * out).sum(-1)
+        if grad_lse is not None:
+            delta -= grad_lse.masked_fill(dead, 0.0)
+        self._grad = torch.cat([grad, -delta[..., None]], -1)
+        self._value = torch.cat([value, torch.ones_like(value[..., :1])], -1)
+
+    def weigh(self, part: ScorePart, scores: Tensor, into: Tensor) -> None:
+        part.modify(scores, into, LOG2_E, self._shift[part.rows])
+        into.exp2_()
+        part.step.forbid(into, 0.0)
+
+    def change(self, part: ScorePart, weights: Tensor, scratch: Scratch) -> Tensor:
+        return part.product(self._grad, self._value, scratch, "change", times=weights)
 
 
 def lse_suffices(lse: Tensor) -> bool:
@@ -187,21 +215,29 @@ class ScorePart:
         return self.product(query, key, scratch, "scores", factor, self.first.function)
 
     def product(
-        self, x: Tensor, y: Tensor, scratch: Scratch, name: str, factor: float = 1.0, function: str = ""
+        self,
+        x: Tensor,
+        y: Tensor,
+        scratch: Scratch,
+        name: str,
+        factor: float = 1.0,
+        function: str = "",
+        times: Tensor | None = None,
     ) -> Tensor:
-        """Returns function(factor * x . y) for each row of x [Z, G, M, dim] and column of y [Z, N, dim].
+        """Returns function(factor * x . y) * times for each row of x [Z, G, M, dim] and column y [Z, N, dim].
 
-        The result may be in the scratch memory of this name.
+        The result may be in the scratch memory of this name. `times` is of its shape.
         """
         rows, columns = x[self.rows].flatten(1, 2), self.step.columns_of(y)
         if self.large:
-            return product(rows[0] * factor, columns[0], function).view(self.shape)
+            others = None if times is None else times.flatten(0, 2)
+            return product(rows[0] * factor, columns[0], function, times=others).view(self.shape)
         found = scratch.take(name, self.shape)
         flat = found.view(len(rows), -1, self.shape[3])
         torch.baddbmm(flat, rows, columns.mT, beta=0, alpha=factor, out=flat)
         if function:
             apply(function, found)
-        return found
+        return found if times is None else found.mul_(times)
 
     def times_columns(self, weights: Tensor, x: Tensor) -> Tensor:
         """Returns weights @ columns of x [Z, N, dim], as [z, g, rows, dim]."""
@@ -228,33 +264,43 @@ class ScorePart:
             else:
                 target[z, :, first].baddbmm_(of_head, terms, alpha=factor)
 
-    def modify(self, scores: Tensor, into: Tensor) -> None:
-        """Writes the scores after the score mod and the mask, from those after its first steps."""
-        graph = self.first.rest[0]
+    def modify(self, scores: Tensor, into: Tensor, unit: float = 1.0, shift: Tensor | None = None) -> None:
+        """Writes shift + unit * (score after the score mod), from those after its first steps.
+
+        `shift` is [z, g, rows, 1], without inf.
+        """
+        graph, factor, _ = self.first.rest[0]
+        found = scores
         if graph is not None:
             memory = {"overwrite": "score"} if scores is into else {"overwrite": "", "spare": into}
-            (result,) = self._run(graph, score=scores, **memory)
-            if result is not into:
-                into.copy_(result)
-        self.step.forbid(into, -torch.inf)
+            found = self._run(graph, score=scores, **memory)[0].expand(self.shape)
+        if shift is not None:
+            torch.add(shift, found, alpha=unit * factor, out=into)
+        elif unit * factor != 1.0:
+            torch.mul(found, unit * factor, out=into)
+        elif found is not into:
+            into.copy_(found)
 
-    def unmodify(self, scores: Tensor, change: Tensor, spare: Tensor, sums: CaptureSums | None) -> None:
+    def unmodify(self, scores: Tensor, change: Tensor, spare: Tensor, sums: CaptureSums | None) -> float:
         """Turns the gradient of the modified scores into the gradient of the natural ones, in place.
 
-        Adds the terms of captured tensors to `sums`. A derivative may be infinite or NaN where the mask is
-        False. Overwrites `spare`, of the shape of scores.
+        Returns a factor that the gradient still lacks. Adds the terms of captured tensors to `sums`. A
+        derivative may be infinite or NaN where the mask is False. Overwrites `spare`, of the shape of scores.
         """
-        graph = self.first.rest[1 if sums is None else 2]
-        if graph is None:
-            return
-        memory = {"overwrite": "grad", "spare": spare} if sums is None else {}
-        by_score, *terms = self._run(graph, score=scores, grad=change, **memory)
-        if sums is not None:
-            # before the write to `change`: a term may be the same tensor
-            sums.add(terms, self.shape, lambda term: self.step.forbid(term, 0.0))
-        if by_score is not change:
-            change.copy_(by_score)
-        self.step.forbid(change, 0.0)
+        graph, factor, function = self.first.rest[1 if sums is None else 2]
+        if graph is not None:
+            memory = {"overwrite": "grad", "spare": spare} if sums is None else {}
+            by_score, *terms = self._run(graph, score=scores, grad=change, **memory)
+            if sums is not None:
+                # before the write to `change`: a term may be the same tensor
+                sums.add(terms, self.shape, lambda term: self.step.forbid(term, 0.0))
+            if by_score is not change:
+                change.copy_(by_score)
+        if function:
+            multiply_by_derivative(function, change, scores)
+        if graph is not None or function:
+            self.step.forbid(change, 0.0)
+        return factor
 
     def _run(
         self, graph: Graph, *, score: Tensor, grad: Tensor | None = None, **memory: Any
@@ -277,18 +323,24 @@ def exponentials(scores: Tensor) -> tuple[Tensor, Tensor]:
     return highest, scores.sum(-1, keepdim=True)
 
 
-def parts(problem: Problem, heads: Heads, rows: int, columns: int) -> Iterator[ScorePart]:
-    """Splits a call into parts of at most BUDGET scores, without cutting rows.
+def parts(
+    problem: Problem, heads: Heads, rows: int, columns: int, height: int = TALLER, width: int = 0
+) -> Iterator[ScorePart]:
+    """Splits a call into parts of at most BUDGET scores.
 
-    Rows that attend to nothing may be in no part.
+    Large ones have MORE times as many, in at most `height` rows, and `width` columns if that is not 0. Others
+    have all columns of their rows. Rows that attend to nothing may be in no part.
     """
     score = None if problem.score is None else problem.score.graph
     with_captures = None if problem.capture_grad is None else problem.capture_grad.graph
     first = first_steps(score, problem.score_grad, with_captures)
-    for whole in steps_of(problem.mask, heads, rows, columns, squares=False):
-        large = is_large(heads.real, math.prod(whole.shape[1:3]), whole.shape[3])
-        for step in whole.cut(BUDGET, TALL if large else ROWS, apart=large):
-            yield ScorePart(problem, step, first, large)
+    quick = is_quick(heads.real)
+    for whole in steps_of(problem.mask, heads, rows, columns, StepRules(taller=quick and height > TALL)):
+        large = quick and is_large(math.prod(whole.shape[1:3]), whole.shape[3])
+        sizes = (MORE * BUDGET, height) if large else (BUDGET, ROWS)
+        for piece in whole.across(width) if large and width else (whole,):
+            for step in piece.cut(*sizes, apart=large):
+                yield ScorePart(problem, step, first, large)
 
 
 class Scratch:

@@ -11,17 +11,19 @@ kernel computes the sum of grad_out * out for each row, which must lose grad_lse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
-from flexmod.backends.blocks import BUDGET, LOG2_E, Scratch, as_gradient, lse_suffices
+from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, as_gradient, lse_suffices
 from flexmod.backends.interface import Forward, Gradients, Problem
-from flexmod.backends.products import is_large, product
+from flexmod.backends.products import is_large, is_quick, product
 from flexmod.backends.reference import Heads, in_order_of
 from flexmod.backends.steps import (
+    BITS,
     EqualSteps,
     Forbidden,
     OneStep,
@@ -31,7 +33,7 @@ from flexmod.backends.steps import (
     runs_of_equal,
     steps_of,
 )
-from flexmod.backends.tiles import ROWS
+from flexmod.backends.tiles import ROWS, TALLER, StepRules
 from flexmod.ir.ops import HALF
 from flexmod.runtime.private_torch import flash_on_cpu
 
@@ -40,10 +42,6 @@ Turn = Callable[[Tensor], Tensor]
 BIASES = 1 << 20
 # Elements of the keys of a run, each step's counted: the gradients of its keys need as much memory.
 RUN = 1 << 21
-# Rows of a piece of BUDGET scores.
-HEIGHT = 512
-# An integer dtype of the same width, and the bits of -inf in it.
-BITS = {torch.float32: (torch.int32, -(1 << 23)), torch.float64: (torch.int64, -(1 << 52))}
 
 
 def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
@@ -86,39 +84,40 @@ def backward(
     if not lse_suffices(lse):
         return None
     dead = lse == -torch.inf
-    alive = lse.masked_fill(dead, torch.inf)  # exp(score - inf) is 0
-    grad_lse = None if grad_lse is None else grad_lse.masked_fill(dead, 0.0)
+    group = Heads.of(q, k).group
+    alive = group(lse.masked_fill(dead, torch.inf))  # exp(score - inf) is 0
+    of_lse = None if grad_lse is None else group(grad_lse.masked_fill(dead, 0.0))
     call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
-    query, key, value = call.rows(q), call.key, call.value
-    grad, result, row_lse = call.rows(grad_out), call.rows(out), call.heads.group(alive)
-    if grad_lse is not None:
-        grad[..., -1] = 1.0
-        result[..., -1] = -call.heads.group(grad_lse)
+    quick = q.dtype in HALF and is_quick(call.heads.real)
     grads: list[Tensor] = []
+    by_row: list[Tensor] = []
     for batch, mask, turned in call.batches():
         step = batch.step
-        if not call.supports(step, query):
+        if not call.supports(step, q):
             return None
-        by_row = [turned(batch.rows_of(x)) for x in (grad, query, result, row_lse)]
-        by_column = batch.columns_of(key), batch.columns_of(value)
         given: Any = {"attn_mask": mask, "scale": problem.scale}
-        if q.dtype in HALF and len(step.tiles.columns) == 1 and is_large(call.heads.real, *step.shape[2:]):
-            dq, *sums = grads or map(torch.zeros_like, (query, key, value))
+        if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
+            dq, *sums = grads or call.no_gradients(q.dtype)
             grads = [dq, *map(_by_dimension, sums)]
-            tensors = [*by_row, *by_column, *map(batch.columns_of, grads[1:])]
-            part = gradients_by_products(*tensors, causal=step.tiles.causal, **given)
-            batch.write_rows(dq, turned(part))
+            rows = [turned(batch.rows_of(group(x))) for x in (grad_out, q, out)]
+            terms = [None if x is None else turned(batch.rows_of(x)) for x in (alive, of_lse)]
+            columns = [batch.columns_of(x) for x in (call.k, call.v, *grads[1:])]
+            part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **given)
+            batch.write_rows(dq[..., : q.shape[3]], turned(part))
             continue
-        found = call.kernels[1](*by_row[:2], *by_column, *by_row[2:], 0.0, step.tiles.causal, **given)
+        by_row = by_row or [*call.rows_of_backward(grad_out, q, out, of_lse), alive]
+        grad, query, *more = (turned(batch.rows_of(x)) for x in by_row)
+        by_column = batch.columns_of(call.key), batch.columns_of(call.value)
+        found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.tiles.causal, **given)
         if step.shape == call.size:
             grads += turned(found[0]), *map(over_group, found[1:])
             break
-        grads = grads or [torch.zeros_like(x) for x in (query, key, value)]
+        grads = grads or call.no_gradients(q.dtype)
         batch.write_rows(grads[0], turned(found[0]))
         for total, part in zip(grads[1:], found[1:], strict=True):
             batch.add_to_columns(total, part)
     heads = call.heads
-    dq, dk, dv = grads or [torch.zeros_like(x) for x in (query, key, value)]
+    dq, dk, dv = grads or call.no_gradients(q.dtype)
     return Gradients(
         as_gradient(heads.join_query(dq[..., : q.shape[3]]), q) if needs[0] else None,
         as_gradient(heads.join_key(dk[..., : k.shape[3]]), k) if needs[1] else None,
@@ -132,6 +131,7 @@ def gradients_by_products(
     query: Tensor,
     out: Tensor,
     lse: Tensor,
+    grad_lse: Tensor | None,
     key: Tensor,
     value: Tensor,
     key_grad: Tensor,
@@ -143,32 +143,39 @@ def gradients_by_products(
 ) -> Tensor:
     """Returns the gradient of query; adds the gradients of key and value to `key_grad` and `value_grad`.
 
-    What torch's operation computes, in less time; see `products`. For operands that come from half precision:
-    float32 sums of any length are exact enough for them. All shapes are [z, g, rows or columns, dim].
+    What torch's operation computes, in less time; see `products`. For operands in half precision, to which
+    float32 sums of any length are exact. Computes in the dtype of `key_grad` and `value_grad`, which may
+    have more dimensions. All shapes are [z, g, rows or columns, dim].
     """
-    delta = (grad * out).sum(-1, keepdim=True)
-    log2_sums = (lse * LOG2_E)[..., None]
-    dq = query.new_zeros(query.shape)
+    real = lse.dtype
+    dq = query.new_zeros(query.shape, dtype=real)
     rows, columns = query.shape[2], key.shape[2]
-    width = BUDGET // min(rows, HEIGHT)
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], columns)
+    one = lse.new_ones(columns, 1)
     for head in [(z, g) for z in range(query.shape[0]) for g in range(query.shape[1])]:
-        k, v = key[head].contiguous(), value[head].contiguous()
-        for here in spans(rows, HEIGHT):
-            at = *head, here
-            q, g = query[at].contiguous(), grad[at].contiguous()
-            of_queries, of_grad = (q * scale).mT.contiguous(), g.mT.contiguous()  # [dim, rows]
-            for part in spans(min(here.stop, columns) if causal else columns, width):
-                weights = product(q * (scale * LOG2_E), k[part])  # [rows, columns] of this piece
+        q, g, o, k, v = (x[head].to(real).contiguous() for x in (query, grad, out, key, value))
+        delta = (g * o).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta -= grad_lse[head][:, None]
+        # one more dimension takes the term of each row
+        k_and_one, v_and_one = torch.cat([k, one], -1), torch.cat([v, one], -1)
+        by_row = torch.cat([q * (scale * LOG2_E), lse[head][:, None] * -LOG2_E], -1)
+        grad_by_row = torch.cat([g, delta.neg_()], -1)
+        to_key, to_value = key_grad[head][:, : k.shape[1]].mT, value_grad[head][:, : v.shape[1]].mT
+        for here in spans(rows, TALLER):
+            of_queries, of_grad = (x[here].mT.contiguous() for x in (q, g))  # [dim, rows]
+            of_queries *= scale
+            for part in spans(min(here.stop, columns) if causal else columns, WIDTH):
+                weights = product(by_row[here], k_and_one[part])  # [rows, columns] of this piece
                 if mask is not None:
-                    weights.add_(mask[at][:, part], alpha=LOG2_E)
-                weights.sub_(log2_sums[at]).exp2_()
+                    weights.add_(mask[head][here, part], alpha=LOG2_E)
+                weights.exp2_()
                 if causal and part.stop > here.start:
                     weights.tril_(here.start - part.start)
-                value_grad[head][part].mT.add_(product(of_grad, weights.mT))
-                change = product(g, v[part]).sub_(delta[at]).mul_(weights)
-                dq[at] += product(change, k[part].mT, depth=columns)
-                key_grad[head][part].mT.add_(product(of_queries, change.mT))
+                to_value[:, part].add_(product(of_grad, weights.mT))
+                change = product(grad_by_row[here], v_and_one[part], times=weights)
+                dq[head][here].add_(product(change, k[part].mT, depth=columns))
+                to_key[:, part].add_(product(of_queries, change.mT))
     return dq.mul_(scale)
 
 
@@ -200,11 +207,37 @@ class FlashCall:
         self._dim = max(q.shape[3], v.shape[3]) + more
         self._finite: bool | None = None
         self._scratch = Scratch(q.new_empty((), dtype=self.heads.real))
-        self.key, self.value = (self._ready(x.flatten(0, 1)) for x in (k, v))
+        self.k, self.v = k.flatten(0, 1), v.flatten(0, 1)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """The keys, padded with zeros."""
+        return self._ready(self.k)
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The values, padded with zeros."""
+        return self._ready(self.v)
 
     def rows(self, x: Tensor) -> Tensor:
         """Returns [B, Hq, M, dim] as [Z, G, M, dim], padded with zeros."""
         return self._ready(self.heads.group(x))
+
+    def rows_of_backward(
+        self, grad_out: Tensor, q: Tensor, out: Tensor, grad_lse: Tensor | None
+    ) -> list[Tensor]:
+        """Returns grad_out, q and out as `rows`, of which another dimension has grad_lse [Z, G, M]."""
+        grad, query, result = (self.rows(x) for x in (grad_out, q, out))
+        if grad_lse is not None:
+            grad[..., -1] = 1.0
+            result[..., -1] = -grad_lse
+        return [grad, query, result]
+
+    def no_gradients(self, dtype: torch.dtype) -> list[Tensor]:
+        """Returns zeros for gradients by row, in a dtype, by key and by value."""
+        shapes = (*self.size[:3], self._dim), (*self.k.shape[:2], self._dim)
+        by_column = [self.k.new_zeros(shapes[1], dtype=self.heads.real) for _ in range(2)]
+        return [self.k.new_zeros(shapes[0], dtype=dtype), *by_column]
 
     def _ready(self, x: Tensor) -> Tensor:
         """Returns x in the dtype of the computation, with strides that matrix products support."""
@@ -222,7 +255,8 @@ class FlashCall:
     def supports(self, step: Step, query: Tensor) -> bool:
         """Returns whether no masked score can be nan or infinite: the kernel adds -inf to it."""
         if step.forbidden and self._finite is None:
-            self._finite = bool(torch.isfinite(query.sum() + self.key.sum()))
+            total = query.sum(dtype=self.heads.real) + self.k.sum(dtype=self.heads.real)
+            self._finite = bool(torch.isfinite(total))
         return not step.forbidden or self._finite is True
 
     def batches(self) -> Iterator[tuple[OneStep | EqualSteps, Tensor | None, Turn]]:
@@ -230,10 +264,11 @@ class FlashCall:
 
         The mask broadcasts to the scores. A function brings rows into the mask's order and back.
         """
-        squares, dtype = self.bias is None and self.problem.scale > 0, self.heads.real
+        dtype, no_bias = self.heads.real, self.bias is None
+        rules = StepRules(squares=no_bias and self.problem.scale > 0, whole_masks=no_bias)
         known: tuple[Forbidden, int] | None = None
         mask = None
-        steps = steps_of(self.problem.mask, self.heads, *self.size[2:], squares=squares)
+        steps = steps_of(self.problem.mask, self.heads, *self.size[2:], rules)
         if self.bias is not None:
             for step in steps:
                 mask = self.bias.from_last_row(step, dtype)

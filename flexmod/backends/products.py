@@ -1,7 +1,8 @@
 """Computes matrix products on the CPU, and with the product of scores the first steps of a score mod.
 
 torch's products are MKL's, which uses AVX-512 on Intel's processors only. On AMD's, large products of a head
-go to oneDNN, which takes half the time. It also applies a function to each element before it writes it.
+go to oneDNN, which takes half the time. It also applies a function to each element before it writes it, or
+multiplies it by another tensor's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from flexmod.ir.evaluate import QUICKER
 from flexmod.ir.graph import Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import OPS, strong
-from flexmod.runtime.private_torch import linear_on_cpu
+from flexmod.runtime.private_torch import linear_on_cpu, sigmoid_backward, tanh_backward
 
 # Rows, columns and scores of a head from which oneDNN saves time: a call of it takes 10 us, and the first one
 # of each shape 300 us.
@@ -26,17 +27,22 @@ LEAST_ROWS, LEAST_COLUMNS, LEAST_SCORES = 64, 512, 3 << 16
 FEW_THREADS = 4
 # Terms of a sum. oneDNN adds them up one after the other, and MKL some 400 at a time.
 DEPTH = 1024
-# Functions that oneDNN applies.
-FUNCTIONS = ("tanh", "sigmoid")
+# Functions that oneDNN applies, and their derivatives.
+FUNCTIONS = {"tanh": tanh_backward, "sigmoid": sigmoid_backward}
 # Factors of scores that may multiply the queries instead: none that makes a rounding of theirs large.
 SMALLEST, LARGEST = 2.0**-32, 1.0
+# Factors of a result that may multiply it later.
+LARGEST_LATE = 2.0**32
 
 
-def is_large(real: torch.dtype, rows: int, columns: int) -> bool:
-    """Returns whether `product` is for one head's scores of this size."""
-    if real != torch.float32 or rows < LEAST_ROWS or columns < LEAST_COLUMNS:
-        return False
-    return rows * columns >= LEAST_SCORES and torch.get_num_threads() <= FEW_THREADS and _has_quick_product()
+def is_large(rows: int, columns: int) -> bool:
+    """Returns whether one head's scores are as many as `product` needs to save time."""
+    return rows >= LEAST_ROWS and columns >= LEAST_COLUMNS and rows * columns >= LEAST_SCORES
+
+
+def is_quick(real: torch.dtype) -> bool:
+    """Returns whether `product` saves time for large scores of this dtype."""
+    return real == torch.float32 and torch.get_num_threads() <= FEW_THREADS and _has_quick_product()
 
 
 @cache
@@ -49,21 +55,28 @@ def _has_quick_product() -> bool:
     return "AuthenticAMD" in names
 
 
-def product(x: Tensor, y: Tensor, function: str = "", depth: int = DEPTH) -> Tensor:
-    """Returns function(x @ y.mT) for x [M, K] and y [N, K], from sums of at most `depth` terms."""
+def product(
+    x: Tensor, y: Tensor, function: str = "", depth: int = DEPTH, times: Tensor | None = None
+) -> Tensor:
+    """Returns function(x @ y.mT) * times for x [M, K], y [N, K] and times [M, N].
+
+    It has one of `function` and `times`, or none. Sums have at most `depth` terms.
+    """
     linear = linear_on_cpu()
     assert linear is not None
     if x.shape[1] <= depth:
-        return linear(x, _dense(y), None, function or "none", [], None)
+        if times is not None:
+            return linear.binary(x, times, _dense(y), None, "mul")
+        return linear.default(x, _dense(y), None, function or "none", [], None)
     total, *more = (
-        linear(x[:, start : start + depth], _dense(y[:, start : start + depth]), None, "none", [], None)
-        for start in range(0, x.shape[1], depth)
+        linear.default(x[:, span], _dense(y[:, span]), None, "none", [], None)
+        for span in (slice(start, start + depth) for start in range(0, x.shape[1], depth))
     )
     for part in more:
         total += part
     if function:
         apply(function, total)
-    return total
+    return total if times is None else total.mul_(times)
 
 
 def _dense(y: Tensor) -> Tensor:
@@ -77,15 +90,33 @@ def apply(function: str, x: Tensor) -> None:
     QUICKER.get(of_torch, of_torch)(x, out=x)
 
 
+def multiply_by_derivative(function: str, grad: Tensor, value: Tensor) -> None:
+    """Multiplies gradients by the derivative of a function of FUNCTIONS, of which `value` has the values."""
+    FUNCTIONS[function](grad, value, grad_input=grad)
+
+
+class Rest(NamedTuple):
+    """A graph without its first steps, and without the last ones of a gradient.
+
+    Its result is factor * f'(score) * the first result of `graph`, where f is `function` if there is one. The
+    graph None has the score for its result, or the gradient. Takes the value after the first steps for the
+    input "score".
+    """
+
+    graph: Graph | None = None
+    factor: float = 1.0
+    function: str = ""
+
+
 class FirstSteps(NamedTuple):
     """What a product of queries and keys can compute of a score mod: function(factor * score).
 
-    `rest` has the graphs after these steps. They take the value for their input "score".
+    `rest` has what is left of the score mod, its derivative, and that with terms of captures.
     """
 
     factor: float
     function: str
-    rest: tuple[Graph | None, ...]
+    rest: tuple[Rest, ...]
 
 
 @lru_cache(256)
@@ -100,7 +131,7 @@ def first_steps(*graphs: Graph | None) -> FirstSteps:
         elif node.op in FUNCTIONS:
             function = node.op
     ends = frozenset(shared[-1]) if shared else frozenset()
-    return FirstSteps(factor, function, tuple(graph and _after(graph, ends) for graph in graphs))
+    return FirstSteps(factor, function, tuple(_rest(graph, ends, function) for graph in graphs))
 
 
 def _first_nodes(graph: Graph) -> list[Node]:
@@ -120,18 +151,66 @@ def _first_nodes(graph: Graph) -> list[Node]:
 
 def _factor(node: Node) -> float | None:
     """Returns the number of a product with a number."""
-    found = [float(a.value) for a in node.args if a.is_const]  # type: ignore[arg-type]
+    found = [_number(a) for a in node.args if a.is_const]
     if node.op != "mul" or len(found) != 1 or not SMALLEST <= abs(found[0]) <= LARGEST:
         return None
     return found[0]
+
+
+def _number(const: Node) -> float:
+    return float(const.value)  # type: ignore[arg-type]
 
 
 def _key(node: Node) -> tuple[str, float | None]:
     return node.op, _factor(node)
 
 
-def _after(graph: Graph, ends: frozenset[Node]) -> Graph:
+def _rest(graph: Graph | None, ends: frozenset[Node], function: str) -> Rest:
+    if graph is None:
+        return Rest()
+
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         return builder.input("score", strong(node.dtype)) if node in ends else None
 
-    return rebuild(graph, change)
+    graph = rebuild(graph, change)
+    builder = GraphBuilder()
+    builder.adopt(graph.nodes)
+    number, factors = _product(graph, graph.result)
+    derivative = _derivative(builder, function) if graph.kind == "grad" else []
+    if not all(node in factors for node in derivative):
+        derivative = []
+    for node in derivative:
+        factors.remove(node)
+    if not factors or not SMALLEST <= abs(number) <= LARGEST_LATE:
+        return Rest(graph)
+    left = factors[0]
+    for node in factors[1:]:
+        left = builder.node("mul", (left, node), left.dtype)
+    same = builder.input("grad" if graph.kind == "grad" else "score", torch.float32)
+    graph = graph.of((left, *graph.results[1:]))
+    return Rest(None if graph.results == (same,) else graph, number, function if derivative else "")
+
+
+def _product(graph: Graph, node: Node) -> tuple[float, list[Node]]:
+    """Returns the number and the other factors of a product in float32 of which nothing else has a part."""
+    users = [user for user in graph.nodes for a in user.args if a is node]
+    others = [a for a in node.args if not a.is_const]
+    is_shared = len(users) + graph.results.count(node) > 1
+    if node.op != "mul" or is_shared or any(a.dtype != torch.float32 for a in others):
+        return 1.0, [node]
+    number, factors = 1.0, []
+    for a in node.args:
+        of_part, parts = (_number(a), []) if a.is_const else _product(graph, a)
+        number *= of_part
+        factors += parts
+    return number, factors
+
+
+def _derivative(builder: GraphBuilder, function: str) -> list[Node]:
+    """Returns the factors of the derivative of a function of FUNCTIONS whose value is the score."""
+    value, one = builder.input("score", torch.float32), builder.const(1.0)
+    if function == "tanh":
+        return [builder.node("sub", (one, builder.node("mul", (value, value), value.dtype)), value.dtype)]
+    if function == "sigmoid":
+        return [value, builder.node("sub", (one, value), value.dtype)]
+    return []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexmod.backends.products import is_large
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 
@@ -19,8 +21,23 @@ from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
 ROWS = 128
 # They join rows with other columns up to this many rows, if that computes few more scores.
 TALL, WASTE = 256, 1.125
-# Scores of a step with partial tiles, which need a mask in memory.
+# The same for steps whose products are large, which take less than half the time for a score.
+TALLER, MORE_WASTE = 512, 1.8
+# Elements of a mask in memory.
 MASKED = 1 << 20
+
+
+class StepRules(NamedTuple):
+    """What steps may be.
+
+    `squares`: they may be `causal`. `taller`: large ones may have up to TALLER rows.
+    `whole_masks`: their masks have all their columns, and so they have fewer rows. Otherwise a mask has the
+    columns of partial tiles.
+    """
+
+    squares: bool = False
+    taller: bool = False
+    whole_masks: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,20 +118,21 @@ def steps_of_table(
     block_size: tuple[int, int],
     rows: int,
     columns: int,
-    is_causal: Callable[[range, int], bool] | None,
+    rules: StepRules,
+    is_causal: Callable[[range, int], bool],
 ) -> Iterator[TileStep]:
     """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing.
 
     `is_causal(q tiles, first kv tile)` says whether the mask_mod is causal in the tiles from there along the
-    diagonal. Without it, no step is causal.
+    diagonal.
     """
     q_block, kv_block = block_size
     together = max(1, ROWS // q_block)
-    squares = _squares(table) if is_causal and q_block == kv_block else {}
+    squares = _squares(table) if rules.squares and q_block == kv_block else {}
     first = 0
     while first < table.shape[0]:
         square = squares.get(first)
-        if square is not None and is_causal is not None and is_causal(*square):
+        if square is not None and is_causal(*square):
             tiles, column = square
             start, stop = column * kv_block, min((column + len(tiles)) * kv_block, columns)
             span = slice(first * q_block, min(tiles.stop * q_block, rows))
@@ -122,6 +140,9 @@ def steps_of_table(
             first = tiles.stop
             continue
         last = min(first + together, table.shape[0])
+        taller = min(first + TALLER // q_block, table.shape[0])
+        if rules.taller and _is_large(table[first:taller], block_size):
+            last = taller
         listed = (table[first:last] != EMPTY).any(0)
         while last < table.shape[0]:
             following = min(last + together, table.shape[0])
@@ -129,7 +150,7 @@ def steps_of_table(
             union = group.any(0)
             if not torch.equal(union, listed) or not torch.equal(group[last - first :].any(0), listed):
                 few = (following - first) * q_block <= TALL
-                if not few or group.shape[0] * int(union.sum()) > WASTE * int(group.sum()):
+                if not few or _waste(group) > WASTE:
                     break
             last, listed = following, union
         span = slice(first * q_block, min(last * q_block, rows))
@@ -137,8 +158,20 @@ def steps_of_table(
         if len(tiles_of):
             runs = [slice(a * kv_block, min(b * kv_block, columns)) for a, b in _runs(listed)]
             asked = tuple(_asked(table[first:last, tiles_of], block_size, span, sum(map(length, runs))))
-            yield from _cut(TileStep(span, tuple(runs), asked))
+            yield from _cut(TileStep(span, tuple(runs), asked), rules.whole_masks)
         first = last
+
+
+def _is_large(group: Tensor, block_size: tuple[int, int]) -> bool:
+    """Returns whether rows of q tiles make large products without much waste."""
+    listed = group != EMPTY
+    sizes = listed.shape[0] * block_size[0], int(listed.any(0).sum()) * block_size[1]
+    return is_large(*sizes) and _waste(listed) <= MORE_WASTE
+
+
+def _waste(listed: Tensor) -> float:
+    """Returns how many scores a step of these tiles computes for each that they have."""
+    return listed.shape[0] * int(listed.any(0).sum()) / max(1, int(listed.sum()))
 
 
 def _squares(table: Tensor) -> dict[int, tuple[range, int]]:
@@ -178,9 +211,10 @@ def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) 
         yield AskedColumns(span, _spread(spread, 1, kv_block, length(span)))
 
 
-def _cut(whole: TileStep) -> Iterator[TileStep]:
-    """Cuts a step with partial tiles into steps of at most MASKED scores, or of one row."""
-    height = max(1, MASKED // whole.column_count)
+def _cut(whole: TileStep, whole_masks: bool) -> Iterator[TileStep]:
+    """Cuts a step with partial tiles into steps whose masks have at most MASKED elements, or of one row."""
+    asked = sum(length(each.span) for each in whole.asked)
+    height = max(1, MASKED // max(1, whole.column_count if whole_masks else asked))
     if not whole.asked or whole.row_count <= height:
         yield whole
         return

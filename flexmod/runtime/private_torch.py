@@ -118,11 +118,14 @@ def flash_on_cpu() -> tuple[Callable[..., tuple[Tensor, ...]], ...] | None:
 
 
 @cache
-def linear_on_cpu() -> Callable[..., Tensor] | None:
-    """oneDNN's product f(x @ weight.mT) in float32, which compiled models call; None where torch lacks it.
+def linear_on_cpu() -> Any:
+    """oneDNN's products in float32, which compiled models call; None where torch lacks them.
 
-    Takes x [M, K], weight [N, K], a bias or None, the name of f or "none", f's numbers and its algorithm.
-    Unless x and weight are dense, row by row or column by column, it takes thousands of times as long.
+        default(x, weight, bias or None, f, numbers, algorithm)  f(x @ weight.mT)
+        binary(x, y, weight, bias or None, "mul")                (x @ weight.mT) * y
+
+    x is [M, K], weight [N, K], y [M, N], f the name of a function or "none". Unless all are dense, row by row
+    or column by column, they take thousands of times as long.
     """
     found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if found is None or not torch.backends.mkldnn.is_available():
@@ -130,7 +133,12 @@ def linear_on_cpu() -> Callable[..., Tensor] | None:
     # It allocates its results. The C library of Linux keeps freed memory, up to twice the largest size that
     # was freed so far. This makes that large: results then do not take new pages from the system each time.
     torch.empty(KEPT_MEMORY, dtype=torch.uint8, device="cpu")
-    return found.default
+    return found
+
+
+# Derivatives by their function's value: gradient, value, and the keyword `grad_input` for the result.
+tanh_backward = torch.ops.aten.tanh_backward.grad_input
+sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 
 
 # torch.func

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from backends.test_cpu import (
     check,
     holes,
     late,
+    problem_of,
     run,
     sinks_and_window,
 )
-from flexmod.backends import cpu, flash, products
+from flexmod.backends import blocks, cpu, flash, products, steps, tiles
+from flexmod.backends.reference import Heads
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.passes import optimize
 from flexmod.ir.trace import trace
@@ -82,6 +85,58 @@ def test_small_calls(
         torch.testing.assert_close(x.double(), exact, **near)
     assert all(x is not None and x.is_contiguous() for x in grads[:3])
     torch.testing.assert_close(result.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("score_mod", [capped, sigmoid, holes])
+@pytest.mark.parametrize("mask_mod", MASKS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_pieces_of_columns(
+    width: int, mask_mod: Any, score_mod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward of half precision cuts columns, of which each piece has its own mask."""
+    monkeypatch.setattr(blocks, "WIDTH", width)
+    monkeypatch.setattr(tiles, "TALLER", 96)
+    case = make_case(dtype=torch.bfloat16, heads=6, kv_heads=2, q_len=170, kv_len=199, batch=2)
+    check(case, score_mod, None if mask_mod is None else block_mask(case, mask_mod, 32))
+
+
+@pytest.mark.parametrize("rules", [tiles.StepRules(), tiles.StepRules(taller=True)])
+@pytest.mark.parametrize("mask_mod", MASKS)
+def test_a_step_across_columns(mask_mod: Any, rules: tiles.StepRules) -> None:
+    """Its pieces have its columns in order, and forbid the same elements."""
+    case = make_case(dtype=torch.float32, heads=6, kv_heads=2, q_len=170, kv_len=199, batch=2)
+    mask = None if mask_mod is None else block_mask(case, mask_mod, 16)
+    for step in steps.steps_of(problem_of(case, None, mask).mask, Heads.of(case.q, case.k), 170, 199, rules):
+        whole = torch.zeros(step.shape)
+        step.forbid(whole, -torch.inf)
+        pieces = list(step.across(64))
+        assert all(piece.shape[3] == 64 for piece in pieces[:-1]) and 0 < pieces[-1].shape[3] <= 64
+        parts = [torch.zeros(piece.shape) for piece in pieces]
+        for piece, part in zip(pieces, parts, strict=True):
+            assert piece.rows == step.rows and (piece is step or not piece.tiles.asked)
+            piece.forbid(part, -torch.inf)
+        assert torch.equal(torch.cat(parts, -1), whole)
+        columns = torch.cat([piece.positions["kv_idx"] for piece in pieces])
+        assert torch.equal(columns, step.positions["kv_idx"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [0.0, -torch.inf])
+def test_forbidden_elements(value: float, dtype: torch.dtype) -> None:
+    """Any element becomes the value, and others stay as they are."""
+    case = make_case(dtype=torch.float32, heads=6, kv_heads=2, q_len=170, kv_len=199, batch=2)
+    snapshot = problem_of(case, None, block_mask(case, both, 16)).mask
+    heads = Heads.of(case.q, case.k)
+    for step in steps.steps_of(snapshot, heads, 170, 199, tiles.StepRules()):
+        odd = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.0, -1e-7], dtype=dtype)
+        before = odd[torch.arange(math.prod(step.shape)) % 6].view(step.shape)
+        after, wanted = before.clone(), before.clone()
+        step.forbid(after, value)
+        for span, forbidden in step.forbidden:
+            wanted[..., span] = torch.where(forbidden, value, before[..., span])
+        torch.testing.assert_close(after, wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(after.signbit(), wanted.signbit())
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -155,7 +210,7 @@ def test_gradients_by_products_are_those_of_torch(
 ) -> None:
     kernels = flash_on_cpu()
     assert kernels is not None
-    monkeypatch.setattr(flash, "HEIGHT", height)
+    monkeypatch.setattr(flash, "TALLER", height)
     how, generator = CALLS[name], torch.Generator().manual_seed(0)
     shape, order = ((2, 3, 330, 24), (0, 1, 2, 3)) if layout == "bhsd" else ((2, 330, 3, 24), (0, 2, 1, 3))
     q, k, v, grad = (torch.randn(shape, generator=generator).permute(order) for _ in range(4))
@@ -172,7 +227,7 @@ def test_gradients_by_products_are_those_of_torch(
     wanted = kernels[1](grad, q, k, v, out, lse, 0.0, causal, **given)
     into = [torch.ones(x.shape) for x in (k, v)]
     given = {"attn_mask": None, "causal": causal} | given
-    dq = flash.gradients_by_products(grad, q, out, lse, k, v, *into, **given)
+    dq = flash.gradients_by_products(grad, q, out, lse, None, k, v, *into, **given)
     for x, y in zip((dq, *(x - 1.0 for x in into)), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
@@ -234,35 +289,83 @@ def test_first_steps(name: str) -> None:
     formula, factor, function = STEPS[name]
     graph = optimize(trace(lambda score, b, h, q_idx, kv_idx: formula(score), "score").graph)
     found = products.first_steps(graph, optimize(differentiate(graph)), None)
-    assert (found.factor, found.function, found.rest[2]) == (factor, function, None)
+    assert (found.factor, found.function, found.rest[2]) == (factor, function, products.Rest())
 
 
-def test_rest_of_a_softcap() -> None:
-    graph = optimize(trace(lambda s, b, h, q_idx, kv_idx: 20.0 * torch.tanh(s / 20.0), "score").graph)
-    rest = products.first_steps(graph, optimize(differentiate(graph))).rest
-    assert [[line.split("  #")[0].strip() for line in str(each).splitlines()[1:]] for each in rest] == [
-        ["%0: float32 = mul(20.0, score)", "return %0"],
+def rests(formula: Any) -> list[tuple[list[str], float, str]]:
+    """What is left of a score mod and of its derivative: the graph's lines, the factor, and the function."""
+    graph = optimize(trace(lambda s, b, h, q_idx, kv_idx: formula(s, h, kv_idx), "score").graph)
+    found = products.first_steps(graph, optimize(differentiate(graph))).rest
+    return [(_lines(rest.graph), rest.factor, rest.function) for rest in found]
+
+
+def _lines(graph: Any) -> list[str]:
+    return [line.split("  #")[0].strip() for line in str(graph).splitlines()[1:]]
+
+
+RESTS: dict[str, tuple[Any, list[tuple[list[str], float, str]]]] = {
+    "soft-cap": (lambda s, h, k: 20.0 * torch.tanh(s / 20.0), [([], 20.0, ""), ([], 20.0 * 0.05, "tanh")]),
+    "sigmoid": (lambda s, h, k: -2.0 * torch.sigmoid(s), [([], -2.0, ""), ([], -2.0, "sigmoid")]),
+    "factor": (lambda s, h, k: s * 0.5, [([], 1.0, ""), ([], 0.5, "")]),
+    "large factors": (
+        lambda s, h, k: torch.tanh(s * 3.0) * 2.0,
         [
-            "%0: float32 = mul(grad, 20.0)",
-            "%1: float32 = mul(score, score)",
-            "%2: float32 = sub(1.0, %1)",
-            "%3: float32 = mul(%0, %2)",
-            "%4: float32 = mul(%3, 0.05)",
-            "return %4",
+            (["%0: float32 = mul(score, 3.0)", "%1: float32 = tanh(%0)", "return %1"], 2.0, ""),
+            (
+                [
+                    "%0: float32 = mul(score, 3.0)",
+                    "%1: float32 = tanh(%0)",
+                    "%2: float32 = mul(%1, %1)",
+                    "%3: float32 = sub(1.0, %2)",
+                    "%4: float32 = mul(grad, %3)",
+                    "return %4",
+                ],
+                6.0,
+                "",
+            ),
         ],
-    ]
+    ),
+    "a factor too large": (
+        lambda s, h, k: torch.abs(s) * 1e30,
+        [
+            (["%0: float32 = abs(score)", "%1: float32 = mul(%0, 1e+30)", "return %1"], 1.0, ""),
+            (
+                [
+                    "%0: float32 = mul(grad, 1e+30)",
+                    "%1: float32 = sign(score)",
+                    "%2: float32 = mul(%0, %1)",
+                    "return %2",
+                ],
+                1.0,
+                "",
+            ),
+        ],
+    ),
+    "whole numbers": (
+        lambda s, h, k: (h * k) * 0.5,
+        [
+            (["%0: int32 = mul(h, kv_idx)", "%1: float32 = mul(%0, 0.5)", "return %1"], 1.0, ""),
+            (["return 0.0"], 1.0, ""),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_rest(name: str) -> None:
+    formula, wanted = RESTS[name]
+    assert rests(formula) == wanted
 
 
 def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_quick_product", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     large = products.is_large
-    assert large(torch.float32, 384, 512) and large(torch.float32, 64, 3072)
-    assert not large(torch.float64, 512, 512)
-    assert not large(torch.float32, 1024, 500) and not large(torch.float32, 63, 8192)
-    assert not large(torch.float32, 256, 512)
+    assert large(384, 512) and large(64, 3072)
+    assert not large(1024, 500) and not large(63, 8192) and not large(256, 512)
+    assert products.is_quick(torch.float32) and not products.is_quick(torch.float64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert not large(torch.float32, 512, 512)
+    assert not products.is_quick(torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(products, "_has_quick_product", lambda: False)
-    assert not large(torch.float32, 512, 512)
+    assert not products.is_quick(torch.float32)
