@@ -20,6 +20,7 @@ from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.trace import Traced
 from flexmod.runtime import transforms
 from flexmod.runtime.private_torch import in_forward_ad
+from flexmod.runtime.tensor_kinds import as_plain_class
 
 # Functions that write into a given tensor, and from how many elements on that saves time.
 INTO_MEMORY = {torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.abs, torch.tanh, torch.sigmoid,
@@ -91,7 +92,7 @@ def evaluate(
         others      further inputs by name (see `intervals.py`)
         numbers     the values of parameters, by place
         guarded     a load outside of a tensor gives 0, as in a kernel
-        quick       functions that take a CPU less time than torch's, see QUICKER
+        quick       functions that take a CPU less time than torch's, see QUICKER, of plain tensors alone
         overwrite   the input that results may overwrite, "" for none; large values then share memory, and
                     autograd cannot record the evaluation
         spare       with `overwrite`: memory for a result
@@ -101,6 +102,8 @@ def evaluate(
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
     inputs.update(others or {})
     tensors = all_on_device(tensors, b.device)
+    if quick:
+        tensors = [*map(as_plain_class, tensors)]
     values: dict[Node, Any] = {}
     last = {} if overwrite is None else _last_uses(graph, overwrite)
     room = [] if spare is None else [spare]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from odd_tensors import Renamed
 from reference_case import (
     Case,
     LargestTensor,
@@ -526,3 +527,19 @@ def test_steps_follow_writes() -> None:
     check(case, None, mask)
     reach.fill_(21)
     check(case, None, mask)
+
+
+def test_functions_of_renamed_captures() -> None:
+    """A class without behavior of its own is that of a plain tensor, in functions of oneDNN too."""
+    case = make_case(dtype=torch.float32, heads=3, q_len=40)
+    leaves = [x.requires_grad_() for x in case.inputs]
+
+    def run(table: Tensor) -> list[Tensor]:
+        def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return torch.tanh(score + table[h]) * table[q_idx % 3]
+
+        out = flexmod.flex_attention(*leaves, mod)
+        return [out, *torch.autograd.grad(out, leaves, case.grad_out)]
+
+    plain = torch.rand(3)
+    assert all(map(torch.equal, run(plain), run(plain.as_subclass(Renamed))))
