@@ -176,7 +176,8 @@ FORMS: dict[str, list[Form]] = {
     "erf": [_rounded("torch.erf({0})", 1.0)],
     "erfc": [_rounded("torch.special.erfc({0})", 2.0)],
     "atan": [_rounded("torch.atan({0})", 1.6)],
-    "atan2": [_rounded("torch.atan2({0}, {1}.abs() + 0.5)", 3.2, "nF")],
+    # for a uint8 in the first place, torch's derivative has 251 instead of -5
+    "atan2": [_rounded("torch.atan2({0}, {1}.abs() + 0.5)", 3.2, "fF")],
     "hypot": [_rounded("torch.hypot({0}, {1}.abs() + 0.5)", lambda x, y: x + y + 1, "FF")],
     "lgamma": [_rounded("torch.lgamma({0}.abs() + 0.5)", lambda x: (x + 1) * math.log(x + 2))],
     "floor": [
