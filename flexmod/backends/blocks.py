@@ -109,9 +109,9 @@ def backward(
     dk, dv = (x.new_zeros(x.mT.shape) if need else None for x, need in by_column)  # [Z, dim, N]
     sums = None if problem.capture_grad is None else CaptureSums(problem, heads.real)
     scratch = Scratch(query)
-    # rows are terms of a sum: fewer of them where gradients have the precision of sums
-    size = (TALLER, WIDTH) if coarse else (TALL, 0)
-    for part in parts(problem, heads, query.shape[2], key.shape[1], *size):
+    # rows are terms of sums, and long sums lose precision, which coarse gradients have to spare
+    sizes = (TALLER, WIDTH) if coarse else (TALL, 0)
+    for part in parts(problem, heads, query.shape[2], key.shape[1], *sizes):
         scores = part.scores(query, key, scratch)
         weights = scratch.take("weights", part.shape) if problem.score else scores
         softmax.weigh(part, scores, weights)
@@ -135,6 +135,11 @@ def backward(
 
 def as_gradient(found: Tensor, tensor: Tensor) -> Tensor:
     """Returns a gradient in the dtype of its tensor, and contiguous, as the plan of a backward says."""
+    if found.stride(-1) != 1:  # torch transposes one matrix in half the time that several take it
+        by_row = found.new_empty(found.shape)
+        for to, matrix in zip(by_row.flatten(0, 1), found.flatten(0, 1), strict=True):
+            to.copy_(matrix)
+        found = by_row
     return found.to(tensor.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
@@ -252,7 +257,8 @@ class ScorePart:
         """
         rows, z = x[self.rows], as_slice(self.step.z)
         if self.large:
-            of_group = rows[0].flatten(0, 1).mul(factor).mT.contiguous()
+            of_group = rows[0].flatten(0, 1).mT
+            of_group = (of_group if factor == 1.0 else of_group * factor).contiguous()
             found = product(of_group, weights.flatten(0, 2).mT, depth=self.shape[2])
             self.step.add_to_columns(target.mT, found.mT[None])
             return
@@ -328,8 +334,8 @@ def parts(
 ) -> Iterator[ScorePart]:
     """Splits a call into parts of at most BUDGET scores.
 
-    Large ones have MORE times as many, in at most `height` rows, and `width` columns if that is not 0. Others
-    have all columns of their rows. Rows that attend to nothing may be in no part.
+    Large ones have MORE times as many, at most `height` rows, and at most `width` columns if it is not 0.
+    Others have all columns of their rows. Rows that attend to nothing may be in no part.
     """
     score = None if problem.score is None else problem.score.graph
     with_captures = None if problem.capture_grad is None else problem.capture_grad.graph

@@ -87,8 +87,8 @@ def backward(
     group = Heads.of(q, k).group
     alive = group(lse.masked_fill(dead, torch.inf))  # exp(score - inf) is 0
     of_lse = None if grad_lse is None else group(grad_lse.masked_fill(dead, 0.0))
-    call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None)
-    quick = q.dtype in HALF and is_quick(call.heads.real)
+    quick = q.dtype in HALF and is_quick(torch.float32)
+    call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None, taller=quick)
     grads: list[Tensor] = []
     by_row: list[Tensor] = []
     for batch, mask, turned in call.batches():
@@ -163,8 +163,7 @@ def gradients_by_products(
         grad_by_row = torch.cat([g, delta.neg_()], -1)
         to_key, to_value = key_grad[head][:, : k.shape[1]].mT, value_grad[head][:, : v.shape[1]].mT
         for here in spans(rows, TALLER):
-            of_queries, of_grad = (x[here].mT.contiguous() for x in (q, g))  # [dim, rows]
-            of_queries *= scale
+            of_queries, of_grad = (q[here].mT * scale).contiguous(), g[here].mT.contiguous()  # [dim, rows]
             for part in spans(min(here.stop, columns) if causal else columns, WIDTH):
                 weights = product(by_row[here], k_and_one[part])  # [rows, columns] of this piece
                 if mask is not None:
@@ -197,7 +196,14 @@ class FlashCall:
     """The layout of one call: [Z, G, M, dim] for tensors by query, [Z, N, dim] for keys and values."""
 
     def __init__(
-        self, problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor, more: bool = False
+        self,
+        problem: Problem,
+        bias: Bias | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        more: bool = False,
+        taller: bool = False,
     ) -> None:
         kernels = flash_on_cpu()
         assert kernels is not None
@@ -205,6 +211,7 @@ class FlashCall:
         self.problem, self.bias, self.heads = problem, bias, Heads.of(q, k)
         self.size = *self.heads.shape, q.shape[2], k.shape[2]
         self._dim = max(q.shape[3], v.shape[3]) + more
+        self._taller = taller
         self._finite: bool | None = None
         self._scratch = Scratch(q.new_empty((), dtype=self.heads.real))
         self.k, self.v = k.flatten(0, 1), v.flatten(0, 1)
@@ -265,7 +272,7 @@ class FlashCall:
         The mask broadcasts to the scores. A function brings rows into the mask's order and back.
         """
         dtype, no_bias = self.heads.real, self.bias is None
-        rules = StepRules(squares=no_bias and self.problem.scale > 0, whole_masks=no_bias)
+        rules = StepRules(no_bias and self.problem.scale > 0, self._taller and not no_bias, no_bias)
         known: tuple[Forbidden, int] | None = None
         mask = None
         steps = steps_of(self.problem.mask, self.heads, *self.size[2:], rules)

@@ -22,7 +22,7 @@ from flexmod.runtime.private_torch import linear_on_cpu, sigmoid_backward, tanh_
 
 # Rows, columns and scores of a head from which oneDNN saves time: a call of it takes 10 us, and the first one
 # of each shape 300 us.
-LEAST_ROWS, LEAST_COLUMNS, LEAST_SCORES = 64, 512, 3 << 16
+LEAST_ROWS, LEAST_COLUMNS, LEAST_SCORES = 64, 512, 1 << 18
 # Threads up to which that holds: each operation on a head is short, and its threads wait for each other.
 FEW_THREADS = 4
 # Terms of a sum. oneDNN adds them up one after the other, and MKL some 400 at a time.

@@ -361,8 +361,8 @@ def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_quick_product", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     large = products.is_large
-    assert large(384, 512) and large(64, 3072)
-    assert not large(1024, 500) and not large(63, 8192) and not large(256, 512)
+    assert large(512, 512) and large(64, 4096)
+    assert not large(1024, 500) and not large(63, 8192) and not large(256, 768)
     assert products.is_quick(torch.float32) and not products.is_quick(torch.float64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert not products.is_quick(torch.float32)
