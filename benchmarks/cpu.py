@@ -1,10 +1,11 @@
 """flexmod beside SDPA on the CPU, forward and backward apart, in turns in one process.
 
-    python -m benchmarks.cpu [--lengths 512 2048] [--dtypes float32] [--rows causal] [--seconds 0.8]
+    python -m benchmarks.cpu [--lengths 512 2048] [--dtypes float32] [--rows causal] [--passes 4]
     python -m benchmarks.cpu --host
 
-A cell has the best and the median round. "of SDPA" is the ratio of the best rounds, and for a score mod "of
-plain" the ratio to the row without it. GFLOP/s count the products of kept tiles of 128 x 128: two of a
+Each pass over the table adds rounds to each cell, so that a busy minute of a shared host does not decide a
+row. A cell has the best and the median round. "of SDPA" is the ratio of the best rounds, and for a score mod
+"of plain" the ratio to the row without it. GFLOP/s count the products of kept tiles of 128 x 128: two of a
 forward, five of a backward. MiB is the peak of the process above its size before the call. `--host` times
 eager calls of one row, whose arithmetic takes no time.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -161,30 +163,37 @@ def measured(name: str, length: int, dtype: torch.dtype, seconds: float) -> dict
     return {"times": found, "kept": kept, "mib": peaks}
 
 
-def table(lengths: list[int], dtypes: list[str], rows: list[str], seconds: float) -> str:
-    lines = []
-    for dtype in dtypes:
-        for length in lengths:
-            plain: dict[str, Times] = {}
-            for name in rows:
-                found = measured(name, length, getattr(torch, dtype), seconds)
-                times, sdpa = found["times"]["flexmod"], found["times"].get("sdpa")
-                plain[name] = times
-                beside = sdpa or plain.get(ROWS[name].plain)
-                line: list[Any] = [name, f"{ROWS[name].batch}x{HEADS[length]}x{length}", dtype]
-                for direction, products in (("forward", 4), ("backward", 10)):
-                    own, flops = getattr(times, direction), found["kept"] * 128 * 128 * DIM * products
-                    line += [f"{min(own) * 1e3:.2f} / {statistics.median(own) * 1e3:.2f}"]
-                    line += [f"{min(own) / min(getattr(beside, direction)):.2f}" if beside else "-"]
-                    line += [f"{flops / min(own) / 1e9:.0f}"]
-                mib = found["mib"]
-                line += [f"{mib['flexmod']:.0f}" + (f" / {mib['sdpa']:.0f}" if "sdpa" in mib else "")]
-                lines.append(line)
-                print(*line, sep=" | ", flush=True)
+def table(lengths: list[int], dtypes: list[str], rows: list[str], seconds: float, passes: int) -> str:
+    cells = list(itertools.product(dtypes, lengths, rows))
+    found: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for _ in range(passes):
+        for cell in cells:
+            dtype, length, name = cell
+            new = measured(name, length, getattr(torch, dtype), seconds)
+            for each, times in found.setdefault(cell, new)["times"].items():
+                if found[cell] is not new:
+                    times.forward.extend(new["times"][each].forward)
+                    times.backward.extend(new["times"][each].backward)
+    lines = [_line(found, *cell) for cell in cells]
     header = ["row", "B x H x S", "dtype"]
     for direction in ("forward", "backward"):
         header += [f"{direction} ms", "of SDPA, of plain", "GFLOP/s"]
     return tabulate(lines, [*header, "peak MiB"], tablefmt="github")
+
+
+def _line(found: dict[tuple[str, int, str], dict[str, Any]], dtype: str, length: int, name: str) -> list[Any]:
+    cell = found[dtype, length, name]
+    plain = found.get((dtype, length, ROWS[name].plain))
+    times = cell["times"]["flexmod"]
+    beside = cell["times"].get("sdpa") or (plain and plain["times"]["flexmod"])
+    line: list[Any] = [name, f"{ROWS[name].batch}x{HEADS[length]}x{length}", dtype]
+    for direction, products in (("forward", 4), ("backward", 10)):
+        own, flops = getattr(times, direction), cell["kept"] * 128 * 128 * DIM * products
+        line += [f"{min(own) * 1e3:.2f} / {statistics.median(own) * 1e3:.2f}"]
+        line += [f"{min(own) / min(getattr(beside, direction)):.2f}" if beside else "-"]
+        line += [f"{flops / min(own) / 1e9:.0f}"]
+    mib = cell["mib"]
+    return [*line, f"{mib['flexmod']:.0f}" + (f" / {mib['sdpa']:.0f}" if "sdpa" in mib else "")]
 
 
 def host() -> str:
@@ -218,10 +227,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(HEADS), choices=list(HEADS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--seconds", type=float, default=0.8, help="of rounds for each cell")
+    parser.add_argument("--seconds", type=float, default=0.8, help="of rounds for each cell and pass")
+    parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--host", action="store_true", help="the host cost of calls alone")
     asked = parser.parse_args()
-    print(host() if asked.host else table(asked.lengths, asked.dtypes, asked.rows, asked.seconds))
+    cells = asked.lengths, asked.dtypes, asked.rows
+    print(host() if asked.host else table(*cells, asked.seconds, asked.passes))
 
 
 if __name__ == "__main__":
