@@ -128,8 +128,8 @@ def first_steps(*graphs: Graph | None) -> FirstSteps:
     for node, *_ in shared:
         if node.op == "mul":
             factor = _factor(node) or 1.0
-        elif node.op in FUNCTIONS:
-            function = node.op
+        else:
+            function = _function(node)
     ends = frozenset(shared[-1]) if shared else frozenset()
     return FirstSteps(factor, function, tuple(_rest(graph, ends, function) for graph in graphs))
 
@@ -142,7 +142,7 @@ def _first_nodes(graph: Graph) -> list[Node]:
         if len(users) != 1 or nodes[-1] in graph.results or users[0].dtype != torch.float32:
             return nodes
         is_factor = len(nodes) == 1 and _factor(users[0]) is not None
-        if not is_factor and users[0].op not in FUNCTIONS:
+        if not is_factor and not _function(users[0]):
             return nodes
         nodes.append(users[0])
         if not is_factor:
@@ -161,8 +161,14 @@ def _number(const: Node) -> float:
     return float(const.value)  # type: ignore[arg-type]
 
 
+def _function(node: Node) -> str:
+    """Returns which of FUNCTIONS a node is in torch: all kinds of tanh are one, see `exponents.py`."""
+    row = OPS.get(node.op)
+    return next((name for name in FUNCTIONS if row is not None and row.torch is OPS[name].torch), "")
+
+
 def _key(node: Node) -> tuple[str, float | None]:
-    return node.op, _factor(node)
+    return _function(node), _factor(node)
 
 
 def _rest(graph: Graph | None, ends: frozenset[Node], function: str) -> Rest:

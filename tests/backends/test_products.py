@@ -269,6 +269,7 @@ def test_product(function: str) -> None:
 
 STEPS = {
     "soft-cap": (lambda s: 20.0 * torch.tanh(s / 20.0), 0.05, "tanh"),
+    "approximate": (lambda s: 20.0 * flexmod.tanh_approximate(s / 20.0), 0.05, "tanh"),
     "sigmoid": (torch.sigmoid, 1.0, "sigmoid"),
     "factor": (lambda s: s * -0.5 + 1.0, -0.5, ""),
     "factor and square": (lambda s: (s * 0.5) ** 2, 0.5, ""),
