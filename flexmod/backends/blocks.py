@@ -341,7 +341,9 @@ def parts(
     with_captures = None if problem.capture_grad is None else problem.capture_grad.graph
     first = first_steps(score, problem.score_grad, with_captures)
     quick = is_quick(heads.real)
-    for whole in steps_of(problem.mask, heads, rows, columns, StepRules(taller=quick and height > TALL)):
+    # taller steps compute more scores, and more passes over them would take longer than larger products save
+    taller = quick and height > TALL and all(rest.graph is None for rest in first.rest)
+    for whole in steps_of(problem.mask, heads, rows, columns, StepRules(taller=taller)):
         large = quick and is_large(math.prod(whole.shape[1:3]), whole.shape[3])
         sizes = (MORE * BUDGET, height) if large else (BUDGET, ROWS)
         for piece in whole.across(width) if large and width else (whole,):

@@ -15,7 +15,6 @@ from backends.test_cpu import (
     alibi,
     block_mask,
     both,
-    capped,
     causal,
     check,
     holes,
@@ -41,6 +40,11 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(products, least, 1)
     monkeypatch.setattr(products, "FEW_THREADS", 1 << 20)
     monkeypatch.setattr(products, "_has_quick_product", lambda: True)
+
+
+def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Of graphs that `optimize` has not seen, and that a product has whole but for a factor."""
+    return 2 * torch.tanh(score * 0.5)
 
 
 def sigmoid(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -370,3 +374,20 @@ def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(products, "_has_quick_product", lambda: False)
     assert not products.is_quick(torch.float32)
+
+
+def test_taller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 512 causal rows computes 1.6 times their scores. That pays if a product has the whole mod."""
+    monkeypatch.setattr(products, "_has_quick_product", lambda: True)
+    monkeypatch.setattr(products, "FEW_THREADS", 1 << 20)
+    case = make_case(dtype=torch.bfloat16, heads=1, q_len=1024, kv_len=1024, head_dim=8)
+    mask = block_mask(case, causal, 128)
+
+    def heights(score_mod: Any, *sizes: int) -> list[int]:
+        heads = Heads.of(case.q, case.k)
+        found = blocks.parts(problem_of(case, score_mod, mask), heads, 1024, 1024, *sizes)
+        return [part.shape[2] for part in found]
+
+    assert heights(capped) == [512, 512]
+    assert heights(capped, tiles.TALLER, 512) == [512, 512, 512]  # the second step in two pieces
+    assert max(heights(sigmoid)) == max(heights(capped, tiles.TALL)) == 128
