@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexmod.backends import blocks, flash
@@ -46,4 +47,13 @@ def _bias(problem: Problem, q: Tensor, k: Tensor) -> Bias | None:
         return None
     graph = added_to_score(problem.score.graph)
     assert graph is not None
-    return Bias(graph, problem.score.tensors, (q.shape[2], k.shape[2]))
+
+    def bound() -> float:
+        return abs(problem.scale) * _largest_row(q) * _largest_row(k)
+
+    return Bias(graph, problem.score.tensors, (q.shape[2], k.shape[2]), bound)
+
+
+def _largest_row(x: Tensor) -> float:
+    """Returns the largest norm of a row."""
+    return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()) if x.numel() else 0.0
