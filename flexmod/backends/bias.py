@@ -6,7 +6,7 @@ the line one number later: so rows come in descending order.
 
 A steep bias, such as ALiBi's, makes weights of distant keys smaller than 2^-126. Intel's processors multiply
 such denormal numbers in a hundred times the time: a backward took four to seven times as long. So a bias is
--inf where the weight is certainly below 2^-66, which no sum in float32 shows.
+-inf where the weight is certainly below 2^-66, which no sum in float32 shows. `blocks` leaves them out too.
 """
 
 from __future__ import annotations

@@ -136,6 +136,9 @@ def linear_on_cpu() -> Any:
     return found
 
 
+# 0 for magnitudes up to a number, x for others and for nan: x, the number, and the keyword `out`.
+hardshrink = torch.ops.aten.hardshrink.out
+
 # Derivatives by their function's value: gradient, value, and the keyword `grad_input` for the result.
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
