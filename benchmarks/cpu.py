@@ -127,7 +127,7 @@ def _status(name: str) -> int:
 
 
 def measured(name: str, length: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """Runs flexmod, and SDPA beside it, in turns."""
+    """Runs flexmod and SDPA in turns."""
     row, heads = ROWS[name], HEADS[length]
     generator = torch.Generator().manual_seed(0)
     tensors = [
@@ -166,14 +166,13 @@ def measured(name: str, length: int, dtype: torch.dtype, seconds: float) -> dict
 def table(lengths: list[int], dtypes: list[str], rows: list[str], seconds: float, passes: int) -> str:
     cells = list(itertools.product(dtypes, lengths, rows))
     found: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for _ in range(passes):
-        for cell in cells:
-            dtype, length, name = cell
-            new = measured(name, length, getattr(torch, dtype), seconds)
-            for each, times in found.setdefault(cell, new)["times"].items():
-                if found[cell] is not new:
-                    times.forward.extend(new["times"][each].forward)
-                    times.backward.extend(new["times"][each].backward)
+    for cell in cells * passes:
+        dtype, length, name = cell
+        new = measured(name, length, getattr(torch, dtype), seconds)
+        for each, times in found.get(cell, {"times": {}})["times"].items():
+            new["times"][each].forward.extend(times.forward)
+            new["times"][each].backward.extend(times.backward)
+        found[cell] = new
     lines = [_line(found, *cell) for cell in cells]
     header = ["row", "B x H x S", "dtype"]
     for direction in ("forward", "backward"):

@@ -136,10 +136,11 @@ class Bias:
         line = self._line(step, dtype)
         first, size = self._lengths[0] - rows.stop + columns[0].start, sum(step.shape[2:]) - 1
         line = line[..., first : first + size]
+        steep = self._is_steep(line)
         if step.forbidden:
             line = line.where(~step.diagonals, -torch.inf)  # type: ignore[operator]
         of_all_rows = line[..., step.shape[2] - 1 : step.shape[3]]
-        if of_all_rows.shape[-1] > 0 and self._is_steep(line):
+        if steep and of_all_rows.shape[-1] > 0:
             line = self._without_the_least(line, of_all_rows.amax(-1, keepdim=True))
         strides = *line.stride()[:2], 1, 1
         return line.as_strided((*line.shape[:2], *step.shape[2:]), strides, line.storage_offset())
@@ -156,6 +157,7 @@ class Bias:
         return known
 
     def _is_steep(self, bias: Tensor) -> bool:
+        """Returns whether weights may be denormal, of a bias without a mask."""
         return bias.dtype == torch.float32 and bias.numel() > 0 and bool(bias.amin() < STEEP)
 
     def _without_the_least(self, bias: Tensor, largest: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ def backward(
     of_lse = None if grad_lse is None else group(grad_lse.masked_fill(dead, 0.0))
     quick = q.dtype in HALF and is_quick(torch.float32)
     call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None, taller=quick)
+    as_given = [group(x) for x in (grad_out, q, out)]
     grads: list[Tensor] = []
     by_row: list[Tensor] = []
     for batch, mask, turned in call.batches():
@@ -99,7 +100,7 @@ def backward(
         if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
             dq, *sums = grads or call.no_gradients(q.dtype)
             grads = [dq, *map(_by_dimension, sums)]
-            rows = [turned(batch.rows_of(group(x))) for x in (grad_out, q, out)]
+            rows = [turned(batch.rows_of(x)) for x in as_given]
             terms = [None if x is None else turned(batch.rows_of(x)) for x in (alive, of_lse)]
             columns = [batch.columns_of(x) for x in (call.k, call.v, *grads[1:])]
             part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **given)
@@ -143,9 +144,9 @@ def gradients_by_products(
 ) -> Tensor:
     """Returns the gradient of query; adds the gradients of key and value to `key_grad` and `value_grad`.
 
-    What torch's operation computes, in less time; see `products`. For operands in half precision, to which
-    float32 sums of any length are exact. Computes in the dtype of `key_grad` and `value_grad`, which may
-    have more dimensions. All shapes are [z, g, rows or columns, dim].
+    What torch's operation computes, in less time; see `products`. For operands in half precision: sums of any
+    length in float32 are exact enough for them. Computes in the dtype of `key_grad` and `value_grad`, which
+    may have more dimensions. All shapes are [z, g, rows or columns, dim].
     """
     real = lse.dtype
     dq = query.new_zeros(query.shape, dtype=real)
@@ -242,9 +243,9 @@ class FlashCall:
 
     def no_gradients(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns zeros for gradients by row, in a dtype, by key and by value."""
-        shapes = (*self.size[:3], self._dim), (*self.k.shape[:2], self._dim)
-        by_column = [self.k.new_zeros(shapes[1], dtype=self.heads.real) for _ in range(2)]
-        return [self.k.new_zeros(shapes[0], dtype=dtype), *by_column]
+        by_row = self.k.new_zeros((*self.size[:3], self._dim), dtype=dtype)
+        by_key = self.k.new_zeros((*self.k.shape[:2], self._dim), dtype=self.heads.real)
+        return [by_row, by_key, torch.zeros_like(by_key)]
 
     def _ready(self, x: Tensor) -> Tensor:
         """Returns x in the dtype of the computation, with strides that matrix products support."""

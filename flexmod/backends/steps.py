@@ -33,7 +33,7 @@ KEPT_BYTES = 1 << 26  # of forbidden elements in one list
 class Step:
     """Some heads, as ranges of Z and G, and a step for their tiles.
 
-    `forbidden`: ranges of the step's columns, and bool tensors that are True where the mask is False; each
+    `forbidden`: ranges of the step's columns, and bool tensors that are True where the mask is False. Each
     broadcasts to [z, g, rows, width of the range]. `shift`: if the step differs from the one before by its
     place alone, by how many columns; its rows follow. Otherwise 0.
     """
