@@ -9,11 +9,14 @@ Triton 3.9 renamed the TMA unit's copies, and exports the sum into memory that 3
     opaque(number)                                               the int32 or float32, opaque to the compiler
     pack_float8(numbers, dtype)                                  each four neighbors in a row as one int32
     unpack_float8(packed, layout, dtype)                         the float8 numbers, an operand of this layout
+    running_max(before, tile)                                    by row, the largest of `before` and the tile
+    by_row_of(tile, numbers)                                     a number for each row of a tile, as a column
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,6 +67,66 @@ def unpack_float8(packed, layout: gl.constexpr, dtype: gl.constexpr):  # type: i
     else:
         made = gl.inline_asm_elementwise(move, "=r,r,r,r,r", [four], gl.float8e5, is_pure=True, pack=4)
     return made
+
+
+@triton.constexpr_function
+def _larger_of_two_rows(columns: int) -> str:
+    """Returns PTX for the largest number in a quarter of a row of `columns` numbers, for two rows.
+
+    Operands: the results $0 and $1; numbers of the two rows, in turn; the rows' largest numbers until then.
+
+    The chip compares two floats at a time, or three integers. Floats without a sign are ordered like signed
+    integers. If all numbers have a sign, the one with the least unsigned integer is the largest. It counts
+    only if the largest number until then has a sign too.
+    """
+
+    def compared(operation: str, first: str, second: str) -> str:
+        lines = [f"mov.b32 {first}, $2; mov.b32 {second}, $3;"]
+        for place in range(4, before, 2):
+            for row, number in ((first, place), (second, place + 1)):
+                lines.append(f"{operation} {row}, {row}, ${number};")
+        return " ".join(lines)
+
+    before = 2 + columns // 2
+    signed = "setp.lt.s32 {0}, ${1}, 0; setp.lt.and.s32 {0}, ${2}, 0, {0};"
+    return (
+        f"{{.reg .pred p, q, r; .reg .b32 a, b; {compared('max.s32', '$0', '$1')} "
+        f"{signed.format('p', 0, before)} {signed.format('q', 1, before + 1)} "
+        "or.pred r, p, q; @!r bra KNOWN; "
+        f"{compared('min.u32', 'a', 'b')} @p mov.b32 $0, a; @q mov.b32 $1, b; KNOWN: }}"
+    )
+
+
+@gluon.jit
+def by_row_of(tile, numbers):  # type: ignore[no-untyped-def]
+    return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
+
+
+@gluon.jit
+def _columns_of(tile):  # type: ignore[no-untyped-def]
+    rows: gl.constexpr = tile.shape[0]
+    count: gl.constexpr = tile.shape[2] // 2
+    even, odd = gl.split(tile.reshape([rows, tile.shape[1], count, 2]))
+    if count == 1:
+        columns = (even.reshape([rows, tile.shape[1]]), odd.reshape([rows, tile.shape[1]]))
+    else:
+        columns = _columns_of(even) + _columns_of(odd)
+    return columns
+
+
+@gluon.jit
+def running_max(before, tile):  # type: ignore[no-untyped-def]
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    # of eight columns a thread has two
+    pairs = tile.to(gl.int32, bitcast=True).reshape([rows, columns // 8, 4, 2])
+    own = _columns_of(gl.permute(pairs, (0, 2, 1, 3)).reshape([rows, 4, columns // 4]))
+    given = own + (by_row_of(own[0], before).to(gl.int32, bitcast=True),)
+    text: gl.constexpr = _larger_of_two_rows(columns)
+    kinds: gl.constexpr = "=&r,=&r" + ",r" * (columns // 2 + 2)
+    largest = gl.inline_asm_elementwise(text, kinds, given, gl.int32, is_pure=True, pack=2)
+    largest = gl.max(largest.to(gl.float32, bitcast=True), 1)
+    return gl.maximum(before, gl.convert_layout(largest, before.type.layout))
 
 
 _DTYPES = {

@@ -5,6 +5,7 @@ What the compiler makes of a user's mods is in test_hopper_compiled.py; what ker
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -253,6 +254,8 @@ def test_a_careful_text(texts: Any, block: Any) -> None:
         source = text(replace(spec(mask_block=block, backward=backward), **other), *texts)
         assert max(map(len, source.splitlines())) <= 110
         compile(source, "module", "exec")
+        for name in re.findall("from flexmod.runtime.gluon import (.*)", source)[0].split(", "):
+            assert len(re.findall(rf"\b{name}\b", source)) > 1, name
 
 
 def test_a_derivative_of_one_is_no_step() -> None:

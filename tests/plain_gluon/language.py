@@ -206,6 +206,8 @@ def names(programs: int) -> dict[str, Any]:
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": lambda pending, deps: products.wait(here.actor, pending, deps),
         "load_tile": load_tile, "stores_read": stores_read, "opaque": lambda number: number,
+        "running_max": lambda before, of: tile(np.maximum(plain(before), plain(of).max(1))),
+        "by_row_of": lambda of, numbers: numbers[:, None],
         "pack_float8": lambda numbers, dtype: numbers, "unpack_float8": lambda packed, layout, dtype: packed,
         "store_tile": lambda of, start, source: send_tile(of, start, source, add=False),
         "add_tile": lambda of, start, source: send_tile(of, start, source, add=True),

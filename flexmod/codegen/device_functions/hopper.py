@@ -142,6 +142,15 @@ def in_fours(weights):
 
 
 @gluon.jit
+def sums_by_thread(weights):
+    """The sums of each row in the four threads that share it, [rows, 4]."""
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    pairs = weights.reshape([rows, columns // 8, 4, 2])
+    return gl.sum(gl.permute(pairs, (0, 2, 1, 3)).reshape([rows, 4, columns // 4]), 2)
+
+
+@gluon.jit
 def add_diagonals(term, distance, SUMS, line, M, N):
     """Adds the sums of a tile's diagonals to SUMS [B, HQ, M + N - 1], at `line` and distance q_idx - kv_idx.
 
