@@ -22,7 +22,8 @@ from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import Direction, KernelSpec, template
+from flexmod.codegen.spec import Direction, template
+from flexmod.codegen.variant import Variant
 from flexmod.errors import TemplateError
 from flexmod.runtime.plan import Place, PlanWriter
 
@@ -42,15 +43,12 @@ class Family(Protocol):
     reduce_in_backward: bool
 
     def obstacle(
-        self,
-        spec: KernelSpec,
-        direction: Direction,
-        target: str,
-        options: Mapping[str, Any],
-        *,
-        deterministic: bool,
+        self, variant: Variant, direction: Direction, target: str, *, deterministic: bool
     ) -> str | None:
-        """Returns why the family cannot make these kernels for a chip, or None if it can."""
+        """Returns why the family cannot make a variant's kernels for a chip, or None if it can.
+
+        `deterministic`: reruns must agree bit for bit, beside what the variant's options ask.
+        """
 
     def call_obstacle(self, q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None) -> str | None:
         """Returns why its kernels cannot take these tensors and this mask's columns, or None if they can."""
@@ -127,26 +125,18 @@ def reads_order(target: str) -> bool:
     return any(family.reads_order(target) for family in _known)
 
 
-def obstacle(
-    family: Family,
-    spec: KernelSpec,
-    direction: Direction,
-    target: str,
-    options: Mapping[str, Any] | None = None,
-) -> str | None:
-    """Returns why a family cannot make these kernels for a chip; reads torch's switch for determinism.
+def obstacle(family: Family, variant: Variant, direction: Direction, target: str) -> str | None:
+    """Returns why a family cannot make a variant's kernels for a chip; reads torch's switch for determinism.
 
-    Raises TemplateError if there is an obstacle and the options ask for this family.
+    Raises TemplateError if there is an obstacle and the variant's options ask for this family.
     """
-    given = options or {}
-    asked = template(given, direction)
-    why = family.obstacle(
-        spec, direction, target, given, deterministic=torch.are_deterministic_algorithms_enabled()
-    )
-    if why is None and asked not in ("auto", family.name):
+    options = dict(variant.options)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    why = family.obstacle(variant, direction, target, deterministic=deterministic)
+    if why is None and template(options, direction) not in ("auto", family.name):
         why = "kernel option TEMPLATE asks for another"
     if why is not None:
-        check_not_asked_for(family, direction, given, why)
+        check_not_asked_for(family, direction, options, why)
     return why
 
 
@@ -156,16 +146,14 @@ def check_not_asked_for(family: Family, direction: Direction, options: Mapping[s
         raise TemplateError(template=family.name, direction=direction, why=why)
 
 
-def serving(
-    spec: KernelSpec, direction: Direction, target: str, options: Mapping[str, Any] | None = None
-) -> tuple[Family, dict[str, str]]:
+def serving(variant: Variant, direction: Direction, target: str) -> tuple[Family, dict[str, str]]:
     """Returns the first family without an obstacle on a chip, and the obstacles of earlier ones by name.
 
     Raises the error of `obstacle`.
     """
     passed: dict[str, str] = {}
     for family in _known:
-        why = obstacle(family, spec, direction, target, options)
+        why = obstacle(family, variant, direction, target)
         if why is None:
             return family, passed
         passed[family.name] = why

@@ -22,9 +22,10 @@ from flexmod.backends.captured import gradients
 from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
-from flexmod.codegen.compiler import Mod, capture_terms, compile_mod, kernels_for
-from flexmod.codegen.kernels import IndexWatch, Kernels, Made
+from flexmod.codegen.compiler import capture_terms, compile_mod
+from flexmod.codegen.kernels import IndexWatch, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option
+from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import Graph
 from flexmod.runtime import config, launch, side_by_side, tuned
@@ -95,10 +96,7 @@ class Generated:
         """
         compiled = self._compile(problem, tensors, backward=True, kept=kept)
         family = next(one for one, why in self._families("backward", compiled) if why is None)
-        made, write = (
-            family.kernels(compiled.make(family.reduce_in_backward)),
-            _backward_writer(compiled, needs),
-        )
+        made, write = compiled.kernels(family), _backward_writer(compiled, needs)
         rungs = FirstRungs(made)
         plan = compiled.plan(lambda writer, call: write(family, made, writer, call, rungs))
         jobs = side_by_side.compiles(plan, compiled.tensors, compiled.qkv[0].device, compiled.extents)
@@ -106,11 +104,11 @@ class Generated:
 
     def _families(self, direction: Direction, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
         """Yields the families in order, each with its obstacle or None."""
-        (q, k, v), options = compiled.qkv, dict(compiled.problem.options)
+        q, k, v = compiled.qkv
         mask = compiled.problem.mask if direction == "backward" else None
         target = INTERPRETER if self.interpreted else target_of(q.device).name
         for family in families():
-            why = obstacle(family, compiled.spec, direction, target, options)
+            why = obstacle(family, compiled.variant, direction, target)
             yield family, why or family.call_obstacle(q, k, v, mask)
 
     def _served(
@@ -120,7 +118,7 @@ class Generated:
         options = dict(compiled.problem.options)
         for family, why in self._families(direction, compiled):
             if why is None:
-                made = family.kernels(compiled.make(family.reduce_in_backward))
+                made = compiled.kernels(family)
                 try:
                     return compiled.chosen(
                         made, lambda *given, f=family, m=made: write(f, m, *given), meanwhile
@@ -143,23 +141,13 @@ class Generated:
         )  # fmt: skip
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
-        family = "" if self.interpreted else family_of(target_of(q.device).name)
-
-        def make(reduce_in_backward: bool) -> Kernels:
-            return kernels_for(
-                spec, *lowered, problem.options, self.interpreted, grad_captures, reduce_in_backward, family
-            )
-
-        if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
-            self._tune(
-                problem,
-                spec,
-                [family.kernels(make(family.reduce_in_backward)) for family in families()],
-                q.device,
-            )
+        variant = Variant(spec, *lowered, learned=grad_captures, options=problem.options)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        return _Compiled(make, spec, problem, tuple(tensors), qkv, call, score, grad_captures, backward, kept)
+        compiled = _Compiled(variant, self.interpreted, problem, tuple(tensors), qkv, call, backward, kept)
+        if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
+            self._tune(problem, spec, [compiled.kernels(family) for family in families()], q.device)
+        return compiled
 
     def _tune(
         self, problem: Problem, spec: KernelSpec, kernels: Sequence[Made], device: torch.device
@@ -178,22 +166,26 @@ class Generated:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A call and its kernels, from which plans are written.
+    """A call and its variant, from which kernels are made and plans are written.
 
-    `make(reduce_in_backward)` makes the portable kernels; with True, without the reductions that another
-    family's backward does. `grad_captures` get gradients. Plans are bound to the kinds of `tensors`.
+    Plans are bound to the kinds of `tensors`.
     """
 
-    make: Callable[[bool], Kernels]
-    spec: KernelSpec
+    variant: Variant
+    interpreted: bool
     problem: Problem
     tensors: tuple[Tensor | None, ...]
     qkv: tuple[Tensor, Tensor, Tensor]
     call: Operands
-    score: Mod | None
-    grad_captures: tuple[int, ...]
     backward: bool
     kept: int
+
+    def kernels(self, family: Family) -> Made:
+        """Returns a family's kernels, for the chip of the tensors."""
+        direction: Direction = "backward" if self.backward else "forward"
+        chips = "" if self.interpreted else family_of(target_of(self.qkv[0].device).name)
+        reduce = family.reduce_in_backward
+        return family.kernels(self.variant.kernels(direction, reduce, chips, self.interpreted))
 
     @cached_property
     def incoming(self) -> BackwardInputs:
@@ -269,8 +261,8 @@ class _Compiled:
         self, writer: PlanWriter, call: Operands, found: Found, reduce_in_backward: bool
     ) -> Results:
         """Returns a backward's gradients, and the gradients of captured tensors."""
-        graph = self.score.lowered.score if self.score else None
-        return with_captured(writer, call, found, graph, self.grad_captures, reduce_in_backward)
+        graph = self.variant.score.score if self.variant.score else None
+        return with_captured(writer, call, found, graph, self.variant.learned, reduce_in_backward)
 
 
 def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Write:

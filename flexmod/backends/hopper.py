@@ -5,6 +5,7 @@ The programs of the backward add to dQ in memory in any order, so two runs may d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -35,12 +36,14 @@ from flexmod.codegen.hopper import (
     HopperKernels,
     Shape,
     hopper_kernels,
-    obstacle,
+    spec_obstacle,
     stepped,
     sum_block,
     sum_row,
     wide,
 )
+from flexmod.codegen.spec import Direction, option, template
+from flexmod.codegen.variant import Variant
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.plan import (
     Descriptor,
@@ -55,6 +58,11 @@ from flexmod.runtime.plan import (
     product,
 )
 
+# kernel_options for the portable template's kernels
+TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
+    "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
+    "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
+}
 # The most queries in a backward's tile.
 TALLEST = 128
 # Queries in one block of dQ's sums, which keeps the order of registers.
@@ -70,6 +78,29 @@ def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
     programs: Any = grid(kv_batch, kv_heads, keys, 128)
     most = ORDERED * call_arguments.processors(key.device)
     return BackwardFacts(addressable=addressable(grad_out), ordered=programs <= most)
+
+
+def obstacle(
+    variant: Variant, direction: Direction, target: str, *, deterministic: bool = False
+) -> str | None:
+    """Returns why the kernels for Hopper cannot serve a variant on a chip, see `families.Family`."""
+    if target != TARGET:
+        return f"{target} is no Hopper chip ({TARGET})"
+    if (why := spec_obstacle(variant.spec_of(direction), direction)) is not None:
+        return why
+    options = dict(variant.options)
+    if template(options, direction) not in ("auto", NAME):
+        return "kernel option TEMPLATE asks for it"
+
+    def given(name: str) -> Any:
+        return option(options, "forward" if direction == "forward" else "dq", name, None)
+
+    for name in TILE_OPTIONS[direction]:
+        if given(name) is not None:
+            return f"kernel option {name} speaks of the portable template"
+    if direction == "backward" and (deterministic or given("deterministic")):
+        return "a deterministic backward: Hopper's adds up dQ in any order"
+    return None
 
 
 def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | None = None) -> str | None:

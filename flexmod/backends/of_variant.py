@@ -114,11 +114,15 @@ class VariantCall:
 
 
 def plans_of(made: Variant) -> dict[str, Plan]:
-    """Returns a variant's plans for each family that takes it, by family and direction; sizes are names."""
+    """Returns a variant's plans for each family that takes it, by family and direction; sizes are names.
+
+    The kernel_options choose no family here.
+    """
+    asked = replace(made, options=())
     call, found = VariantCall(made), dict[str, Plan]()
     for direction in made.spec.directions:
         for family in reversed(families()):
-            if obstacle(family, made.spec_of(direction), direction, family.target) is None:
+            if obstacle(family, asked, direction, family.target) is None:
                 kernels = family.kernels(
                     made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
                 )
@@ -129,11 +133,11 @@ def plans_of(made: Variant) -> dict[str, Plan]:
 
 def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
     """Returns the modules of all families but the last (`Explanation.sources`), and which runs where."""
-    sources, lines = {}, []
+    sources, lines, asked = {}, [], replace(made, options=())
     for direction in made.spec.directions:
         whys, runs = [], []
         for family in families()[:-1]:
-            why = obstacle(family, made.spec_of(direction), direction, family.target)
+            why = obstacle(family, asked, direction, family.target)
             if why is not None:
                 whys.append(why)
                 continue

@@ -12,7 +12,7 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits, option, template
+from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
 from flexmod.ir.ops import HALF
 
 Registers = tuple[int, int, int]
@@ -26,12 +26,6 @@ LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 TWO, THREE = (240, 24, 168), (160, 32, 128)
 # log2 of the largest weight, for float8 values: weights in float8 need its whole range
 ROOM = {torch.float8_e4m3fn: 8.0, torch.float8_e5m2: 15.0}
-# kernel_options for the portable template's kernels
-TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
-    "forward": ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"),
-    "backward": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
-}
-
 
 @dataclass(frozen=True)
 class ForwardShape:
@@ -109,36 +103,6 @@ def _warps(registers: Registers) -> Mapping[str, int]:
         "num_warps": 4,
         "maxnreg": start,
     }
-
-
-def obstacle(
-    spec: KernelSpec,
-    direction: Direction,
-    target: str,
-    options: Mapping[str, Any],
-    *,
-    deterministic: bool = False,
-) -> str | None:
-    """Why the kernels for Hopper cannot serve on a chip, or None if they can.
-
-    `options` are validated kernel_options; `deterministic`: reruns must agree bit for bit.
-    """
-    if target != TARGET:
-        return f"{target} is no Hopper chip ({TARGET})"
-    if (why := spec_obstacle(spec, direction)) is not None:
-        return why
-    if template(options, direction) not in ("auto", NAME):
-        return "kernel option TEMPLATE asks for it"
-    given = [name for name in TILE_OPTIONS[direction] if _given(options, direction, name) is not None]
-    if given:
-        return f"kernel option {given[0]} speaks of the portable template"
-    if direction == "backward" and (deterministic or _given(options, direction, "deterministic")):
-        return "a deterministic backward: Hopper's adds up dQ in any order"
-    return None
-
-
-def _given(options: Mapping[str, Any], direction: Direction, name: str) -> Any:
-    return option(options, "forward" if direction == "forward" else "dq", name, None)
 
 
 def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:

@@ -41,8 +41,14 @@ class Variant:
     def spec_of(self, direction: Direction) -> KernelSpec:
         return replace(self.spec, backward=direction == "backward")
 
-    def kernels(self, direction: Direction, reduce_in_backward: bool = False, family: Family = "") -> Kernels:
-        """Returns the portable kernels of one direction, for a family of chips.
+    def kernels(
+        self,
+        direction: Direction,
+        reduce_in_backward: bool = False,
+        family: Family = "",
+        interpreted: bool = False,
+    ) -> Kernels:
+        """Returns the portable kernels of one direction, for a family of chips or Triton's interpreter.
 
         `reduce_in_backward`: another family's backward makes the sums for captures itself.
         """
@@ -53,6 +59,7 @@ class Variant:
             self.score,
             self.mask,
             self.options,
+            interpreted,
             grad_captures=grad_captures,
             reduce_in_backward=reduce_in_backward,
             family=family,

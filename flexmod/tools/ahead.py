@@ -122,7 +122,7 @@ def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
 
     Raises TemplateError if the variant's options ask for a family that cannot run it.
     """
-    family, _ = serving(variant.spec_of(direction), direction, target, dict(variant.options))
+    family, _ = serving(variant, direction, target)
     return family.kernels(
         variant.kernels(direction, reduce_in_backward=family.reduce_in_backward, family=family_of(target))
     )

@@ -198,7 +198,7 @@ def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     target = target_of(setting.device).name if setting.device.type == "cuda" else INTERPRETER
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        family, _ = serving(made.spec_of(direction), direction, target)
+        family, _ = serving(made, direction, target)
         kernels: Any = family.kernels(made.kernels(direction, reduce_in_backward=family.reduce_in_backward))
         if family is not PORTABLE:
             rungs = (Choice({direction: rung}) for rung in kernels.choices(direction))

@@ -16,7 +16,7 @@ from flexmod.backends import options as kernel_options
 from flexmod.backends.triton import BackwardFacts
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Limits, Tile
-from flexmod.codegen.variant import variant
+from flexmod.codegen.variant import Variant, variant
 from flexmod.runtime.target import named
 from flexmod.tools import ahead
 from flexmod.tools.mod_names import Mods, Setting
@@ -50,7 +50,9 @@ class Toy:
     name, title, target, reduce_in_backward = "toy", "kernels of a toy", "sm_80", False
     made: dict[Kernels, ToyKernels] = {}
 
-    def obstacle(self, spec: Any, way: str, *_: Any, **__: Any) -> str | None:
+    def obstacle(self, variant: Variant, way: str, *_: Any, **__: Any) -> str | None:
+        if variant.score and variant.score.score and variant.score.score.captures:
+            return "a toy reads no tensors"
         return "a toy has no backward" if way == "backward" else None
 
     def call_obstacle(self, q: Any, k: Any, v: Any, by_column: Any) -> str | None:
@@ -107,6 +109,14 @@ def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_targets", lambda: [(CPU, named("sm_80"))])
     said = [runs for _, runs, _ in doctor._runs() if "bfloat16" in runs]
     assert [runs.rpartition(": ")[2] for runs in said] == ["kernels of a toy", "portable Triton kernels"]
+
+
+def test_a_family_sees_the_mods() -> None:
+    table = torch.randn(40)
+    reads = variant(lambda score, b, h, q_idx, kv_idx: score + table[kv_idx])
+    family, passed = families.serving(reads, "forward", "sm_80")
+    assert (family.name, passed["toy"]) == ("portable", "a toy reads no tensors")
+    assert families.serving(variant(mods.softcap(5.0)), "forward", "sm_80")[0].name == "toy"
 
 
 def test_masks_are_ordered_for_who_reads_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

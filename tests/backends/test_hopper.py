@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -363,3 +364,44 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [x.shape for x in found.sums["row"]] == [(2, 4, 300)]
     (along,) = found.sums["diagonal"]
     assert torch.equal(along, torch.zeros(2, 4, 300 + 260 - 1))
+
+
+@pytest.mark.parametrize(
+    ("way", "target", "options", "facts", "why"),
+    [
+        ("forward", "sm_90", {}, {}, None),
+        (
+            "backward",
+            "sm_90",
+            {"num_stages": 2},
+            {},
+            "kernel option num_stages speaks of the portable template",
+        ),
+        ("forward", "sm_80", {}, {}, "sm_80 is no Hopper chip (sm_90)"),
+        ("forward", "gfx942", {}, {}, "gfx942 is no Hopper chip (sm_90)"),
+        ("forward", "sm_90", {"BLOCK_M": 64}, {}, "kernel option BLOCK_M speaks of the portable template"),
+        ("backward", "sm_90", {"BLOCK_M": 64}, {}, None),
+        ("backward", "sm_90", {"fwd_num_warps": 4}, {}, None),
+        ("forward", "sm_90", {"TEMPLATE": "portable"}, {}, "kernel option TEMPLATE asks for it"),
+        ("forward", "sm_90", {"bwd_TEMPLATE": "portable"}, {}, None),
+        ("forward", "sm_90", {"deterministic": True}, {"deterministic": True}, None),
+        ("backward", "sm_90", {"deterministic": False}, {}, None),
+        (
+            "backward",
+            "sm_90",
+            {"deterministic": True},
+            {},
+            "a deterministic backward: Hopper's adds up dQ in any order",
+        ),
+        (
+            "backward",
+            "sm_90",
+            {},
+            {"deterministic": True},
+            "a deterministic backward: Hopper's adds up dQ in any order",
+        ),
+    ],
+)
+def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
+    made = replace(variant(head_dim=128), options=tuple(options.items()))
+    assert hopper.obstacle(made, way, target, **facts) == why

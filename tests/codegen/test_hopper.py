@@ -16,7 +16,7 @@ from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCA
 
 from flexmod import mods
 from flexmod.codegen.compiler import lower
-from flexmod.codegen.hopper import TARGET, ladder, obstacle, spec_obstacle, text
+from flexmod.codegen.hopper import ladder, spec_obstacle, text
 from flexmod.codegen.kernels import ModText
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_exponent
@@ -104,47 +104,6 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
 )
 def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> None:
     assert spec_obstacle(refused, way) == why
-    assert obstacle(refused, way, TARGET, {}) == why
-
-
-@pytest.mark.parametrize(
-    ("way", "target", "options", "facts", "why"),
-    [
-        ("forward", "sm_90", {}, {}, None),
-        (
-            "backward",
-            "sm_90",
-            {"num_stages": 2},
-            {},
-            "kernel option num_stages speaks of the portable template",
-        ),
-        ("forward", "sm_80", {}, {}, "sm_80 is no Hopper chip (sm_90)"),
-        ("forward", "gfx942", {}, {}, "gfx942 is no Hopper chip (sm_90)"),
-        ("forward", "sm_90", {"BLOCK_M": 64}, {}, "kernel option BLOCK_M speaks of the portable template"),
-        ("backward", "sm_90", {"BLOCK_M": 64}, {}, None),
-        ("backward", "sm_90", {"fwd_num_warps": 4}, {}, None),
-        ("forward", "sm_90", {"TEMPLATE": "portable"}, {}, "kernel option TEMPLATE asks for it"),
-        ("forward", "sm_90", {"bwd_TEMPLATE": "portable"}, {}, None),
-        ("forward", "sm_90", {"deterministic": True}, {"deterministic": True}, None),
-        ("backward", "sm_90", {"deterministic": False}, {}, None),
-        (
-            "backward",
-            "sm_90",
-            {"deterministic": True},
-            {},
-            "a deterministic backward: Hopper's adds up dQ in any order",
-        ),
-        (
-            "backward",
-            "sm_90",
-            {},
-            {"deterministic": True},
-            "a deterministic backward: Hopper's adds up dQ in any order",
-        ),
-    ],
-)
-def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
-    assert obstacle(spec(), way, target, options, **facts) == why
 
 
 # Shapes

@@ -25,8 +25,9 @@ from flexmod.backends import arguments, hopper
 from flexmod.backends.families import families
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.storage import Axis
-from flexmod.codegen.hopper import TARGET, HopperKernels, obstacle, text
-from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.codegen.hopper import TARGET, HopperKernels, text
+from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import Variant
 from flexmod.runtime import launch
 from flexmod.runtime.direct import COUNTER
 from plain_gluon.language import names, run_program
@@ -79,8 +80,8 @@ def on_python(
         shapes = kernels.ladder(name)
         return shapes[seed % len(shapes)]
 
-    def why(spec: KernelSpec, way: Direction, target: str, options: Any, **facts: bool) -> str | None:
-        return obstacle(spec, way, TARGET, options, **facts)
+    def why(variant: Variant, way: Direction, target: str, **facts: bool) -> str | None:
+        return hopper.obstacle(variant, way, TARGET, **facts)
 
     first, _ = families()
     with (

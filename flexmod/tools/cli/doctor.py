@@ -92,7 +92,7 @@ def _runs() -> Iterator[tuple[str, str, str]]:
         for direction in get_args(Direction):
             dims: dict[tuple[str, str], list[str]] = {}
             for dim in DIMS:
-                family, passed = serving(variant(head_dim=dim).spec_of(direction), direction, target.name)
+                family, passed = serving(variant(head_dim=dim), direction, target.name)
                 why = "; ".join(passed.values()) or f"the chip is {target.name}"
                 dims.setdefault((family.title, why), []).append(str(dim))
             for (title, why), alike in dims.items():
