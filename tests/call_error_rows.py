@@ -188,6 +188,17 @@ def sliced_by_torch() -> Any:
     return from_torch(whole[0])
 
 
+def part_of_changed() -> Any:
+    width = 8
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx < width
+
+    made = create_block_mask(window, None, None, 32, 32, "cpu", q_offset=3)
+    width = 9
+    return made[:, :, 0]
+
+
 HALF, DOUBLE = torch.float16, torch.float64
 
 BSHD: list[Row] = [
@@ -737,6 +748,13 @@ BLOCK_MASKS: list[Row] = [
         lambda: mask() & mask(length=64),
         "these block masks do not go together: seq_lengths is (32, 32) in one and (64, 64) in the other.\n"
         "  Instead: build both with the same seq_lengths; resize() and to() change lengths and device.",
+    ),
+    (
+        errors.MaskModChangedError,
+        part_of_changed,
+        "mask_mod window would decide otherwise now than when the block mask was built with q_offset=3, "
+        "kv_offset=0.\n"
+        "  Instead: build the mask again, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, q_offset=...).",
     ),
     (
         errors.SlicedTorchMaskError,

@@ -266,13 +266,13 @@ def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> N
 def _elements(mask: MaskData) -> MaskMod:
     """A mask_mod, of positions, that equals the mask at every element."""
     if mask.classified:
-        return of_positions(mask.mask_mod)
+        return of_positions(mask.as_made())
     if mask.positions is not None:
         raise BlockMaskCombineError(
             problem=f"the lists of one were written to, and it has {mask.positions}",
             advice="build it of its mask_mod, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, q_offset=...)",
         )
-    return Listed(mask.mask_mod, mask.table(), mask.BLOCK_SIZE)
+    return Listed(mask.as_made(), mask.table(), mask.BLOCK_SIZE)
 
 
 def _at(mask: MaskData, mask_mod: MaskMod) -> MaskMod:
@@ -343,7 +343,7 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     found = _positions_of(mask, b, block_positions(q, size, mask.device))
     moves = {"b": positions(b, shape[0], mask.device), "h": positions(h, shape[1], mask.device)}
     needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
-    mask_mod = of_positions(mask.mask_mod)
+    mask_mod = of_positions(mask.as_made())
     if any(move != KEPT for move in needed.values()):
         mask_mod = Rebased(mask_mod, *needed.values())
     mask_mod = mask_mod if found is None else found.mask(mask_mod)

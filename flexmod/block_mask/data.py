@@ -27,7 +27,7 @@ from flexmod.block_mask.parts import (
 )
 from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
-from flexmod.errors import FakeTensorError
+from flexmod.errors import FakeTensorError, MaskModChangedError
 from flexmod.ir.composed import Derived, Mask
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
@@ -37,6 +37,7 @@ from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched
+from flexmod.runtime.tensor_kinds import has_no_values
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
 
@@ -174,6 +175,21 @@ class MaskData:
         graph, self.graph_number = numbered(traced.graph)
         self._traced = replace(traced, graph=graph)
         self.watch(traced, self.device)
+
+    def as_made(self) -> MaskMod:
+        """The mask_mod that decided the tiles.
+
+        A function may decide otherwise now, since a number or a tensor in its closure is another one. Then it
+        is a replay of the mask's graph. Raises MaskModChangedError if the mask has offsets too, and every
+        error of tracing a mask_mod.
+        """
+        now, made = trace_mask(self._mask_mod, self.device), self._traced
+        pairs = zip(now.tensors, made.tensors, strict=False)
+        if now.graph.key == made.graph.key and all(a is b or _equal(a, b) for a, b in pairs):
+            return self._mask_mod
+        if self.positions is not None:
+            raise MaskModChangedError(name=mod_name(self._mask_mod), positions=self.positions)
+        return replay(made, mod_name(self._mask_mod))
 
     @property
     def classified(self) -> bool:
@@ -329,11 +345,13 @@ class MaskData:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to pickle: a function is replaced by its graph and its captures."""
-        traced, mask_mod = leaves(self._traced), self._mask_mod
-        if not isinstance(mask_mod, Derived):
+        state, traced, mask_mod = self._state(), leaves(self._traced), self._mask_mod
+        if isinstance(mask_mod, Derived):
+            mask_mod = self.as_made()
+        else:
             replayed = replay(traced, mod_name(mask_mod))
             mask_mod = Mask(replayed) if isinstance(mask_mod, Mask) else replayed
-        return {**self._state(), "_traced": traced, "_mask_mod": mask_mod}
+        return {**state, "_traced": traced, "_mask_mod": mask_mod}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -360,6 +378,12 @@ def fresh(mask: AnyMask) -> AnyMask:
     """The mask, with tiles for the present values of its captures."""
     mask.refresh()
     return mask
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Are captured tensors equal? A mask_mod that computes one has a new one in each trace."""
+    alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return alike and not has_no_values(a) and torch.equal(a, b)
 
 
 def _watched(traced: Traced) -> Watched | None:

@@ -31,7 +31,7 @@ from flexmod.block_mask.parts import (
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import NotABlockMask, SlicedTorchMaskError
-from flexmod.ir.composed import moved
+from flexmod.ir.composed import Derived, moved
 from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
 
 DEFAULT_BLOCK = 128
@@ -304,7 +304,7 @@ class BlockMask(MaskData):
     def to(self, device: torch.device | str) -> BlockMask:
         """A mask with its tiles on another device. Tensors that mask_mod captures do not move."""
         mask = fresh(self)
-        mask_mod = moved(mask.mask_mod, device)
+        mask_mod = moved(mask.as_made(), device) if isinstance(mask.mask_mod, Derived) else mask.mask_mod
         traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, torch.device(device))
         new = mask.of_storage(
             mask.storage.to(device),

@@ -30,7 +30,7 @@ __all__ = [
     "TransformersModelError",
     # masks.py
     "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
-    "BlockMaskPartsError", "LengthError", "MaskExtentError", "DenseMaskError", "BlockMaskIndexError", "BlockMaskCropError",
+    "BlockMaskPartsError", "LengthError", "MaskExtentError", "DenseMaskError", "BlockMaskIndexError", "BlockMaskCropError", "MaskModChangedError",
     "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
     "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
     # mods.py

@@ -87,6 +87,11 @@ class BlockMaskCombineError(FlexmodError, ValueError):
     instead = "{advice}."
 
 
+class MaskModChangedError(FlexmodError, RuntimeError):
+    what = "mask_mod {name} would decide otherwise now than when the block mask was built with {positions}."
+    instead = "build the mask again, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, q_offset=...)."
+
+
 class SlicedTorchMaskError(FlexmodError, ValueError):
     what = "this torch BlockMask was sliced, and torch drops the mask_mod of a slice."
     instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 
 from block_mask.zoo import IDS, IDS_BY_BATCH, ZOO
-from flexmod import errors, masks
+from flexmod import errors, flex_attention, masks
 from flexmod.block_mask import refine
 from flexmod.block_mask.build import and_masks, create_block_mask, create_mask, or_masks
 from flexmod.block_mask.format import BlockMask
@@ -188,3 +190,38 @@ def test_what_does_not_go_together():
         create_block_mask(masks.causal(), 2, 1, S, S, "cpu", BLOCK) | built("documents")
     with pytest.raises(TypeError):
         mask & 3
+
+
+def attended(mask):
+    """bool [Q, KV]: what a call attends to, in the last batch entry."""
+    queries, keys = mask.seq_lengths
+    query, key = (torch.zeros(mask.shape[0], 1, n, 16) for n in (queries, keys))
+    value = torch.eye(keys).expand(mask.shape[0], 1, keys, keys)
+    return flex_attention(query, key, value, block_mask=mask)[-1, 0] > 0
+
+
+def test_parts_of_a_mask_keep_what_its_mask_mod_was() -> None:
+    """A function decides otherwise once a variable of its closure is another one; tiles were made before."""
+    width, ids = 8, torch.arange(S) // 50
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx < width) & (ids[q_idx] == ids[kv_idx])
+
+    q_idx, kv_idx, old = torch.arange(S)[:, None], torch.arange(S), ids
+    causal = create_block_mask(masks.causal(), None, None, S, S, "cpu", BLOCK)
+    mask = create_block_mask(window, None, None, S, S, "cpu", BLOCK)
+    before = mask & causal
+    width, ids = 40, torch.arange(S) // 20
+    of_window = (q_idx - kv_idx < 8) & (old[:, None] == old)
+    of_both = of_window & (q_idx >= kv_idx)
+    for made in (before, mask & causal, before & causal, ~~before, before.to("cpu"), before[:, :, :]):
+        assert torch.equal(attended(made), of_both)
+    for made in (copy.deepcopy(before), pickle.loads(pickle.dumps(before)), BlockMask.cat([before, before])):
+        assert torch.equal(attended(made), of_both)
+    assert torch.equal(attended(~mask), ~of_window)
+    assert torch.equal(attended(mask[:, :, 1:]), of_window[BLOCK[0] :])
+    assert torch.equal(attended(mask | causal), of_window | (q_idx >= kv_idx))
+    # writes to what the mask captures still count
+    old[100:] = 3
+    of_both_now = (q_idx - kv_idx < 8) & (old[:, None] == old) & (q_idx >= kv_idx)
+    assert torch.equal(attended(mask & causal), of_both_now)
