@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import options as kernel_options
-from flexmod.backends import triton
 from flexmod.backends.arguments import Operands
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.interface import BackwardInputs
-from flexmod.backends.triton import BackwardFacts, Found, Rungs
+from flexmod.backends.triton import BackwardFacts, Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
@@ -78,26 +77,7 @@ class Family(Protocol):
         """Returns whether its kernels on a chip follow the order of a mask's rows and columns."""
 
 
-class _Portable:
-    name, title, target, reduce_in_backward = kernel_options.PORTABLE, "portable Triton kernels", "", False
-    forward = staticmethod(triton.forward)
-    backward = staticmethod(triton.backward)
-
-    def obstacle(self, *_: Any, **__: Any) -> None:
-        return None
-
-    call_obstacle = obstacle
-
-    kernels = staticmethod(triton.of_half_values)
-
-    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
-        return BackwardFacts(deterministic=torch.are_deterministic_algorithms_enabled())
-
-    def reads_order(self, target: str) -> bool:
-        return False
-
-
-PORTABLE: Family = _Portable()
+PORTABLE: Family = PortableFamily()
 INTERPRETER = "Triton's interpreter"  # replaces a chip's name
 _known: tuple[Family, ...] = (HopperFamily(), PORTABLE)
 

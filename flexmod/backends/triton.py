@@ -27,6 +27,7 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.interface import BackwardInputs
+from flexmod.backends.options import PORTABLE
 from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
@@ -321,3 +322,23 @@ def statistics_arguments(
         "BLOCK_M": rows,
     }
     return grid(batch, heads, pitch, rows), arguments
+
+
+class PortableFamily:
+    """The portable kernels as a family, see `families.Family`. They take every call."""
+
+    name, title, target, reduce_in_backward = PORTABLE, "portable Triton kernels", "", False
+    kernels = staticmethod(of_half_values)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+    def obstacle(self, *_: Any, **__: Any) -> None:
+        return None
+
+    call_obstacle = obstacle
+
+    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
+        return BackwardFacts(deterministic=torch.are_deterministic_algorithms_enabled())
+
+    def reads_order(self, target: str) -> bool:
+        return False
