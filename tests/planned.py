@@ -73,7 +73,7 @@ def backward(
     call, _ = _call(q, k, v, scale, mask, score_captured)
     captured = tuple(score_captured.tensors)
     given = BackwardInputs(grad_out, grad_lse, q, k, v, out, lse, tuple(kept), captured)
-    incoming = arguments.incoming(call, given)
+    incoming = arguments.incoming(call, given.in_order(), len(kept))
     writer, family = PlanWriter(), family_of(kernels)
     rungs = rungs_of(kernels, "backward", shape)
     found = family.backward(writer, kernels, call, incoming, needs, rungs, family.facts(k, grad_out))

@@ -16,7 +16,7 @@ from flexmod.backends import arguments, generated, triton
 from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.interface import BackwardInputs, Problem
+from flexmod.backends.interface import Problem
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.ir.trace import trace
 from flexmod.runtime.plan import (
@@ -146,9 +146,7 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
             results: Any
             if backward:
                 lse = torch.empty(q.shape[:3])
-                incoming = arguments.incoming(
-                    call, BackwardInputs(q, None, q, k, v, q, lse, (lse, lse))
-                )
+                incoming = arguments.incoming(call, (q, None, q, k, v, q, lse), kept=2)
                 needs, inputs = (True, True, True), (*incoming.in_order(), *call.of_mask)
                 facts = family.facts(k, q)
                 results = family.backward(writer, made, call, incoming, needs, rungs, facts)[:3]

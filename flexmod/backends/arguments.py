@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.interface import BackwardInputs, Problem
+from flexmod.backends.interface import SINGLE, BackwardInputs, Problem
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.kernels import NOTHING, Captured
 from flexmod.errors import BlockMaskPartsError
@@ -115,17 +115,18 @@ class Operands:
         return made
 
 
-def incoming(call: Operands, given: BackwardInputs) -> BackwardInputs:
-    """Returns the places of a backward's inputs."""
+def incoming(call: Operands, tensors: Sequence[Any], kept: int) -> BackwardInputs:
+    """Returns the places of a backward's inputs: `tensors` in order, of which the forward kept `kept`."""
+    grad_out, grad_lse, _, _, _, out, lse = tensors[:SINGLE]
     sizes = call.q.shape[:3]
-    rows = (sizes, contiguous(sizes), given.lse.dtype)
+    rows = (sizes, contiguous(sizes), lse.dtype)
     return BackwardInputs(
-        named("grad_out", given.grad_out, (*sizes, given.grad_out.shape[3])),
-        None if given.grad_lse is None else named("grad_lse", given.grad_lse, sizes),
+        named("grad_out", grad_out, (*sizes, grad_out.shape[3])),
+        None if grad_lse is None else named("grad_lse", grad_lse, sizes),
         call.q, call.k, call.v,
-        named("out", given.out, (*sizes, given.out.shape[3])),
+        named("out", out, (*sizes, out.shape[3])),
         Place("lse", *rows),
-        tuple(Place(f"kept{number}", *rows) for number in range(len(given.kept))),
+        tuple(Place(f"kept{number}", *rows) for number in range(kept)),
         tuple(call.score_captured.tensors),
     )  # fmt: skip
 

@@ -190,7 +190,7 @@ class _Compiled:
     @cached_property
     def incoming(self) -> BackwardInputs:
         """The places of a backward's inputs."""
-        return incoming(self.call, BackwardInputs.of(self.tensors, self.kept, 0))
+        return incoming(self.call, self.tensors, self.kept)
 
     @cached_property
     def inputs(self) -> Results:
@@ -335,7 +335,7 @@ class FirstRungs(dict[str, Any]):
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = BackwardInputs.of(tensors, 0)[2:5] if backward else tensors[:3]
+    query, key, value = tensors[2:5] if backward else tensors[:3]
     assert query is not None and key is not None and value is not None
     return query, key, value
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.backends import cpu, reference
 from flexmod.backends.arguments import captured_places, order_of, places_of_mask, results
-from flexmod.backends.interface import BackwardInputs, Forward, Gradients, Problem
+from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.ir.trace import Traced
 from flexmod.runtime.bound import Bound
@@ -49,9 +49,9 @@ class InTorch:
         """See `Generated.backward`."""
         first = tensors[0]
         assert first is not None
-        names = (*BackwardInputs._fields[:7], *(f"kept{number}" for number in range(kept)))
+        names = (*BackwardInputs._fields[:SINGLE], *(f"kept{number}" for number in range(kept)))
         inputs, captured = _inputs(names, problem, tensors)
-        grad_out, grad_lse, query, key, value, out, lse = BackwardInputs.of(inputs, kept)[:7]
+        grad_out, grad_lse, query, key, value, out, lse = inputs[:SINGLE]
         wanted = (*needs, *[problem.capture_grad is not None] * len(captured))
         of_call = zip((query, key, value, *captured), wanted, strict=True)
         made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]

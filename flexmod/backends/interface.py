@@ -28,7 +28,6 @@ lse -inf and gradients 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -68,10 +67,14 @@ class Problem:
     value_scale: Any = None
 
 
-class BackwardInputs(NamedTuple):
-    """The inputs of a backward except the mask: tensors, or their places in a plan. Shapes as above.
+SINGLE = 7  # inputs of a backward before `kept` and `captured`
 
-    `grad_lse` may be None. `kept` comes from the forward; `captured` has the score mod's captured tensors.
+
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward except the mask, as places in a plan. A run takes tensors in the same order.
+
+    Shapes as above. `grad_lse` may be None. `kept` comes from the forward; `captured` has the score mod's
+    captured tensors.
     """
 
     grad_out: Any
@@ -86,16 +89,7 @@ class BackwardInputs(NamedTuple):
 
     def in_order(self) -> tuple[Any, ...]:
         """Returns all inputs as one tuple, in order."""
-        return (*self[:7], *self.kept, *self.captured)
-
-    @classmethod
-    def of(cls, given: Sequence[Any], kept: int, captured: int | None = None) -> BackwardInputs:
-        """Builds it from inputs in order; after `kept` tensors come `captured` ones (None: all the rest)."""
-        first = 7 + kept
-        last = None if captured is None else first + captured
-        grad_out, grad_lse, query, key, value, out, lse = given[:7]
-        rest = tuple(given[7:first]), tuple(given[first:last])
-        return cls(grad_out, grad_lse, query, key, value, out, lse, *rest)
+        return (*self[:SINGLE], *self.kept, *self.captured)
 
 
 class Forward(NamedTuple):

@@ -110,7 +110,7 @@ class VariantCall:
     def _incoming(self) -> BackwardInputs:
         given = self._tensors
         out, lse = given["out"], given["lse"]
-        return incoming(self.call, BackwardInputs(given["grad_out"], None, *self._qkv, out, lse, (lse, lse)))
+        return incoming(self.call, (given["grad_out"], None, *self._qkv, out, lse), kept=2)
 
 
 def plans_of(made: Variant) -> dict[str, Plan]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import dtype_of_sums
-from flexmod.backends.interface import BackwardInputs, Forward, Problem
+from flexmod.backends.interface import SINGLE, Forward, Problem
 from flexmod.backends.table import backend
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import capture_grad
@@ -168,11 +168,10 @@ class PreparedCall:
 
         def compiler(found: Tensors) -> Callable[[], object] | None:
             out, lse, _, *kept = found
-            query, key, value, *rest = tensors
-            incoming = BackwardInputs(out, None, query, key, value, out, lse, tuple(kept), tuple(rest))
+            incoming = (out, None, *tensors[:3], out, lse, *kept, *tensors[3:])
             problem = self.whole(mask, tensors[3:count], needs[3:])
             job: Callable[[], object] | None = backend(self.backend).backward_compiler(
-                problem, incoming.in_order(), needs[:3], len(kept)
+                problem, incoming, needs[:3], len(kept)
             )
             return job
 
@@ -189,16 +188,17 @@ class PreparedCall:
             lse.clone() if self.want_max else None,
         )
 
-    def backward(self, mask: MaskSnapshot | None, needs: tuple[bool, ...], given: BackwardInputs) -> Tensors:
+    def backward(
+        self, mask: MaskSnapshot | None, needs: tuple[bool, ...], kept: int, given: tuple[Any, ...]
+    ) -> Tensors:
         """Returns gradients of query, key, value and each captured tensor, None where `needs` is False.
 
-        Raises SavedTensorError.
+        `given`: a `BackwardInputs` in order, with `kept` tensors of the forward. Raises SavedTensorError.
         """
-        if nothing(given.query, given.key):
-            of = (given.query, given.key, given.value, *given.captured)
+        if nothing(*given[2:4]):
+            of = (*given[2:5], *given[SINGLE + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(of, needs, strict=True))
-        kept = len(given.kept)
-        tensors = tuple([None if tensor is None else tensor.resolve_neg() for tensor in given.in_order()])
+        tensors: tuple[Any, ...] = tuple([None if x is None else x.resolve_neg() for x in given])
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         known = self._backward.get(case)
@@ -206,7 +206,7 @@ class PreparedCall:
         if known is None or not known.serves(mask):
             _check_readable(tensors)
             self._check_places(tensors, kept)
-            problem = self.whole(mask, BackwardInputs.of(tensors, kept).captured, needs[3:])
+            problem = self.whole(mask, tensors[SINGLE + kept :], needs[3:])
             tensors = (*tensors, *map(torch.resolve_neg, beside))
             bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
             if _has_kinds(mask):
@@ -309,7 +309,7 @@ class Gradient(torch.autograd.Function):
         if transforms.is_batched(grad_out):
             raise VmapError(name="the gradient of the output")
         with no_autocast(grad_out.device.type):
-            result: Tensors = call.backward(mask, needs, BackwardInputs.of((grad_out, *others), kept))
+            result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
         return result
 
     @staticmethod

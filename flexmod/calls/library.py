@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.backends.arguments import dtype_of_sums, order_of, results, strides_in_order
-from flexmod.backends.interface import BackwardInputs, Forward
+from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
@@ -403,8 +403,8 @@ def _gradient(
         of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
         captured = [given.captured[place] for place in places]
         found = call.backward(
-            mask, (*needs[:3], *of_mod),
-            BackwardInputs(grad_out, grad_lse, query, key, value, out, lse, kept, tuple(captured)),
+            mask, (*needs[:3], *of_mod), len(kept),
+            (grad_out, grad_lse, query, key, value, out, lse, *kept, *captured),
         )  # fmt: skip
     grads: list[Tensor | None] = [*found[:3], *([None] * len(given.captured))]
     for place, grad in zip(places, found[3:], strict=True):
