@@ -374,6 +374,13 @@ class MaskData:
         return {**self.__dict__, **own}  # after `storage`, in which changed lists replace the runs
 
 
+def positions_in(block_mask: Any) -> Positions | None:
+    """The offsets of a call's block mask, which may be None, or torch's BlockMask."""
+    if block_mask is None or hasattr(block_mask, "positions"):
+        return None if block_mask is None else block_mask.positions
+    return positions_of(getattr(block_mask, "mask_mod", None))
+
+
 def fresh(mask: AnyMask) -> AnyMask:
     """The mask, with tiles for the present values of its captures."""
     mask.refresh()

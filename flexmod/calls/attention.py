@@ -13,10 +13,11 @@ from flexmod import errors
 from flexmod.backends.interface import Forward
 from flexmod.backends.options import USUAL, Layout, LayoutName, layout_of
 from flexmod.backends.options import parse as parse_options
+from flexmod.block_mask.data import positions_in
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
-from flexmod.ir.offsets import OffsetLike, of_call, positions_in
+from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.runtime import tensor_kinds, transforms
 from flexmod.runtime.private_torch import dynamo
 
@@ -271,11 +272,11 @@ def _attend(
     """Runs flex_attention's call outside of torch.compile."""
     transforms.refuse_jit_trace()
     options = parse_options(kernel_options)
-    of_mask = None if block_mask is None else positions_in(block_mask)
+    of_mask = positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-    if float8.concerns(query, key, value, scales, out_dtype):
+    if checks.is_float8(query, key, value, scales, out_dtype):
         call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
         score = prepared.score_of(call.score_mod)
         rest = scale, enable_gqa, options, want_max, call.out_dtype, call.value_scale
@@ -308,7 +309,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         else:
             asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-            if not float8.concerns(query, key, value, *of_float8):
+            if not checks.is_float8(query, key, value, *of_float8):
                 key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)
                 checks.check_tensors(query, key, value, enable_gqa)
                 return library.attend(query, key, value, mod, block_mask, asked)

@@ -65,6 +65,13 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
         raise errors.HeadCountMismatch(query=of_query, key=of_key)
 
 
+def is_float8(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:
+    """Returns whether a call has float8 tensors, scales or an output dtype; see `float8.lowered`."""
+    if scales is not None or out_dtype is not None:
+        return True
+    return any(getattr(x, "dtype", None) in FLOAT8 for x in (query, key, value))
+
+
 def with_equal_heads(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Tensor, Tensor] | None:
     """Repeats heads of key or of value, so that both have as many; None if they have, or cannot.
 

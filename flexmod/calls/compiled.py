@@ -14,16 +14,17 @@ from flexmod import errors
 from flexmod.backends.interface import Forward
 from flexmod.backends.options import LayoutName, layout_of, parse
 from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.data import positions_in
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.parts import MaskMod, unwrapped
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
-from flexmod.calls import autograd, float8, library, prepared
+from flexmod.calls import autograd, checks, float8, library, prepared
 from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
 from flexmod.ir.fingerprint import Known, Seen, remember, tensor_key
-from flexmod.ir.offsets import OffsetLike, Positions, positions_in, positions_of, stated
+from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -196,7 +197,7 @@ class CompiledAttention(Inspection):
         transforms.refuse_jit_trace()
         if self._positions is not None:
             self._positions.check_values()
-        in_float8 = float8.concerns(query, key, value, scales, out_dtype)
+        in_float8 = checks.is_float8(query, key, value, scales, out_dtype)
         known = block_mask is None and not in_float8
         facts = prepared.kinds(query, key, value, self._options) if known else None
         bound = self._bound.get((facts, want_max))

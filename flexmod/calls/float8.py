@@ -125,13 +125,6 @@ def _entry(scale: Tensor | None, b: Any, h: Any, index: Any) -> Any:
     return scale[b, h] if scale.dim() == 2 else scale[b, h, index // SCALE_BLOCK]
 
 
-def concerns(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:
-    """Returns whether a call has float8 tensors, scales or an output dtype."""
-    if scales is not None or out_dtype is not None:
-        return True
-    return any(getattr(x, "dtype", None) in FLOAT8 for x in (query, key, value))
-
-
 def lowered(
     query: Any,
     key: Any,

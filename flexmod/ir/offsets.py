@@ -222,13 +222,6 @@ def positions_of(mask_mod: Callable[..., Any] | None) -> Positions | None:
     return mask_mod.positions if isinstance(mask_mod, MaskAt) else None
 
 
-def positions_in(block_mask: Any) -> Positions | None:
-    """The offsets of a block mask; takes torch's BlockMask too."""
-    if block_mask is None or hasattr(block_mask, "positions"):
-        return None if block_mask is None else block_mask.positions
-    return positions_of(getattr(block_mask, "mask_mod", None))
-
-
 def of_positions(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
     """The mask_mod without its offsets."""
     return mask_mod.mask_mod if isinstance(mask_mod, MaskAt) else mask_mod
