@@ -230,13 +230,8 @@ def _zero(device: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
 
 
-def start(function: Any, grid: tuple[int], device: torch.device | None, arguments: Mapping[str, Any]) -> Any:
-    """Runs function[grid](**arguments) on the device, or in the interpreter if the device is None.
-
-    Returns Triton's compiled kernel.
-    """
-    if device is None:
-        return function[grid](**arguments)
+def start(function: Any, grid: tuple[int], device: torch.device, arguments: Mapping[str, Any]) -> Any:
+    """Runs function[grid](**arguments) on the device. Returns Triton's compiled kernel."""
     with torch.cuda.device(device):
         return function[grid](**_ready(arguments, device))
 

@@ -172,7 +172,7 @@ def start(
     if source.interpreted:
         with lazy_imports():  # numpy, which a GPU does not need
             from flexmod.runtime.interpreter import interpreted
-        direct.start(getattr(interpreted(source.module), name), grid, None, arguments)
+        getattr(interpreted(source.module), name)[grid](**arguments)
         return None
     return direct.start(getattr(source.module, name), grid, device, arguments)
 
