@@ -275,7 +275,7 @@ class _ExponentRewriter:
         self._place(factor, node)
 
     def _is_small(self, node: Node) -> bool:
-        """Is the node small by the interval rules? A multiple of a plain tanh always is, see `tanhs.py`."""
+        """Is the node small by the interval rules? A multiple of a plain tanh is: `choose_tanhs`."""
         if is_small(self.known[node]):
             return True
         while node.op in ("mul", "div", "neg") and node.dtype == torch.float32:

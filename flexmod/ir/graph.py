@@ -86,7 +86,7 @@ class Capture:
 
 
 class ExpectedSize(NamedTuple):
-    """How many batch entries, heads or positions a mod was made for; see `sizes.py`."""
+    """How many batch entries, heads or positions a mod was made for; see `check_sizes`."""
 
     axis: str  # one of POSITIONS
     size: int

@@ -275,7 +275,7 @@ _ROWS = [
     Op("gt", ("gt", "greater"), "common", _bool, "{0} > {1}", torch.gt, _zero, bounds.gt, python="{0} > {1}"),
     Op("ge", ("ge", "greater_equal"), "common", _bool, "{0} >= {1}", torch.ge, _zero, bounds.ge,
        python="{0} >= {1}"),
-    # compares 32-bit numbers as unsigned, for `ranges.py`; torch has no name for it
+    # compares 32-bit numbers as unsigned, for `integers.py`; torch has no name for it
     Op("unsigned_lt", (), "common", _bool, {"int": "unsigned_lt({0}, {1})"}, _unsigned_lt, _zero),
     Op("unsigned_max", (), "result", promote, {"int": "unsigned_max({0}, {1})"},
        lambda a, b: torch.where(_unsigned_lt(a, b), b, a), _zero),
@@ -337,11 +337,11 @@ _ROWS = [
        torch.cosh, lambda g, y, x: (g * torch.sinh(x),), cost="high"),
     Op("tanh", ("tanh",), "result", promote_float, "tanh({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, cost="high", finite=True),
-    # for a tanh times a large number, see `tanhs.py`; torch has no other name for it
+    # for a tanh times a large number, see `exponents.py`; torch has no other name for it
     Op("tanh_relative", (), "result", promote_float, "tanh_relative({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),
-    # see `approximate.py`
+    # for weights in float8, see `exponents.py`
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),

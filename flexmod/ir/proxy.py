@@ -22,7 +22,7 @@ from flexmod.ir.source import is_users, user_line
 class AbstractTracer(Protocol):
     """The interface of a tracer for traced values and torch's calls on them. `trace.Tracer` implements it.
 
-    `eager`, `described` and `computed` record torch's work outside of the graph; see `eager.py`.
+    `eager`, `described` and `computed` record torch's work outside of the graph; see `torch_calls.py`.
     """
 
     device: torch.device

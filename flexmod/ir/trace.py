@@ -1,8 +1,8 @@
 """Runs a user's mod once, on proxies, and builds the graph of its operations.
 
 A Proxy stands for a scalar: its operators, and every torch function called on it, make Nodes through the op
-table. A TorchFunctionMode watches the rest (`eager.py`): captured tensors indexed by a Proxy, random numbers,
-in-place writes. Code without a Proxy runs eagerly, as in Python.
+table. A TorchFunctionMode watches the rest (`torch_calls.py`): captured tensors indexed by a Proxy, random
+numbers, in-place writes. Code without a Proxy runs eagerly, as in Python.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Tracer:
         return Proxy(self, new[graph.result])
 
     def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
-        """Records the size of an axis if the index is a position, from `start` on; see `sizes.py`."""
+        """Records the size of an axis if the index is a position, from `start` on; see `check_sizes`."""
         node = position = self.node(index, "expect_size")
         axes: tuple[str, ...] = POSITIONS
         if node.op == "add" and type(node.args[1].value) is int and node.args[1].is_const:
