@@ -24,7 +24,7 @@ ORDER = """
 errors
 runtime.private_torch runtime.locks runtime.private_triton
 runtime.lazy_imports runtime.config
-runtime.transforms runtime.tensor_kinds
+runtime.tensor_kinds
 ir.graph
 ir.bounds
 ir.formulas ir.ops

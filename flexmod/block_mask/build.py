@@ -22,8 +22,8 @@ from flexmod.ir.offsets import OffsetLike, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime import tensor_kinds, transforms
-from flexmod.runtime.private_torch import outside_of_graphs
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import outside_of_graphs, outside_transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -92,7 +92,7 @@ def create_block_mask(
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
     if without_values or tensor_kinds.recorded_by_torch():
         return in_graph.outside(mask_mod, traced, sizes, block, here, separate_full_blocks)
-    with transforms.paused():
+    with outside_transforms():
         tiles = find_tiles(traced, sizes, block, here, separate_full_blocks)
         return BlockMask.of_storage(tiles, sizes[2:], block, mask_mod, traced)
 
@@ -131,7 +131,7 @@ def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
     check_captures(traced, mask.device)
     batch, heads = mask.storage.batch
     sizes = (batch, heads, *mask.seq_lengths)
-    with transforms.paused():
+    with outside_transforms():
         return find_tiles(traced, sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate)
 
 

@@ -21,7 +21,8 @@ from flexmod.errors import (
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import line_of_load, used_captures
 from flexmod.ir.trace import Traced
-from flexmod.runtime import tensor_kinds, transforms
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import is_wrapped, outside_transforms
 
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -94,11 +95,11 @@ def plain_list(name: str, part: Any) -> Tensor | None:
             problem=f"{name} is a {type(part).__name__}, not a tensor",
             advice=f"make it one, e.g. torch.tensor({name}, dtype=torch.int32)",
         )
-    plain = tensor_kinds.as_plain_class(transforms.plain(part, name))
+    plain = tensor_kinds.plain(part, name)
     tensor_kinds.check_class(name, part)
     if plain.device.type != "meta":
         tensor_kinds.check_readable({name: plain})
-    with transforms.paused():
+    with outside_transforms():
         return _narrowed(plain.resolve_neg())
 
 
@@ -248,10 +249,10 @@ def unwrapped(traced: Traced) -> Traced:
     """The traced mask with captures unwrapped from torch.func's wrappers. Raises as `trace_mask`."""
     captured = []
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if transforms.is_wrapped(tensor) and tensor.requires_grad:
+        if is_wrapped(tensor) and tensor.requires_grad:
             raise MaskCaptureGradientError(name=capture.name)
         name = f"{capture.name}, captured by mask_mod"
-        captured.append(tensor_kinds.as_plain_class(transforms.plain(tensor, name)))
+        captured.append(tensor_kinds.plain(tensor, name))
         if not tensor_kinds.has_no_values(captured[-1]):
             tensor_kinds.check_readable({f"{name},": captured[-1]})
     return replace(traced, tensors=tuple(captured))

@@ -18,7 +18,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
 from flexmod.ir.offsets import OffsetLike, of_call
-from flexmod.runtime import tensor_kinds, transforms
+from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import dynamo
 
 ScoreFunction = Callable[..., Any]
@@ -270,7 +270,7 @@ def _attend(
     want_max: bool,
 ) -> Forward:
     """Runs flex_attention's call outside of torch.compile."""
-    transforms.refuse_jit_trace()
+    tensor_kinds.refuse_jit_trace()
     options = parse_options(kernel_options)
     of_mask = positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:

@@ -39,8 +39,13 @@ from flexmod.ir.evaluate import all_on_device
 from flexmod.ir.fingerprint import remember, tensor_key
 from flexmod.ir.graph import used_captures
 from flexmod.ir.trace import Traced
-from flexmod.runtime import config, tensor_kinds, transforms
-from flexmod.runtime.private_torch import default_saved_hooks, saved_without_checks, version_of
+from flexmod.runtime import config, tensor_kinds
+from flexmod.runtime.private_torch import (
+    default_saved_hooks,
+    in_transform,
+    saved_without_checks,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors
@@ -285,7 +290,7 @@ class Attention(torch.autograd.Function):
             out = tensors[3]
             grad_out = out.new_zeros(()).expand_as(out)
         arguments = (ctx.call, mask, ctx.needs_input_grad[2:], ctx.kept, grad_out, grad_lse, *tensors)
-        again = torch.is_grad_enabled() or transforms.active() or transforms.is_batched(grad_out)
+        again = torch.is_grad_enabled() or in_transform() or tensor_kinds.is_batched(grad_out)
         return (None, None, *(Gradient.apply(*arguments) if again else Gradient.forward(*arguments)))
 
     @staticmethod
@@ -306,7 +311,7 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensors:
         call, mask, needs, kept, grad_out, *others = arguments
-        if transforms.is_batched(grad_out):
+        if tensor_kinds.is_batched(grad_out):
             raise VmapError(name="the gradient of the output")
         with no_autocast(grad_out.device.type):
             result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))

@@ -29,7 +29,7 @@ from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import Links, Watched, hold, links_of
-from flexmod.runtime import tensor_kinds, transforms
+from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import outside_of_graphs
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
@@ -194,7 +194,7 @@ class CompiledAttention(Inspection):
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scales: Scales | None,
         out_dtype: torch.dtype | None, want_max: bool,
     ) -> Forward:  # fmt: skip
-        transforms.refuse_jit_trace()
+        tensor_kinds.refuse_jit_trace()
         if self._positions is not None:
             self._positions.check_values()
         in_float8 = checks.is_float8(query, key, value, scales, out_dtype)

@@ -31,9 +31,9 @@ from flexmod.ir.composed import Derived, moved
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
 from flexmod.ir.source import mod_name
-from flexmod.runtime import config, tensor_kinds, transforms
+from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
-from flexmod.runtime.private_torch import assume_constant
+from flexmod.runtime.private_torch import assume_constant, is_wrapped
 from flexmod.runtime.target import target_of
 
 OUT_DTYPES = (*HALF, torch.float32)
@@ -183,7 +183,7 @@ def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
 
 def _is_on_gpu(x: Tensor) -> bool:
     """Returns whether a kernel can read the tensor, on a chip that knows float8."""
-    if torch.compiler.is_compiling() or tensor_kinds.any_dispatched((x,)) or transforms.is_wrapped(x):
+    if torch.compiler.is_compiling() or tensor_kinds.any_dispatched((x,)) or is_wrapped(x):
         return False
     return x.device.type == "cuda" and _multiplies(x.device)
 
@@ -258,7 +258,7 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor:
 
 def _check_values(name: str, scale: Tensor) -> None:
     """Checks values on the CPU; on a GPU only with FLEXMOD_CHECK_BOUNDS=1, since that waits for it."""
-    hidden = tensor_kinds.has_no_values(scale) or transforms.is_wrapped(scale)
+    hidden = tensor_kinds.is_hidden(scale)
     if hidden or not scale.numel() or (scale.device.type != "cpu" and not config.check_bounds()):
         return
     wrong = ~((scale > 0) & (scale < torch.inf))

@@ -33,8 +33,8 @@ from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, ten
 from flexmod.ir.graph import Graph, check_sizes, used_captures
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced, plain_number
-from flexmod.runtime import config, tensor_kinds, transforms, tuned
-from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad
+from flexmod.runtime import config, tensor_kinds, tuned
+from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad, in_transform, is_wrapped
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
 KNOWN = 1024  # calls in the cache without a mask, and for each mask
@@ -193,7 +193,7 @@ def _facts(
 
 def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[object, ...] | None:
     """Returns the part of a call's key for its tensors and torch's state, or None if it has none."""
-    if transforms.active() or in_forward_ad() or dispatch_mode_count():
+    if in_transform() or in_forward_ad() or dispatch_mode_count():
         return None
     if config.debug_level() or config.check_bounds():
         return None
@@ -225,7 +225,7 @@ def _attend_anew(
     options = asked.options
     reference = options.backend == "REFERENCE"
     if not reference:
-        transforms.check({"query": query, "key": key, "value": value})
+        tensor_kinds.check_transforms({"query": query, "key": key, "value": value})
     equal = checks.with_equal_heads(query, key, value, asked.enable_gqa)
     if equal is not None:
         return attend(query, *equal, mask, asked, dispatch)
@@ -245,10 +245,10 @@ def _attend_anew(
             named = _captured(source)
             tensor_kinds.check({f"{name},": tensor for name, tensor in named.items()})
             if not reference:
-                transforms.check(named)
+                tensor_kinds.check_transforms(named)
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        track |= transforms.active() and any(map(transforms.is_wrapped, tensors))
+        track |= in_transform() and any(map(is_wrapped, tensors))
         of_mask = () if mask is None else mask.tensors
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         if dispatched and not reference:

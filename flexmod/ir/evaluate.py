@@ -18,8 +18,7 @@ from flexmod.errors import CaptureBoundsError
 from flexmod.ir.graph import DType, Graph, Node
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.trace import Traced
-from flexmod.runtime import transforms
-from flexmod.runtime.private_torch import in_forward_ad
+from flexmod.runtime.private_torch import in_forward_ad, in_transform
 from flexmod.runtime.tensor_kinds import as_plain_class
 
 # Functions that write into a given tensor, and from how many elements on that saves time.
@@ -59,7 +58,7 @@ def captures_on_device(traced: Traced, device: torch.device) -> Traced:
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
-    if transforms.active() or in_forward_ad():
+    if in_transform() or in_forward_ad():
         return True
     return tensor.requires_grad and torch.is_grad_enabled()
 

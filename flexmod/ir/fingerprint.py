@@ -35,7 +35,7 @@ from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.trace import VALUE_DTYPES, Traced, trace
 from flexmod.runtime.locks import Lock
-from flexmod.runtime.transforms import is_wrapped
+from flexmod.runtime.private_torch import is_wrapped
 
 TENSORS = (Tensor, torch.nn.Parameter)
 STRIDED = torch.strided

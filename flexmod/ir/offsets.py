@@ -26,7 +26,7 @@ from flexmod.ir.composed import Derived, moved
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import expect_size
 from flexmod.ir.source import mod_name
-from flexmod.runtime import config, tensor_kinds, transforms
+from flexmod.runtime import config, tensor_kinds
 
 LARGEST = 2**30  # offset; the kernels count as many queries and keys
 DTYPES = (torch.int32, torch.int64)
@@ -128,8 +128,7 @@ class Positions:
         """
         for name, (offset, bound) in self.tensors().items():
             here = offset.device.type == "cpu" or config.check_bounds()
-            hidden = tensor_kinds.has_no_values(offset) or transforms.is_wrapped(offset)
-            if here and offset.numel() and not hidden:
+            if here and offset.numel() and not tensor_kinds.is_hidden(offset):
                 for value in offset.aminmax():
                     check_range(name, int(value), bound)
 

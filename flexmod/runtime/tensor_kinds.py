@@ -2,6 +2,10 @@
 
 A kernel gets a pointer, a shape and strides, which suffice for a tensor with its own strided storage. torch
 marks each other kind of tensor with a dispatch key. So a kernel gets only tensors whose keys are listed here.
+
+Inside torch's function transforms (torch.func, forward-mode AD), a tensor wraps another one, level by level.
+torch's operations unwrap it; a kernel cannot. autograd.Function removes the wrappers of `grad` and `vjp`. All
+others raise errors, before anything runs.
 """
 
 from __future__ import annotations
@@ -12,11 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flexmod.errors import FakeTensorError, FreedStorageError, NestedTensorInput, TensorKindError
+from flexmod.errors import (
+    FakeTensorError,
+    ForwardModeError,
+    FreedStorageError,
+    JitTraceError,
+    NestedTensorInput,
+    TensorKindError,
+    VmapError,
+)
 from flexmod.runtime import private_torch as internals
-from flexmod.runtime import transforms
-from flexmod.runtime.private_torch import NO_OVERRIDE
+from flexmod.runtime.private_torch import NO_OVERRIDE, is_wrapped
 from flexmod.runtime.private_torch import dispatch_key_bits as _bits
 from flexmod.runtime.private_torch import dispatch_keys as _keys
 
@@ -62,9 +74,58 @@ def refuse_nested(query: Any, key: Any, value: Any) -> None:
                 raise NestedTensorInput(name=name)
 
 
+def refuse_jit_trace() -> None:
+    """Raises JitTraceError inside torch.jit.trace."""
+    if internals.in_jit_trace():
+        raise JitTraceError()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Returns whether a vmap at any level maps over the tensor."""
+    while is_wrapped(tensor):
+        if internals.is_vmap_wrapper(tensor):
+            return True
+        tensor = internals.unwrapped(tensor)
+    return internals.is_vmap_wrapper(tensor)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """Returns the tensor below all wrappers of grad, vjp and vmap; keeps a functionalized tensor."""
+    while is_wrapped(tensor) and not internals.is_functional_wrapper(tensor):
+        tensor = internals.unwrapped(tensor)
+    return tensor
+
+
+def check_transforms(tensors: Mapping[str, object]) -> None:
+    """Checks the tensors of a call; ignores objects that are no tensors, which other checks refuse.
+
+    Raises:
+        VmapError: a tensor is mapped over.
+        ForwardModeError: a tensor carries a tangent.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if is_batched(tensor):
+            raise VmapError(name=name)
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ForwardModeError(name=name)
+
+
+def plain(tensor: Tensor, name: str) -> Tensor:
+    """Returns a tensor that needs no derivative without wrappers, and as a plain torch.Tensor.
+
+    Raises:
+        VmapError: the tensor has a value for each entry of a mapped dimension.
+    """
+    if is_batched(tensor):
+        raise VmapError(name=name)
+    return as_plain_class(innermost(tensor))
+
+
 def as_plain_class(tensor: Tensor) -> Tensor:
     """Returns a subclass that only renames its storage as a plain torch.Tensor; differentiable."""
-    if type(tensor) in CLASSES or is_dispatched(tensor) or transforms.is_wrapped(tensor):
+    if type(tensor) in CLASSES or is_dispatched(tensor) or is_wrapped(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
@@ -82,6 +143,11 @@ def any_dispatched(tensors: Iterable[Tensor]) -> bool:
 def has_no_values(tensor: Tensor) -> bool:
     """Returns whether the tensor has no values: on the meta device, or from a FakeTensorMode."""
     return tensor.device.type == "meta" or getattr(tensor, "fake_mode", None) is not None
+
+
+def is_hidden(tensor: Tensor) -> bool:
+    """Returns whether the host cannot read the tensor's values: it has none, or a transform wraps it."""
+    return has_no_values(tensor) or is_wrapped(tensor)
 
 
 def recorded_by_torch() -> bool:
@@ -140,7 +206,7 @@ def check(tensors: Mapping[str, Tensor]) -> None:
             check_readable({name: tensor})
             continue
         functional = internals.is_functionalized(tensor)
-        if functional and transforms.is_wrapped(internals.functional_inner(tensor)):
+        if functional and is_wrapped(internals.functional_inner(tensor)):
             raise TensorKindError(
                 name=name, kind="functionalized inside of another transform of torch.func",
                 advice=f"{name} outside of one of the two",
@@ -153,7 +219,7 @@ def check_readable(tensors: Mapping[str, Tensor]) -> None:
     Raises TensorKindError, FreedStorageError.
     """
     for name, tensor in tensors.items():
-        inner = transforms.innermost(tensor)
+        inner = innermost(tensor)
         if _keys(inner) & ~_READABLE:
             kind, advice = _described(name, inner)
             raise TensorKindError(name=name, kind=kind, advice=advice)
