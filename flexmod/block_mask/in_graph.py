@@ -94,13 +94,7 @@ def check_captures(traced: Traced, device: torch.device) -> None:
     """Raises DeviceMismatch if a captured tensor is neither on the mask's device nor a number of the host."""
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if tensor.device != device and not is_host_number(tensor, device):
-            raise DeviceMismatch(
-                first="the mask",
-                first_device=str(device),
-                second=capture.name,
-                second_device=str(tensor.device),
-                name=capture.name,
-            )
+            raise DeviceMismatch.of("the mask", device, capture.name, tensor.device)
 
 
 # A graph needs the runs' size before the runs are known, and each tile might be one. On a GPU, a line of
@@ -190,8 +184,7 @@ def outside(
     """Builds the mask of a traced mask_mod with the operation, outside of TorchDynamo: for tensors without
     values, and while torch traces. Raises InGraphMaskError for masks of very many tiles.
     """
-    captures = (f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures)
-    with tensor_kinds.naming_mixed(dict(zip(captures, traced.tensors, strict=True))):
+    with tensor_kinds.naming_mixed(traced.named()):
         tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
     grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
     storage = storage_of(tiles, traced.graph, sizes[:2], grid, separate)
@@ -227,9 +220,7 @@ def build_tiles(
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
     traced, _ = traced_of(mod, captured, integers, reals, device)
-    named = dict(zip((f"{capture.name}, captured by mask_mod," for capture in traced.graph.captures),
-                     traced.tensors, strict=True))  # fmt: skip
-    tensor_kinds.check_readable(named)
+    tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     storage = find_tiles(traced, whole, (block[0], block[1]), device, separate)
     rows, columns = storage.grid

@@ -73,13 +73,7 @@ def checked_lists(parts: Parts) -> Parts:
         _check_pair(LISTS[i : i + 2], lists[i : i + 2], rows)
     for name, part in zip(LISTS, lists, strict=True):
         if part is not None and part.device != indices.device:
-            raise DeviceMismatch(
-                first="kv_indices",
-                first_device=str(indices.device),
-                second=name,
-                second_device=str(part.device),
-                name=name,
-            )
+            raise DeviceMismatch.of("kv_indices", indices.device, name, part.device)
     return dict(zip(LISTS, lists, strict=True))
 
 

@@ -364,8 +364,7 @@ class MaskSnapshot:
     @property
     def names(self) -> tuple[str, ...]:
         """The user's name of each of `tensors`."""
-        captures = [f"{capture.name}, captured by mask_mod," for capture in self.mod.graph.captures]
-        return (*self.storage.names(), *captures)
+        return (*self.storage.names(), *self.mod.graph.captured_names)
 
     @property
     def device(self) -> torch.device:

@@ -96,8 +96,7 @@ class PreparedCall:
 
     def saved_names(self, kept: int) -> list[str]:
         """Returns the users' names of the tensors that a forward saves; see `Attention`."""
-        captures = self.problem.score.graph.captures if self.problem.score else ()
-        of_score = (f"{capture.name}, captured by score_mod," for capture in captures)
+        of_score = self.problem.score.graph.captured_names if self.problem.score else ()
         return ["query", "key", "value", "out", "lse", *["lse"] * kept, *of_score]
 
     @cached_property

@@ -157,7 +157,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
         if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
             raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
     check_sizes(mask.traced.graph, (*query.shape[:2], *lengths), "the call")
-    check_captures(mask.traced, "mask", query)
+    check_captures(mask.traced, query)
 
 
 def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
@@ -169,24 +169,21 @@ def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
     )
 
 
-def check_captures(traced: Traced, kind: str, query: Tensor) -> None:
+def check_captures(traced: Traced, query: Tensor) -> None:
     """Checks that captured tensors are on query's device and that a mask captures none with a gradient.
 
     A tensor with one element may be on the host.
     """
     for number in used_captures(traced.graph.nodes):
-        tensor, name = traced.tensors[number], traced.graph.captures[number].name
+        tensor, name = traced.tensors[number], traced.graph.captured_names[number]
         if not is_host_number(tensor, query.device):
-            _same_device("query", query, f"{name}, captured by {kind}_mod,", tensor.device)
-        tensor_kinds.check({f"{name}, captured by {kind}_mod,": tensor})
-        if kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
+            _same_device("query", query, name, tensor.device)
+        tensor_kinds.check({name: tensor})
+        if traced.graph.kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
             line = line_of_load(traced.graph.nodes, number)
-            raise errors.MaskCaptureGradientError(name=name, where=line)
+            raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
 
 
 def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
     if one.device != other:
-        raise errors.DeviceMismatch(
-            first=first, first_device=str(one.device), second=second, second_device=str(other),
-            name=second.split(",")[0],
-        )  # fmt: skip
+        raise errors.DeviceMismatch.of(first, one.device, second, other)

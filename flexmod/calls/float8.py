@@ -247,10 +247,7 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor:
             name=name, shape=tuple(scale.shape), head=allowed[2], block=allowed[3], rows=SCALE_BLOCK
         )
     if scale.device != tensor.device:
-        raise errors.DeviceMismatch(
-            first=name, first_device=str(tensor.device), second=f"scales.{name}",
-            second_device=str(scale.device), name=f"scales.{name}",
-        )  # fmt: skip
+        raise errors.DeviceMismatch.of(name, tensor.device, f"scales.{name}", scale.device)
     if not torch.compiler.is_compiling():
         _check_values(name, scale)
     return scale.reshape(()) if scale.shape == (1,) else scale

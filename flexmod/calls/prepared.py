@@ -322,7 +322,7 @@ def _check(
     if mask is not None:
         checks.check_mask(mask, query, key)
     if source is not None:
-        checks.check_captures(source, "score", query)
+        checks.check_captures(source, query)
         check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
 
 

@@ -40,7 +40,6 @@ from flexmod.codegen.expressions import (
 from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
-from flexmod.ir.evaluate import mod_name
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.ops import CAST, HALF, OPS, kind, strong
@@ -352,7 +351,7 @@ class TritonWriter:
         number: int = node.value  # type: ignore[assignment]
         capture = self.graph.captures[number].name
         place = FOUND_HEAD + len(self.checks)
-        self.checks.append(Check(capture, mod_name(self.graph), number, dim, node.where))
+        self.checks.append(Check(capture, self.graph.mod_name, number, dim, node.where))
         found = self.parameter(function, self.found, "found", 0, comment="int64, see check_bounds")
         size = self.parameter(function, f"{self.captures[number]}_size{dim}", "size", number, dim)
         function.quote(node)

@@ -91,6 +91,12 @@ class DeviceMismatch(FlexmodError, ValueError, RuntimeError):
     what = "{first} is on {first_device} but {second} is on {second_device}."
     instead = "move one of them, e.g. {name}.to({first_device!r})."
 
+    @classmethod
+    def of(cls, first: str, device: object, second: str, other: object) -> DeviceMismatch:
+        """Builds the error. The first word of `second`, up to a comma, is an expression."""
+        name = second.split(",")[0]
+        return cls(first=first, first_device=str(device), second=second, second_device=str(other), name=name)
+
 
 class UnsupportedDevice(FlexmodError, ValueError):
     what = "query is on {device}; flexmod runs on cuda and cpu."

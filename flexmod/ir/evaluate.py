@@ -215,15 +215,10 @@ def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[An
         for dim, (index, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):
             least, most = int(index.min()), int(index.max())
             if least < -size or most >= size:
-                name, mod = graph.captures[_number(node)].name, mod_name(graph)
+                name, mod = graph.captures[_number(node)].name, graph.mod_name
                 found = most if most >= size else least
                 raise CaptureBoundsError.of(name, mod, tensor.shape, dim, found, node.where) from None
         raise
-
-
-def mod_name(graph: Graph) -> str:
-    """How messages call the graph's mod."""
-    return "score_mod" if graph.kind in ("score", "grad") else "mask_mod"
 
 
 def _guarded(tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:

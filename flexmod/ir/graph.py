@@ -160,6 +160,16 @@ class Graph:
     lines: bool = False
     expected: tuple[ExpectedSize, ...] = ()
 
+    @property
+    def mod_name(self) -> str:
+        """How messages call the graph's mod."""
+        return "score_mod" if self.kind in ("score", "grad") else "mask_mod"
+
+    @property
+    def captured_names(self) -> tuple[str, ...]:
+        """How messages call the captured tensors."""
+        return tuple(f"{capture.name}, captured by {self.mod_name}," for capture in self.captures)
+
     def of(self, results: Iterable[Node], kind: str | None = None) -> Graph:
         """The graph with other results."""
         return replace(self, kind=kind or self.kind, results=tuple(results))

@@ -302,9 +302,7 @@ def _checked(
         return _number(name, values), LARGEST
     _check_tensor(name, values, batch, place)
     if device is not None and values.device != device and not is_host_number(values, device):
-        raise errors.DeviceMismatch(
-            first=place, first_device=str(device), second=name, second_device=str(values.device), name=name
-        )
+        raise errors.DeviceMismatch.of(place, device, name, values.device)
     return values, bound
 
 

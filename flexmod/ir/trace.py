@@ -64,6 +64,10 @@ class Traced:
     described: tuple[torch.Tensor, ...] = ()
     read: tuple[torch.Tensor, ...] = ()
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns the captured tensors by their names in messages."""
+        return dict(zip(self.graph.captured_names, self.tensors, strict=True))
+
 
 def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None) -> Traced:
     """Traces a mod: runs it once on proxies that report `device` (cpu if None).
