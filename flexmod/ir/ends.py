@@ -45,6 +45,8 @@ class End:
         if any(isinstance(v, float) and math.isnan(v) for v in values):
             return False if name in COMPARISONS else math.nan
         floats = [v.dtype for v in values if isinstance(v, End) and v.dtype.is_floating_point]
+        if name == "where" and all(isinstance(v, float) for v in values[1:]):  # endless, of any float
+            floats = [torch.float32]
         if not floats:
             values = tuple(map(_whole, values))
         simple = _simpler(name, values)

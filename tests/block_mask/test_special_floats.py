@@ -24,6 +24,9 @@ TABLES = {
     "edges": torch.tensor(EDGES).repeat_interleave(8),
     "edges of a half type": torch.tensor(EDGES).half().repeat_interleave(8),
 }
+GENERATOR = torch.Generator().manual_seed(0)
+PAIRS = torch.rand(SIZE, SIZE, generator=GENERATOR) * 10
+PAIRS[torch.rand(SIZE, SIZE, generator=GENERATOR) < 0.3] = math.inf
 NUMBERS = (0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-45, 3e38)
 
 Mask = Callable[[Any, Any, Any, Any, Any, Any], Any]
@@ -46,6 +49,10 @@ MASKS: dict[str, Mask] = {
     "a rounding": lambda t, a, b, h, q, k: torch.floor((t[q] - t[k]) * a) <= 1,
     "a sign": lambda t, a, b, h, q, k: torch.sign((t[q] - t[k]) * a) <= 0,
     "a choice": lambda t, a, b, h, q, k: torch.where(t[q] > t[k], (t[q] - t[k]) * a, t[k] * a) <= 1,
+    "a choice of infinities": lambda t, a, b, h, q, k: torch.where(t[q] > t[k], math.inf, -math.inf) >= a,
+    "a maximum of a pair": lambda t, a, b, h, q, k: torch.maximum(PAIRS[q, k], t[q]) < 1e30,
+    "a minimum of a pair": lambda t, a, b, h, q, k: torch.minimum(-PAIRS[q, k], t[k]) > -1e30,
+    "the size of a pair": lambda t, a, b, h, q, k: torch.maximum(PAIRS[q, k], t[q]).abs() < t[k] + a,
     "a cast to bool": lambda t, a, b, h, q, k: ((t[q] - t[k]) * a).bool() & (q >= k),
     "a cast to a half type": lambda t, a, b, h, q, k: ((t[q] - t[k]).half() * a).half() <= 1,
 }
