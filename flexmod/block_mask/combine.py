@@ -219,7 +219,8 @@ def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
     rows, columns = (tile_count(n, size) for n, size in zip(lengths, mask.BLOCK_SIZE, strict=True))
     was = mask.table()
     if mask.classified:
-        _reopen_ragged(was, mask.seq_lengths, mask.BLOCK_SIZE)
+        # positions past the old end may be kept, also in an empty tile
+        _reopen_ragged(was, mask.seq_lengths, mask.BLOCK_SIZE, (EMPTY, PARTIAL))
     table = was.new_full((*was.shape[:-2], rows, columns), OPEN)
     kept = was[..., :rows, :columns]
     table[..., : kept.shape[-2], : kept.shape[-1]] = kept
@@ -254,13 +255,18 @@ def _finished(
     return made
 
 
-def _reopen_ragged(table: Tensor, lengths: Lengths, block: tuple[int, int]) -> None:
-    """Marks partial tiles that contain the end of a length as OPEN, in place: the end may be the only reason
-    why they are partial."""
+def _reopen_ragged(
+    table: Tensor, lengths: Lengths, block: tuple[int, int], kinds: tuple[int, ...] = (PARTIAL,)
+) -> None:
+    """Marks tiles that contain the end of a length as OPEN, in place, if they are of these kinds.
+
+    The end may be the only reason why a tile is partial.
+    """
     for axis in (0, 1):
         if lengths[axis] % block[axis]:
             edge = table.select(axis - 2, -1)
-            edge[edge == PARTIAL] = OPEN
+            for kind in kinds:
+                edge[edge == kind] = OPEN
 
 
 def _elements(mask: MaskData) -> MaskMod:

@@ -192,6 +192,22 @@ def test_what_does_not_go_together():
         mask & 3
 
 
+@pytest.mark.parametrize("name", ["dilated", "first and own", "returning"])
+@pytest.mark.parametrize("more", [(1, 0), (0, 1), (17, 17), (100, 300)])
+def test_a_larger_mask_keeps_pairs_past_the_old_end(name, more):
+    """A tile at the old end may have been empty."""
+    ids = torch.arange(1000) // 110 % 3
+    mask_mod = {
+        "dilated": masks.dilated_window(8, 200),
+        "first and own": lambda b, h, q_idx, kv_idx: (kv_idx % 324 == 0) | (q_idx == kv_idx),
+        "returning": lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx],
+    }[name]
+    small = create_block_mask(mask_mod, None, None, 324, 324, "cpu", 64)
+    lengths = 324 + more[0], 324 + more[1]
+    whole = create_block_mask(mask_mod, None, None, *lengths, "cpu", 64)
+    assert torch.equal(small.resize(*lengths).table(), whole.table())
+
+
 def attended(mask):
     """bool [Q, KV]: what a call attends to, in the last batch entry."""
     queries, keys = mask.seq_lengths
