@@ -29,10 +29,13 @@ CONVERSIONS = {"int": "torch.int32", "float": "torch.float32", "bool": "torch.bo
 LAMBDA = re.compile(r"\blambda\b")
 
 
-def of_truth(where: Where | None) -> str:
-    """For a line that asks for the truth of a traced value: `0 <= x < y`, `a and b`, `max(x, 0)`."""
+def of_truth(where: Where | None, is_bool: bool) -> str:
+    """For a line that asks for the truth of a traced value: `0 <= x < y`, `a and b`, `max(x, 0)`.
+
+    `is_bool`: the value is a truth value, not a number.
+    """
     for node in _nodes(where):
-        text = _without_truth(node)
+        text = _without_truth(node, is_bool)
         if text is not None:
             return f"write {text}."
     return TRUTH
@@ -50,8 +53,11 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(_Rewriter().visit(node))
 
 
-def _without_truth(node: ast.AST) -> str | None:
-    """An expression that asks for no truth value; None where `node` does not ask for one."""
+def _without_truth(node: ast.AST, is_bool: bool = False) -> str | None:
+    """An expression that asks for no truth value; None where `node` does not ask for one.
+
+    `is_bool`: what it asks is a truth value in any case.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         arguments = node.args[0].elts if len(node.args) == 1 and _is_sequence(node.args[0]) else node.args  # type: ignore[attr-defined]
         if node.func.id in LARGEST:
@@ -63,14 +69,33 @@ def _without_truth(node: ast.AST) -> str | None:
     if isinstance(node, ast.Compare):
         return _compared(node)
     if isinstance(node, ast.BoolOp):
-        return f" {LOGICAL[type(node.op)]} ".join(f"({_text(value)})" for value in node.values)
+        return f" {LOGICAL[type(node.op)]} ".join(f"({_truth(value)})" for value in node.values)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return f"~({_text(node.operand)})"
+        text = _text(node.operand)
+        return f"~({text})" if is_bool or _is_truth(node.operand) else f"{text} == 0"
     if isinstance(node, ast.Assert):
         return "no assertion: it looks at values before there are any"
     if isinstance(node, ast.IfExp):
-        return f"torch.where({', '.join(map(_text, (node.test, node.body, node.orelse)))})"
+        return f"torch.where({_truth(node.test, is_bool)}, {_text(node.body)}, {_text(node.orelse)})"
     return None
+
+
+def _truth(node: ast.expr, is_bool: bool = False) -> str:
+    """An expression for the truth of `node`: `~` and `&` of numbers are other numbers."""
+    return _text(node) if is_bool or _is_truth(node) else f"{_text(node)} != 0"
+
+
+def _is_truth(node: ast.expr) -> bool:
+    """Does the text show that the value is a truth value? A name or a call may be one, or a number."""
+    if isinstance(node, ast.BinOp) and type(node.op) in LOGICAL:
+        return _is_truth(node.left) and _is_truth(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Not) or (isinstance(node.op, ast.Invert) and _is_truth(node.operand))
+    if isinstance(node, ast.BoolOp):
+        return all(map(_is_truth, node.values))
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, bool)
+    return isinstance(node, ast.Compare)
 
 
 def _is_sequence(node: ast.AST) -> bool:

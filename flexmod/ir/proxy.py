@@ -76,7 +76,7 @@ class TracedValue:
 
     def __bool__(self) -> bool:
         where = user_line()
-        raise errors.ControlFlowError(where=where, advice=advice.of_truth(where))
+        raise errors.ControlFlowError(where=where, advice=advice.of_truth(where, self.dtype == torch.bool))
 
     def __hash__(self) -> int:
         """Refuses a lookup by the user: `q_idx in {1, 2}` would be False, whatever q_idx is."""

@@ -120,9 +120,30 @@ def largest_of_python(b, h, q, k):
     return max(q, k) > 3  # <-
 
 
-@row(errors.ControlFlowError, TRUTH[0], "write torch.where(table[h], q >= k, q < k).")
+@row(errors.ControlFlowError, TRUTH[0], "write torch.where(table[h] != 0, q >= k, q < k).")
 def truth_of_a_row(b, h, q, k):
     return q >= k if table[h] else q < k  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.where(h == 0, q >= k, q < k).")
+def not_a_number(b, h, q, k):
+    return q >= k if not h else q < k  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q - k) % 3 == 0.")
+def not_a_remainder(b, h, q, k):
+    return not (q - k) % 3  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q % 3 != 0) & (q >= k).")
+def number_and_condition(b, h, q, k):
+    return q % 3 and q >= k  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write ~(earlier).")
+def not_a_truth(b, h, q, k):
+    earlier = q >= k
+    return not earlier  # <-
 
 
 @row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(s, min=0).", kind="score")
