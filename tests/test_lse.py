@@ -151,3 +151,18 @@ def test_a_penalty_of_the_lse_by_either_name(options: Any) -> None:
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
     assert gradients[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("options", [None, REFERENCE, INTERPRET], ids=["cpu", "reference", "interpret"])
+def test_a_row_of_nan_is_no_empty_row(options: Any) -> None:
+    query, key, value = make_case(heads=1, q_len=LENGTH, head_dim=16).inputs
+    key[0, 0, 30] = float("nan")
+    mask = create_block_mask(late, None, None, LENGTH, LENGTH, "cpu")
+    out, lse = flex_attention(query, key, value, block_mask=mask, return_lse=True, kernel_options=options)
+    assert lse[0, 0, 5:30].isfinite().all() and lse[0, 0, 30:].isnan().all()
+    assert (lse[0, 0, :5] == -torch.inf).all() and not out[0, 0, :5].any()
+
+
+def late(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Causal, and the first five rows attend to nothing."""
+    return (q_idx >= kv_idx) & (q_idx >= 5)
