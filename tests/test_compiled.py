@@ -204,3 +204,12 @@ def test_the_mods_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (LENGTH, 7):
         attend(*inputs(q_len=length))
     assert len(runs) == 1 and isinstance(runs[0], tracing.Proxy)
+
+
+@pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
+def test_a_mask_without_queries_or_keys(options: Any) -> None:
+    query, key, value = inputs()
+    attend = flexmod.compile(None, masks.causal(), kernel_options=options)
+    assert attend(query[:, :, :0], key, value).shape == (*query.shape[:2], 0, 16)
+    out, lse = attend(query, key[:, :, :0], value[:, :, :0], return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()

@@ -41,7 +41,11 @@ def length(name: str, value: SupportsIndex | None) -> int:
     """A number of positions as an int. Raises LengthError."""
     number = positive(value)
     if number is None:
-        raise LengthError(name=name, value=value)
+        tensor = "query" if name == "Q_LEN" else "key"
+        advice = f"give the number of positions, e.g. {name}={tensor}.shape[2]"
+        if value == 0:
+            advice = "call flex_attention without a block mask where there are no queries or no keys"
+        raise LengthError(name=name, value=repr(value), advice=advice)
     return number
 
 

@@ -213,7 +213,9 @@ class CompiledAttention(Inspection):
             variant = self._variant(query.device)
             traces = variant.current()
             score = self._score(traces, block_mask)
-            if block_mask is None and traces.mask is not None and query.dim() == key.dim() == 4:
+            # a mask has positions; without queries or keys there is nothing to mask
+            some = query.dim() == key.dim() == 4 and query.shape[2] and key.shape[2]
+            if block_mask is None and traces.mask is not None and some:
                 masks = variant.masks(traces.mask)
                 block_mask = masks.block_mask(query, key)
                 if is_captured(query.device):

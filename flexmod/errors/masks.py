@@ -54,7 +54,7 @@ class BlockMaskPartsError(FlexmodError, ValueError, AssertionError, RuntimeError
 
 class LengthError(FlexmodError, ValueError):
     what = "{name} is {value}; it must be a positive integer."
-    instead = "give the number of positions, e.g. {name}=query.shape[2]."
+    instead = "{advice}."
 
 
 class DenseMaskError(FlexmodError, ValueError):
