@@ -674,7 +674,7 @@ BLOCK_MASKS: list[Row] = [
         errors.LengthError,
         lambda: mask(length=0),
         "Q_LEN is 0; it must be a positive integer.\n"
-        "  Instead: give the number of positions, e.g. Q_LEN=query.shape[2].",
+        "  Instead: call flex_attention without a block mask where there are no queries or no keys.",
     ),
     (
         errors.DenseMaskError,
@@ -699,7 +699,7 @@ BLOCK_MASKS: list[Row] = [
         errors.LengthError,
         lambda: flexmod.create_block_mask(flexmod.masks.causal(), 2, 4, 30),
         "KV_LEN is None; it must be a positive integer.\n"
-        "  Instead: give the number of positions, e.g. KV_LEN=query.shape[2].",
+        "  Instead: give the number of positions, e.g. KV_LEN=key.shape[2].",
     ),
     (
         errors.BlockMaskPartsError,
@@ -1008,6 +1008,18 @@ DERIVATIVES: list[Row] = [
 ]
 
 OPTION_MISTAKES: list[Row] = [
+    (
+        errors.ArgumentTypeError,
+        lambda: call(return_aux=True),
+        "return_aux is True.\n"
+        "  Instead: give AuxRequest(lse=True, max_scores=True), or False for what you do not need.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: call(kernel_options="REFERENCE"),
+        "kernel_options is 'REFERENCE'.\n"
+        "  Instead: give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}.",
+    ),
     (
         errors.ReturnArgumentsError,
         lambda: call(return_lse=True, return_aux=AuxRequest()),

@@ -22,6 +22,7 @@ from flexmod.errors import LayoutError
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
 _names: tuple[str, ...] = ("hopper", PORTABLE)
+_version = object()
 
 
 def family_names() -> tuple[str, ...]:
@@ -30,8 +31,13 @@ def family_names() -> tuple[str, ...]:
 
 
 def set_family_names(known: Sequence[str]) -> None:
-    global _names
-    _names = tuple(known)
+    global _names, _version
+    _names, _version = tuple(known), object()
+
+
+def families_version() -> object:
+    """Returns an object that is another one after a family was inserted or removed."""
+    return _version
 
 
 def accepted() -> tuple[str, ...]:
@@ -151,6 +157,11 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
     """
     if not options:
         return NONE
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise errors.ArgumentTypeError(
+            name="kernel_options", given=repr(options),
+            advice="give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}",
+        )  # fmt: skip
     backend = options.get("BACKEND", "AUTO")
     if backend == "FLASH":
         raise errors.FlashBackendError()

@@ -220,6 +220,11 @@ def results_of(
     """
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise errors.ArgumentTypeError(
+            name="return_aux", given=repr(return_aux),
+            advice="give AuxRequest(lse=True, max_scores=True), or False for what you do not need",
+        )  # fmt: skip
     want_max = return_aux is not None and return_aux.max_scores
     result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)
     if return_lse:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends.arguments import dtype_of_sums, order_of, results, strides_in_order
 from flexmod.backends.interface import Forward
-from flexmod.backends.options import KernelOptions
+from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
@@ -222,7 +222,9 @@ def _put_together(
     # 0.0 is equal to -0.0, and nan to nothing
     reals = [None if x is None else x.hex() for x in (given.scale, *given.reals, None, *given.mask_reals)]
     state = torch.get_default_dtype(), config.check_bounds(), tuned.state() if variant.tiles else None
-    facts = given.variant, track, numbers, *reals, prepared.float32_precision(), *state, *keys
+    facts = (
+        given.variant, track, numbers, *reals, prepared.float32_precision(), families_version(), *state, *keys
+    )  # fmt: skip
     ready = prepared.of_operation(
         None if None in keys else facts,
         query.device,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.backends.interface import Forward, Problem
-from flexmod.backends.options import KernelOptions
+from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
@@ -207,7 +207,7 @@ def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[obj
     precision = float32_precision() if query.dtype is torch.float32 else None
     return (
         of_query, of_key, of_value, torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
-        tuned.state() if options.tiles else None,
+        tuned.state() if options.tiles else None, families_version(),
     )  # fmt: skip
 
 

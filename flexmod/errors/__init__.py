@@ -25,7 +25,7 @@ __all__ = [
     "Float8MixedError", "Float8HeadDimError", "Float8GradientError", "OutDtypeError", "ScalesTypeError",
     "ScalesUnusedError", "ScalesShapeError", "ScalesValueError",
     "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
-    "ReturnArgumentsError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
+    "ReturnArgumentsError", "ArgumentTypeError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
     "DoubleBackwardError", "ForwardModeError", "JitTraceError", "VmapError", "TransformersArgumentError",
     "TransformersModelError",
     # masks.py

@@ -240,6 +240,11 @@ class OffsetMismatchError(FlexmodError, ValueError):
     instead = "leave {name} out, since a call has the offsets of its mask, or build the mask with create_block_mask(..., {name}={name})."
 
 
+class ArgumentTypeError(FlexmodError, TypeError):
+    what = "{name} is {given}."
+    instead = "{advice}."
+
+
 class ReturnArgumentsError(FlexmodError, ValueError):
     what = "both return_lse and return_aux are given."
     instead = "use return_aux=AuxRequest(lse=True) alone."

@@ -137,3 +137,22 @@ def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = ahead.jobs(variant(None, masks.causal(), head_dim=16), "sm_80")
     assert (first.template, {job.template for job in others}) == ("toy", {"portable"})
     assert first.compile().fits
+
+
+def test_a_known_call_asks_an_inserted_family() -> None:
+    given, options = [torch.randn(1, 2, 40, 16) for _ in range(3)], {"BACKEND": "INTERPRET"}
+    flex_attention(*given, kernel_options=options)
+    asked: list[str] = []
+
+    class Other(Toy):
+        name = "other"
+
+        def obstacle(self, variant: Variant, way: str, *_: Any, **__: Any) -> str | None:
+            asked.append(way)
+            return "it only listens"
+
+    remove = families.insert(Other())
+    flex_attention(*given, kernel_options=options)
+    remove()
+    flex_attention(*given, kernel_options=options)
+    assert asked == ["forward"]
