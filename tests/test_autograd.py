@@ -357,3 +357,15 @@ def test_largest_scores_are_not_differentiable() -> None:
         aux.max_scores.sum().backward()
     (out.sum() + aux.lse.sum() + aux.max_scores.sum()).backward()
     assert q.grad is not None
+
+
+@pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])
+def test_results_may_be_written_to(options: Any) -> None:
+    case = make_case(heads=HEADS, q_len=20, head_dim=16)
+    leaves = [x.requires_grad_() for x in case.inputs]
+    out, lse = flex_attention(*leaves, return_lse=True, kernel_options=options)
+    expected = out.detach() + 1
+    out += 1
+    lse.add_(1)
+    assert torch.equal(out, expected)
+    flex_attention(*leaves, kernel_options=options).detach_()

@@ -262,6 +262,11 @@ def run(
     return Forward(*apply(call, mask, query, key, value, *captured)[:3])
 
 
+def _no_view(x: Tensor) -> Tensor:
+    """Returns the same memory as a tensor of its own. Autograd lets nobody write to a function's views."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
 class Attention(torch.autograd.Function):
     """The attention as a node of autograd: apply(call, mask, query, key, value, *captured)."""
 
@@ -269,7 +274,7 @@ class Attention(torch.autograd.Function):
     def forward(*arguments: Any) -> Tensors:
         call, mask, *tensors = arguments
         result: Tensors = call.forward(mask, tuple(tensors))
-        return result
+        return tuple([_no_view(x) if x is not None and x._is_view() else x for x in result])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
