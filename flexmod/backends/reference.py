@@ -146,6 +146,14 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
 def modified(problem: Problem, scores: Tensor) -> Tensor:
     """Applies the score mod and the mask to scores [B, Hq, M, N], in their dtype, float32 or float64."""
     keep = None if problem.mask is None else _allowed(problem.mask, scores.shape, scores.device)
+    if problem.score is not None and keep is not None and any(x.requires_grad for x in problem.score.tensors):
+        # of masked scores 0 * inf must not reach the captured tensors either
+        b, h, q_idx, kv_idx = kept = keep.expand(scores.shape).nonzero(as_tuple=True)
+        (result,) = evaluate(
+            problem.score.graph, problem.score.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx,
+            score=scores[kept], real=scores.dtype,
+        )  # fmt: skip
+        return torch.full_like(scores, -torch.inf).index_put(kept, result.expand(len(kept[0])))
     if problem.score is not None:
         # The mod's derivative may be infinite where the mask is False; 0 * inf must not reach q and k.
         seen = scores if keep is None else torch.where(keep, scores, scores.detach())

@@ -210,6 +210,8 @@ def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[An
     if not indices:
         return tensor
     try:
+        if tensor.dtype in HALF and tensor.requires_grad:  # its gradients are summed up in float32
+            return tensor.to(torch.float32)[tuple(map(_index, indices))].to(tensor.dtype)
         return tensor[tuple(map(_index, indices))]
     except IndexError:
         for dim, (index, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):

@@ -151,3 +151,35 @@ def test_gradients_of_first_and_second_order(mask_mod: Any) -> None:
     inputs = (*(x.requires_grad_() for x in case.inputs), table)
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_half_table_are_summed_in_float32(dtype: torch.dtype) -> None:
+    case, found = make_case(heads=4, q_len=128, head_dim=16), {}
+    for kind in (torch.float64, dtype):
+        table = torch.zeros(4, 11, dtype=kind, requires_grad=True)
+
+        def near(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Tensor = table) -> Any:
+            return score + table[h, (q_idx - kv_idx).clamp(-5, 5) + 5]
+
+        out = flexmod.flex_attention(*case.inputs, near, kernel_options={"BACKEND": "REFERENCE"})
+        (found[kind],) = torch.autograd.grad(out.square().sum(), table)
+    error = (found[dtype].double() - found[torch.float64]).norm() / found[torch.float64].norm()
+    assert error < 0.01
+
+
+def test_masked_scores_do_not_reach_captured_tensors() -> None:
+    case = make_case(heads=2, q_len=40, head_dim=16)
+    learned = torch.rand(2, 40, requires_grad=True)
+    mask = flexmod.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx > kv_idx, None, None, 40, 40, "cpu")
+
+    def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + torch.sqrt((q_idx - kv_idx) * learned[h, kv_idx])
+
+    leaves = [x.requires_grad_() for x in case.inputs]
+    found = []
+    for options in ({"BACKEND": "REFERENCE"}, None):
+        out = flexmod.flex_attention(*leaves, root, mask, kernel_options=options)
+        found.append(torch.autograd.grad(out.square().sum(), [*leaves, learned]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
