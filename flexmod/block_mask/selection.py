@@ -246,6 +246,8 @@ class _Ask:
         raise AssertionError
 
     def _entries(self, entries: Tensor, axis: int) -> Chosen:
+        if entries.dim() == 1 and not len(entries):
+            return range(0)
         if entries.dim() != 1 or entries.is_floating_point():
             self.refuse(
                 f"a list has one dimension of ints or bools, not {entries.dim()} of {entries.dtype}",

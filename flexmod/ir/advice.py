@@ -169,6 +169,8 @@ def _in_torch(node: ast.Call) -> str | None:
     if name in EXTREMES:
         return _largest(node.args, *LARGEST[EXTREMES[name]])
     name = RENAMED.get(name, name)
+    if (name in ("round", "log") and len(node.args) > 1) or not node.args or _is_number(node.args[0]):
+        return None  # torch's function takes other arguments
     return f"torch.{name}({arguments})" if name in {*BY_TORCH_NAME, *COMPOSED} else None
 
 

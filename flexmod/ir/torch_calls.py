@@ -47,6 +47,8 @@ def call(
     if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
         kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
         args = ()
+    if not args and (bare in FILLS or bare in _SPECIAL):
+        args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
     wide = vectors.any_wide(args, kwargs)
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)

@@ -419,3 +419,15 @@ def test_hugging_faces_masks() -> None:
         masking.and_masks(masking.causal_mask_function, masking.packed_sequence_mask_function(packed)), "mask"
     )
     check(masking.padding_mask_function(packed.bool()), "mask")
+
+
+def test_torch_functions_of_keywords() -> None:
+    q_idx, kv_idx = (x.expand(6, 6) for x in (torch.arange(6)[:, None], torch.arange(6)))
+    zero = torch.zeros(6, 6, dtype=torch.int64)
+    for mod in (
+        lambda b, h, q, k: torch.zeros_like(input=q) <= k - 3,
+        lambda b, h, q, k: torch.full_like(input=q, fill_value=3) <= k,
+        lambda b, h, q, k: torch.as_tensor(data=q) >= k,
+    ):
+        (found,) = evaluate(trace(mod, "mask").graph, (), b=zero, h=zero, q_idx=q_idx, kv_idx=kv_idx)
+        assert torch.equal(found.expand(6, 6), mod(zero, zero, q_idx, kv_idx))
