@@ -153,6 +153,17 @@ def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.Cap
     assert "Usage: flexmod" in printed and word in printed
 
 
+def test_files_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "broken.py").write_text("def x(:\n")
+    for arguments, words in (
+        (["show", "causal", "--plot", "none/x.png"], "none/x.png"),
+        (["source", "causal", "--output", "none/x.py"], "none/x.py"),
+        (["show", "broken.py:x"], "broken.py, line 1"),
+    ):
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_show_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     for name in ("mask.png", "mask.svg"):

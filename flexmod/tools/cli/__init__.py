@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except FlexmodError as error:
+    except (FlexmodError, OSError, SyntaxError) as error:  # a file that cannot be written, or read as Python
         import_module("flexmod.tools.terminal").complain(str(error))
         return 2
     return int(status or 0)
