@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexmod
-from flexmod import AuxOutput, AuxRequest, create_block_mask, flex_attention
+from flexmod import AuxOutput, AuxRequest, create_block_mask, errors, flex_attention
 from flexmod.codegen import cache
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -341,3 +341,36 @@ def test_torchs_documented_examples(name: str) -> None:
             mask = library.create_block_mask(mods["mask"], None, None, 40, 40, device="cpu")
         results.append(library.flex_attention(*case.inputs, mods.get("score_mod"), mask))
     torch.testing.assert_close(*results, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [None, {"BACKEND": "REFERENCE"}], ids=["cpu", "reference"])
+def test_an_error_names_the_line_of_this_mod(options: Any) -> None:
+    """Equal graphs share what is made of them, but not their lines."""
+    query, key, value = (torch.randn(1, 1, 20, 16) for _ in range(3))
+    bias, own_bias, keep, own_keep = functions_of_a_table()
+    flex_attention(query, key, value, bias(torch.randn(20)), kernel_options=options)
+    create_block_mask(keep(torch.randn(20)), None, None, 20, 20, "cpu")
+    table = torch.randn(10)
+    for call, function in (
+        (lambda: flex_attention(query, key, value, own_bias(table), kernel_options=options), own_bias),
+        (lambda: create_block_mask(own_keep(table), None, None, 20, 20, "cpu"), own_keep),
+    ):
+        with pytest.raises(errors.CaptureBoundsError) as caught:
+            call()
+        assert f":{function.__code__.co_firstlineno + 1}:" in str(caught.value)
+
+
+def functions_of_a_table() -> tuple[Any, ...]:
+    def bias(table: torch.Tensor) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]
+
+    def own_bias(table: torch.Tensor) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]
+
+    def keep(table: torch.Tensor) -> Any:
+        return lambda b, h, q_idx, kv_idx: table[kv_idx] > 0
+
+    def own_keep(table: torch.Tensor) -> Any:
+        return lambda b, h, q_idx, kv_idx: table[kv_idx] > 0
+
+    return bias, own_bias, keep, own_keep

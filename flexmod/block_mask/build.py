@@ -161,7 +161,7 @@ def create_mask(
     check_captures(traced, here)
     check_sizes(traced.graph, sizes, "the mask")
     places = _places(sizes, here)
-    traced = Traced(fitted(traced.graph, sizes), traced.tensors)
+    traced = Traced(fitted(traced.graph.with_lines(), sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None
     (result,) = evaluate(traced.graph, traced.tensors, **places, score=score)
     mask = result if kind == "mask" else ~torch.isneginf(result)

@@ -69,7 +69,8 @@ def _in_torch(
     device: torch.device,
     separate: bool,
 ) -> TileStorage:
-    table = refine.classify(Traced(fitted(traced.graph, sizes), traced.tensors), sizes, block, device)
+    graph = fitted(traced.graph.with_lines(), sizes)
+    table = refine.classify(Traced(graph, traced.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)
     return TileStorage.of_table(table, sizes[:2], separate)

@@ -298,7 +298,7 @@ def checked(
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, source, mask, asked, track)
-    problem, own = _problem(query, key, source, mask, scale, track)
+    problem, own = _problem(backend, query, key, source, mask, scale, track)
     options, precision = asked.options.tiles, float32_precision()
     problem = replace(
         problem, options=options, precision=precision, out_dtype=asked.out_dtype,
@@ -390,6 +390,7 @@ def _backend(options: KernelOptions, query: Tensor) -> str:
 
 
 def _problem(
+    backend: str,
     query: Tensor,
     key: Tensor,
     source: Traced | None,
@@ -406,7 +407,9 @@ def _problem(
     batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
-    lowered = lower(source.graph, extents, split=split)
+    # kernels are for equal graphs; what torch evaluates may raise, and then names this mod's line
+    graph = source.graph if backend in autograd.GENERATED else source.graph.with_lines()
+    lowered = lower(graph, extents, split=split)
     if split and lowered.split is not None:
         decides = tuple(tensor.detach() for tensor in source.tensors)
         own = _mask_of(Traced(lowered.split, decides), extents, query.device)

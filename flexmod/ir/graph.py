@@ -224,6 +224,10 @@ class Graph:
         """The positions that the results depend on."""
         return frozenset().union(*(n.home for n in self.results))
 
+    def with_lines(self) -> Graph:
+        """The graph, equal only to graphs of the same lines: errors of torch's evaluation name them."""
+        return replace(self, lines=True)
+
     @cached_property
     def key(self) -> Structure:
         """The structure, the constants, and with `lines` the user's lines; hashable."""
