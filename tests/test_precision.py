@@ -23,11 +23,11 @@ def specs(dtype: torch.dtype) -> list[tuple[str, bool]]:
     kernels_for = compiler.kernels_for
     q, k, v = (x.requires_grad_() for x in make_case(q_len=16, dtype=dtype).inputs)
 
-    def watch(spec, *arguments):  # type: ignore[no-untyped-def]
+    def watch(spec, *arguments, **named):  # type: ignore[no-untyped-def]
         found.append((spec.precision, spec.backward))
-        return kernels_for(spec, *arguments)
+        return kernels_for(spec, *arguments, **named)
 
-    with mock.patch("flexmod.backends.generated.kernels_for", watch):
+    with mock.patch("flexmod.codegen.variant.kernels_for", watch):
         flex_attention(q, k, v, kernel_options={"BACKEND": "INTERPRET"}).sum().backward()
     return found
 

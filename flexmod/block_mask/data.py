@@ -28,7 +28,7 @@ from flexmod.block_mask.parts import (
 from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
 from flexmod.block_mask.tiles import LISTS, Parts, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
-from flexmod.ir.composed import Derived, Mask
+from flexmod.ir.composed import Derived, Mask, may_change
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted
@@ -183,6 +183,8 @@ class MaskData:
         is a replay of the mask's graph. Raises MaskModChangedError if the mask has offsets too, and every
         error of tracing a mask_mod.
         """
+        if not may_change(self._mask_mod):
+            return self._mask_mod
         now, made = trace_mask(self._mask_mod, self.device), self._traced
         pairs = zip(now.tensors, made.tensors, strict=False)
         if now.graph.key == made.graph.key and all(a is b or _equal(a, b) for a, b in pairs):

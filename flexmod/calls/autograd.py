@@ -43,6 +43,7 @@ from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.private_torch import (
     default_saved_hooks,
     in_transform,
+    is_view,
     saved_without_checks,
     version_of,
 )
@@ -274,7 +275,7 @@ class Attention(torch.autograd.Function):
     def forward(*arguments: Any) -> Tensors:
         call, mask, *tensors = arguments
         result: Tensors = call.forward(mask, tuple(tensors))
-        return tuple([_no_view(x) if x is not None and x._is_view() else x for x in result])
+        return tuple([_no_view(x) if x is not None and is_view(x) else x for x in result])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -186,5 +186,13 @@ class Derived(CopiesByAttribute):
         raise NotImplementedError
 
 
+def may_change(mod: Callable[..., Any]) -> bool:
+    """Is there a user's function in the mod, which may decide otherwise at another time?"""
+    if isinstance(mod, Derived):
+        names = [field.name for field in fields(mod)]
+        return any(may_change(getattr(mod, name)) for name in names if name in MODS)
+    return not isinstance(mod, Replay)
+
+
 def moved(mod: Callable[..., Any], device: torch.device | str) -> Callable[..., Any]:
     return mod.to(device) if isinstance(mod, Derived) else mod

@@ -189,6 +189,11 @@ def saved_without_checks(ctx: Any) -> Iterator[Tensor]:
 # tensors and modules by their parts
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Does autograd count the tensor as a view of another one?"""
+    return tensor._is_view()
+
+
 def ragged_dimension(tensor: Tensor) -> int:
     """Of a nested tensor of jagged layout."""
     return tensor._ragged_idx  # type: ignore[attr-defined]
