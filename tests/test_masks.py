@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from flexmod import create_block_mask, create_mask, errors, flex_attention, masks
+from flexmod import create_block_mask, create_mask, errors, flex_attention, masks, mods
 from flexmod.ir.fingerprint import fingerprint
 from flexmod.ir.trace import trace
 
@@ -457,3 +457,20 @@ def test_refusals(call, facts, rule):
     with pytest.raises(errors.LibraryArgumentError) as caught:
         call()
     assert str(caught.value).startswith(f"{facts}; it must be {rule}.\n  Instead: ")
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: masks.reordered(masks.causal, torch.arange(8)), errors.NotMadeError),
+        (lambda: masks.jagged(torch.tensor([0, 8]), masks.causal), errors.NotMadeError),
+        (lambda: masks.jagged(torch.tensor([0, 8]), 3), errors.NotCallable),
+        (lambda: mods.jagged(torch.tensor([0, 8]), masks.causal()), errors.ModArityError),
+        (lambda: mods.chain(mods.alibi), errors.NotMadeError),
+        (lambda: mods.chain(masks.causal()), errors.ModArityError),
+        (lambda: masks.causal() & mods.alibi(3), errors.ModArityError),
+    ],
+)
+def test_a_mod_within_a_mod_is_checked(make, error):
+    with pytest.raises(error):
+        make()

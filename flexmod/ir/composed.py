@@ -170,6 +170,7 @@ def _check_callable(mask_mods: Sequence[object]) -> None:
                 type=type(mask_mod).__name__,
                 expected="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
             )
+        check_arity(mask_mod, "mask")
 
 
 class Derived(CopiesByAttribute):

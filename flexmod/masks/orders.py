@@ -15,6 +15,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import expect_size
+from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_number, check_tensor
 
 
@@ -73,6 +74,7 @@ def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
         .....###.###.###
     """
     check_tensor("reordered", "order", order, ranks=(1,), shapes="[S]")
+    check_arity(mask_mod, "mask")
 
     @Mask
     def reordered_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import expect_size
+from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
 
@@ -242,6 +243,8 @@ def jagged(
         ...#####
     """
     check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    if mask_mod is not None:
+        check_arity(mask_mod, "mask")
     sequence, start = places(offsets, total)
     kv_sequence, kv_start = sequence, start
     if kv_offsets is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size
+from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_float, check_tensor
 from flexmod.masks.packed import places
 
@@ -144,6 +145,7 @@ def jagged(
           10.00  11.00  10.00  11.00
     """
     check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    check_arity(score_mod, "score")
     sequence, start = places(offsets, total)
     kv_start, kv_name = start, "offsets" if kv_offsets is None else "kv_offsets"
     if kv_offsets is not None:

@@ -12,6 +12,7 @@ from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.formulas import tanh_approximate
 from flexmod.ir.graph import expect_size
+from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_float, check_number, check_positive
 
 
@@ -44,6 +45,7 @@ def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
                 rule="a function (score, b, h, q_idx, kv_idx) -> score",
                 advice="write e.g. chain(mods.alibi(8), mods.softcap(50.0))",
             )  # fmt: skip
+        check_arity(score_mod, "score")
 
     @ScoreMod
     def chained(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
