@@ -380,3 +380,15 @@ def test_a_scalar_of_the_shape_of_an_index() -> None:
         warnings.simplefilter("ignore")
         expected = theirs.flex_attention(q, k, v, shifted)
     torch.testing.assert_close(attend(q, k, v, shifted), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_capture_on_another_device_in_a_compiled_function() -> None:
+    ids = torch.zeros(64, dtype=torch.int32, device="meta")
+
+    @torch.compile(backend="eager")
+    def attend(query: Tensor) -> Tensor:
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx], 1, 1, 64, 64, "cpu")
+        return flex_attention(query, query, query, block_mask=mask)
+
+    with pytest.raises(errors.DeviceMismatch, match="the mask is on cpu but .* is on meta"):
+        attend(torch.randn(1, 1, 64, 16))

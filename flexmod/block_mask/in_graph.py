@@ -170,6 +170,9 @@ def create(
     mod = tiled = record(mask_mod, "mask", device)
     if positions is not None:
         tiled = record(positions.mask(mask_mod), "mask", device)
+    for tensor in tiled.captured:
+        if tensor.device != device and not is_host_number(tensor, device):
+            raise DeviceMismatch.of("the mask", device, "a tensor, captured by mask_mod", tensor.device)
     tiles = _tiles_of(tiled, sizes, block, device, separate)
     return GraphMask(GraphParts(list(tiles), tiled, mod, sizes[:2], sizes[2:], block, separate), positions)
 
