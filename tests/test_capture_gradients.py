@@ -264,3 +264,21 @@ def test_a_learned_tensor_that_changes_before_the_backward_is_refused() -> None:
         slopes.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("options", [None, {"BACKEND": "INTERPRET"}, REFERENCE], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_derivative_of_zero_is_a_gradient_of_zeros(options: Any, grad: bool) -> None:
+    case = make_case(heads=1, q_len=20, head_dim=16)
+    leaves = [x.requires_grad_(grad) for x in case.inputs]
+    steps, slopes = (torch.rand(20, requires_grad=True) for _ in range(2))
+
+    def stairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + torch.floor(steps[kv_idx]) + slopes[kv_idx]
+
+    out = flex_attention(*leaves, stairs, kernel_options=options)
+    of_steps, of_slopes = torch.autograd.grad(out.square().sum(), (steps, slopes))
+    assert torch.equal(of_steps, torch.zeros(20)) and of_slopes.any()
+    out = flex_attention(*leaves, lambda s, b, h, q, k: s + torch.round(steps[k]), kernel_options=options)
+    (of_steps,) = torch.autograd.grad(out.sum(), steps)
+    assert torch.equal(of_steps, torch.zeros(20))

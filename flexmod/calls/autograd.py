@@ -37,7 +37,7 @@ from flexmod.errors import (
 )
 from flexmod.ir.evaluate import all_on_device
 from flexmod.ir.fingerprint import remember, tensor_key
-from flexmod.ir.graph import used_captures
+from flexmod.ir.graph import flowing_captures, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.private_torch import (
@@ -108,6 +108,11 @@ class PreparedCall:
         graph = self.problem.score.graph
         numbers = used_captures(graph.nodes)
         return tuple(number in numbers for number in range(len(graph.captures)))
+
+    @cached_property
+    def flowing(self) -> tuple[int, ...]:
+        """The numbers of the captured tensors to which torch gives a gradient, if only of zeros."""
+        return flowing_captures(self.problem.score.graph.result) if self.problem.score else ()
 
     def whole(
         self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()
@@ -220,8 +225,13 @@ class PreparedCall:
         else:
             tensors, bound = (*tensors, *beside), known.bound
         found = bound.run(tensors, mask)
-        asked = zip(found[3:] or (None,) * len(needs[3:]), needs[3:], strict=True)
-        return (*found[:3], *(gradient if need else None for gradient, need in asked))
+        captured = given[SINGLE + kept :]
+        asked = zip(found[3:] or (None,) * len(captured), captured, needs[3:], strict=True)
+        of_captured = [grad if need else None for grad, _, need in asked]
+        for number in self.flowing:  # a derivative that is 0 everywhere has no term
+            if needs[3 + number] and of_captured[number] is None:
+                of_captured[number] = torch.zeros_like(captured[number])
+        return (*found[:3], *of_captured)
 
     def _check_places(self, tensors: Tensors, kept: int) -> None:
         if self._places:

@@ -337,6 +337,25 @@ def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
     return tuple(sorted({n.value for n in nodes if n.op == "load" and isinstance(n.value, int)}))
 
 
+def flowing_captures(result: Node) -> tuple[int, ...]:
+    """The numbers of the captures whose values reach the result as floats, not by comparisons or indices."""
+    found: set[int] = set()
+    seen, queue = {result}, [result]
+    while queue:
+        node = queue.pop()
+        if node.op == "load":
+            found.update([node.value] if isinstance(node.value, int) else [])
+            continue
+        ways = {arg for arg in node.args if _is_float(arg.dtype)} - seen
+        seen |= ways
+        queue += ways
+    return tuple(sorted(found))
+
+
+def _is_float(dtype: DType) -> bool:
+    return dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+
+
 def line_of_load(nodes: Iterable[Node], number: int) -> Where | None:
     """The user's line that first reads a capture."""
     return next((n.where for n in nodes if n.op == "load" and n.value == number), None)
