@@ -94,8 +94,12 @@ def has_kernels(device: torch.device) -> bool:
 def check_captures(traced: Traced, device: torch.device) -> None:
     """Raises DeviceMismatch if a captured tensor is neither on the mask's device nor a number of the host."""
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
-        if tensor.device != device and not is_host_number(tensor, device):
-            raise DeviceMismatch.of("the mask", device, capture.name, tensor.device)
+        _check_device(capture.name, tensor, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device and not is_host_number(tensor, device):
+        raise DeviceMismatch.of("the mask", device, name, tensor.device)
 
 
 # A graph needs the runs' size before the runs are known, and each tile might be one. On a GPU, a line of
@@ -171,8 +175,7 @@ def create(
     if positions is not None:
         tiled = record(positions.mask(mask_mod), "mask", device)
     for tensor in tiled.captured:
-        if tensor.device != device and not is_host_number(tensor, device):
-            raise DeviceMismatch.of("the mask", device, "a tensor, captured by mask_mod", tensor.device)
+        _check_device("a tensor, captured by mask_mod", tensor, device)
     tiles = _tiles_of(tiled, sizes, block, device, separate)
     return GraphMask(GraphParts(list(tiles), tiled, mod, sizes[:2], sizes[2:], block, separate), positions)
 

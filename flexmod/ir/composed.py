@@ -13,7 +13,7 @@ import torch
 
 from flexmod.errors import NotCallable
 from flexmod.ir.replay import CopiesByAttribute, Replay, for_pickle, replay, traced_for_pickle
-from flexmod.ir.source import check_arity, check_made, mod_name
+from flexmod.ir.source import check_arity, mod_name
 
 MaskMod = Callable[..., Any]
 # the fields of a Derived that are mods, and their kinds
@@ -163,7 +163,6 @@ def _joined(mask_mods: Sequence[MaskMod], sign: str) -> str:
 
 def _check_callable(mask_mods: Sequence[object]) -> None:
     for mask_mod in mask_mods:
-        check_made(mask_mod)
         if not callable(mask_mod):
             raise NotCallable(
                 mod=repr(mask_mod),

@@ -339,17 +339,17 @@ def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
 
 def flowing_captures(result: Node) -> tuple[int, ...]:
     """The numbers of the captures whose values reach the result as floats, not by comparisons or indices."""
-    found: set[int] = set()
+    found: set[Node] = set()
     seen, queue = {result}, [result]
     while queue:
         node = queue.pop()
-        if node.op == "load":
-            found.update([node.value] if isinstance(node.value, int) else [])
-            continue
-        ways = {arg for arg in node.args if _is_float(arg.dtype)} - seen
-        seen |= ways
-        queue += ways
-    return tuple(sorted(found))
+        if node.op == "load":  # its arguments are indices
+            found.add(node)
+        else:
+            ways = {arg for arg in node.args if _is_float(arg.dtype)} - seen
+            seen |= ways
+            queue += ways
+    return used_captures(found)
 
 
 def _is_float(dtype: DType) -> bool:
