@@ -226,8 +226,8 @@ class PreparedCall:
             tensors, bound = (*tensors, *beside), known.bound
         found = bound.run(tensors, mask)
         captured = given[SINGLE + kept :]
-        asked = zip(found[3:] or (None,) * len(captured), captured, needs[3:], strict=True)
-        of_captured = [grad if need else None for grad, _, need in asked]
+        asked = zip(found[3:] or (None,) * len(captured), needs[3:], strict=True)
+        of_captured = [grad if need else None for grad, need in asked]
         for number in self.flowing:  # a derivative that is 0 everywhere has no term
             if needs[3 + number] and of_captured[number] is None:
                 of_captured[number] = torch.zeros_like(captured[number])
