@@ -158,9 +158,12 @@ def test_a_row_of_nan_is_no_empty_row(options: Any) -> None:
     query, key, value = make_case(heads=1, q_len=LENGTH, head_dim=16).inputs
     key[0, 0, 30] = float("nan")
     mask = create_block_mask(late, None, None, LENGTH, LENGTH, "cpu")
-    out, lse = flex_attention(query, key, value, block_mask=mask, return_lse=True, kernel_options=options)
-    assert lse[0, 0, 5:30].isfinite().all() and lse[0, 0, 30:].isnan().all()
-    assert (lse[0, 0, :5] == -torch.inf).all() and not out[0, 0, :5].any()
+    wanted = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(query, key, value, block_mask=mask, return_aux=wanted, kernel_options=options)
+    for found in (aux.lse, aux.max_scores):
+        assert found[0, 0, 5:30].isfinite().all() and found[0, 0, 30:].isnan().all()
+        assert (found[0, 0, :5] == -torch.inf).all()
+    assert not out[0, 0, :5].any()
 
 
 def late(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
