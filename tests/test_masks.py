@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
@@ -299,6 +300,42 @@ def test_a_mask_in_the_kernel():
     wanted = attention_and_gradients(block_mask, 40, 40, REFERENCE)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-5)
+
+
+MADE_OF_INTEGERS = {
+    "sliding_window": lambda n: masks.sliding_window(n(3)),
+    "dilated_window": lambda n: masks.dilated_window(n(3), n(2)),
+    "global_window": lambda n: masks.global_window(n(2), n(1)),
+    "standalone_window": lambda n: masks.standalone_window(n(4), n(4), n(2)),
+    "natten": lambda n: masks.natten((n(4), n(4)), n(1), dilation=(n(1), n(2))),
+    "natten, one axis": lambda n: masks.natten((n(16),), n(3), dilation=n(3)),
+    "sliding_tiles": lambda n: masks.sliding_tiles((n(4), n(4)), (n(2), n(2)), (n(1), n(1))),
+    "prefix_lm": lambda n: masks.prefix_lm(n(3)),
+    "block_diffusion": lambda n: masks.block_diffusion(n(8), n(2)),
+    "shared_prefix": lambda n: masks.shared_prefix(n(3), torch.arange(16) // 3),
+    "tree": lambda n: masks.tree(torch.tensor([-1] + [0] * 15), n(0)),
+    "document": lambda n: masks.document(lengths=torch.tensor([5, 6]), total=n(16)),
+    "jagged": lambda n: masks.jagged(torch.tensor([0, 5, 10]), total=n(16), kv_total=n(16)),
+    "reordered": lambda n: masks.reordered(masks.causal(), masks.tile_order((n(4), n(4)), (n(2), n(4)))),
+    "morton": lambda n: masks.reordered(masks.causal(), masks.morton_order((n(4), n(4)))),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_INTEGERS)
+@pytest.mark.parametrize("integer", [np.int64, np.uint8])
+def test_integers_of_numpy_count_as_integers(name, integer):
+    """The sizes of a mask often come from numpy: `lengths.max()`, an entry of a shape."""
+    expected = create_mask(MADE_OF_INTEGERS[name](int), None, None, 16, 16, "cpu")
+    mask = create_block_mask(MADE_OF_INTEGERS[name](integer), None, None, 16, 16, "cpu", BLOCK_SIZE=4)
+    assert torch.equal(create_mask(mask.mask_mod, None, None, 16, 16, "cpu"), expected)
+    tiles = expected.unflatten(-1, (4, 4)).unflatten(-3, (4, 4)).any(-1).any(-2)
+    assert torch.equal(mask.to_dense().bool(), tiles)
+
+
+def test_a_tensor_is_no_integer_of_a_mask():
+    """Its value may change, and the mask would not see that."""
+    with pytest.raises(errors.LibraryArgumentError, match="must be an integer of 1 or more"):
+        masks.dilated_window(torch.tensor(3), 2)
 
 
 def test_orders_are_permutations():

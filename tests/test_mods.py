@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,6 +227,30 @@ def test_a_sink_beside_a_mask():
     weights = torch.cat((LOGITS.view(1, H, 1, 1).expand(B, H, M, 1), scores), -1).softmax(-1)[..., 1:]
     torch.testing.assert_close(found, weights @ value)
     assert found[:, :, :3].eq(0).all()
+
+
+MADE_OF_NUMBERS = {
+    "alibi": lambda n: mods.alibi(n(2)),
+    "alibi_slopes": lambda n: mods.alibi(mods.alibi_slopes(n(2))),
+    "softcap": lambda n: mods.softcap(n(3)),
+    "temperature": lambda n: mods.temperature(n(3)),
+    "sink": lambda n: mods.sink(torch.zeros(2), n(3)),
+    "t5_bias": lambda n: mods.t5_bias(torch.arange(16.0).view(8, 2), max_distance=n(12)),
+    "sandwich": lambda n: mods.sandwich(n(2), n(16), n(8)),
+    "jagged": lambda n: mods.jagged(torch.tensor([0, 5, 9]), mods.relative_position(), total=n(16)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_NUMBERS)
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.float32])
+def test_numbers_of_numpy_count_as_numbers(name, number):
+    if number is np.float32 and name not in ("softcap", "temperature"):
+        pytest.skip("counts are integers")
+    query = torch.randn(1, 2, 16, 8)
+    results = [
+        flex_attention(query, query, query, MADE_OF_NUMBERS[name](kind)) for kind in (int, number)
+    ]
+    assert torch.equal(*results)
 
 
 ALIBI_RULE = "the number of heads, or a floating-point tensor of shape [H]"

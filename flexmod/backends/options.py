@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict
 
-import torch
-
 from flexmod import errors
 from flexmod.errors import LayoutError
+from flexmod.ir.graph import as_int
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
 _names: tuple[str, ...] = ("hopper", PORTABLE)
@@ -181,9 +180,9 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
 
 
 def _plain(value: Any) -> Any:
-    """An integer that is a symbol of torch.compile becomes a number: a kernel is compiled for it."""
-    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-    return operator.index(value) if whole else value
+    """An integer of another library, or a symbol of torch.compile, as an int: a kernel is compiled for it."""
+    number = as_int(value)
+    return value if number is None else operator.index(number)
 
 
 LayoutName = Literal["bhsd", "bshd"]

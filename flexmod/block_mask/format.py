@@ -138,7 +138,8 @@ class BlockMask(MaskData):
         )  # fmt: skip
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
-        lengths = seq_lengths or (rows * block[0], width * block[1])
+        given = seq_lengths or (rows * block[0], width * block[1])
+        lengths = (length("Q_LEN", given[0]), length("KV_LEN", given[1]))
         check_values(parts, lengths, block)  # before the lists are transposed
         columns = max(width, tiles.tile_count(lengths[1], block[1]))
         for kind in ("", "full_") if compute_q_blocks else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
@@ -19,7 +18,7 @@ from flexmod.errors import (
     MaskCaptureGradientError,
 )
 from flexmod.ir.fingerprint import remembered
-from flexmod.ir.graph import line_of_load, used_captures
+from flexmod.ir.graph import as_int, line_of_load, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import is_wrapped, outside_transforms
@@ -51,13 +50,8 @@ def length(name: str, value: SupportsIndex | None) -> int:
 
 def positive(value: object) -> int | None:
     """A positive integer of any library as an int; None for anything else."""
-    if isinstance(value, (int, torch.SymInt)):  # unchanged: `operator.index` would fix a symbolic length
-        return value if value > 0 and not isinstance(value, bool) else None  # type: ignore[return-value]
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    return number if number > 0 else None
+    number = as_int(value)
+    return None if number is None or number <= 0 else number
 
 
 def checked_lists(parts: Parts) -> Parts:

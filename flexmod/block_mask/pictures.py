@@ -26,6 +26,7 @@ from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count
 from flexmod.errors import GridSizeError, MissingMatplotlib
+from flexmod.ir.graph import as_int
 from flexmod.runtime.lazy_imports import lazy_imports
 
 SOLID, SHADED, BLANK = "█", "░", " "
@@ -186,8 +187,9 @@ def _by_density(cells: Cells, color: bool) -> str:
 
 def _grid_of(shape: Sequence[int], grid_size: int | tuple[int, int]) -> tuple[int, int]:
     """The largest numbers of rows and columns to draw. Raises GridSizeError."""
-    wanted = grid_size if isinstance(grid_size, tuple) else (grid_size, grid_size)
-    if len(wanted) != 2 or not all(isinstance(n, int) and (n > 0 or n == -1) for n in wanted):
+    given = grid_size if isinstance(grid_size, tuple) else (grid_size, grid_size)
+    wanted = [n for n in map(as_int, given) if n is not None and (n > 0 or n == -1)]
+    if len(given) != 2 or len(wanted) != 2:
         raise GridSizeError(grid_size=grid_size)
     rows, columns = (size if n == -1 else n for size, n in zip(shape, wanted, strict=True))
     return rows, columns

@@ -24,6 +24,7 @@ and the call's size is not checked.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -350,6 +351,16 @@ def flowing_captures(result: Node) -> tuple[int, ...]:
             seen |= ways
             queue += ways
     return used_captures(found)
+
+
+def as_int(value: object) -> int | None:
+    """An integer of any library as an int; None for anything else, and for bools."""
+    if isinstance(value, (int, torch.SymInt)):  # unchanged: `operator.index` would fix a symbolic length
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _is_float(dtype: DType) -> bool:

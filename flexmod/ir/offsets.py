@@ -13,7 +13,6 @@ captured, and each call reads it. Its elements are clamped to 0..bound, so that 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.ir.composed import Derived, moved
 from flexmod.ir.evaluate import is_host_number
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import as_int, expect_size
 from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds
 
@@ -46,17 +45,18 @@ class Offset:
     """
 
     def __init__(self, values: Tensor, bound: int = LARGEST) -> None:
-        whole = isinstance(bound, int) and not isinstance(bound, bool) and 0 <= bound <= LARGEST
+        number = as_int(bound)
+        largest = -1 if number is None else number
         most = f"an integer from 0 to {LARGEST}"
         for name, value, right, rule, advice in (
             ("values", values, isinstance(values, Tensor), "a tensor", "give a number alone, q_offset=1024"),
-            ("bound", bound, whole, most, "give the length of the longest sequence"),
+            ("bound", bound, 0 <= largest <= LARGEST, most, "give the length of the longest sequence"),
         ):
             if not right:
                 raise errors.LibraryArgumentError(
                     function="Offset", name=name, value=repr(value), rule=rule, advice=advice
                 )
-        self.values, self.bound = values, bound
+        self.values, self.bound = values, largest
 
     def __repr__(self) -> str:
         return f"Offset({_shown(self.values)}, bound={self.bound})"
@@ -307,10 +307,8 @@ def _checked(
 
 
 def _number(name: str, given: Any) -> int:
-    number: Any = given
-    if not isinstance(given, (int, torch.SymInt)) and hasattr(given, "__index__"):
-        number = operator.index(given)
-    elif isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+    number = as_int(given)
+    if number is None:
         raise errors.OffsetTypeError(name=name, value=f"a {type(given).__name__}")
     check_range(name, number, LARGEST)
     return number

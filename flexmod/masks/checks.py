@@ -11,26 +11,34 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.ir.graph import as_int
+from flexmod.ir.trace import plain_number
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def whole(value: object) -> int | None:
+    """An integer of any library as an int; None for anything else.
+
+    A tensor is not taken for its value, since the mask would not see a later write to it.
+    """
+    return None if isinstance(value, Tensor) else as_int(value)
 
 
-def check_number(function: str, name: str, value: Any, least: int) -> None:
-    if not is_int(value) or value < least:
-        raise LibraryArgumentError(
-            function=function, name=name, value=repr(value), rule=f"an integer of {least} or more",
-            advice="count it in positions",
-        )  # fmt: skip
+def check_number(function: str, name: str, value: Any, least: int) -> int:
+    """Returns `value` as an int if it is an integer of `least` or more."""
+    number = whole(value)
+    if number is not None and number >= least:
+        return number
+    raise LibraryArgumentError(
+        function=function, name=name, value=repr(value), rule=f"an integer of {least} or more",
+        advice="count it in positions",
+    )  # fmt: skip
 
 
-def check_image(function: str, height: int, width: int) -> None:
-    check_number(function, "height", height, least=1)
-    check_number(function, "width", width, least=1)
+def check_image(function: str, height: Any, width: Any) -> tuple[int, int]:
+    return check_number(function, "height", height, least=1), check_number(function, "width", width, least=1)
 
 
 def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
@@ -52,39 +60,50 @@ def check_kind(
     raise LibraryArgumentError(function=function, name=name, value=given, rule=rule, advice=advice)
 
 
-def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> None:
-    """Accepts one number of positions, or a tensor of such numbers; reads no values of a tensor."""
+def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> int | Tensor:
+    """Returns one number of positions, or a tensor of such numbers; reads no values of a tensor."""
     if isinstance(value, Tensor):
-        check_tensor(function, name, value, ranks=(1,), shapes=shape)
-    else:
-        check_number(function, name, value, least)
+        return check_tensor(function, name, value, ranks=(1,), shapes=shape)
+    return check_number(function, name, value, least)
 
 
-def check_extents(function: str, name: str, value: Any, axes: int) -> None:
-    """Accepts a tuple with one positive integer for each axis."""
-    if not isinstance(value, tuple) or len(value) != axes or not all(is_int(n) and n > 0 for n in value):
-        raise LibraryArgumentError(
-            function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
-            advice="give one number for each axis, the slowest first",
-        )  # fmt: skip
+def check_extents(function: str, name: str, value: Any, axes: int) -> tuple[int, ...]:
+    """Returns a tuple with one positive integer for each axis."""
+    sizes = _sizes(value)
+    if len(sizes) == axes:
+        return sizes
+    raise LibraryArgumentError(
+        function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
+        advice="give one number for each axis, the slowest first",
+    )  # fmt: skip
 
 
-def check_axes(function: str, extent: Any) -> int:
-    """Returns the number of an image's axes: 1, 2 or 3, each of one position or more."""
-    if isinstance(extent, tuple) and len(extent) in (1, 2, 3) and all(is_int(n) and n > 0 for n in extent):
-        return len(extent)
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A tuple of positive integers as ints; () for anything else."""
+    sizes = tuple(map(whole, value)) if isinstance(value, tuple) else ()
+    return sizes if all(n is not None and n > 0 for n in sizes) else ()  # type: ignore[return-value]
+
+
+def check_axes(function: str, extent: Any) -> tuple[int, ...]:
+    """Returns the extent of an image: 1, 2 or 3 axes of one position or more each."""
+    sizes = _sizes(extent)
+    if len(sizes) in (1, 2, 3):
+        return sizes
     raise LibraryArgumentError(
         function=function, name="extent", value=repr(extent), rule="a tuple of 1, 2 or 3 positive integers",
         advice="write (length,), (height, width) or (frames, height, width)",
     )  # fmt: skip
 
 
-def check_positive(function: str, name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise LibraryArgumentError(
-            function=function, name=name, value=repr(value), rule="a positive number",
-            advice=f"write e.g. {function}(50.0)",
-        )  # fmt: skip
+def check_positive(function: str, name: str, value: Any) -> int | float:
+    """Returns `value` as a number of Python if it is a positive number."""
+    number = None if isinstance(value, Tensor) else plain_number(value)
+    if number is not None and not isinstance(number, bool) and number > 0:
+        return number
+    raise LibraryArgumentError(
+        function=function, name=name, value=repr(value), rule="a positive number",
+        advice=f"write e.g. {function}(50.0)",
+    )  # fmt: skip
 
 
 def check_float(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:

@@ -50,8 +50,8 @@ def standalone_window(height: int, width: int, window: int) -> Mask:
         .......###..###
         ........##...##
     """
-    check_image("standalone_window", height, width)
-    check_number("standalone_window", "window", window, least=1)
+    height, width = check_image("standalone_window", height, width)
+    window = check_number("standalone_window", "window", window, least=1)
 
     @Mask
     def standalone_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -126,11 +126,12 @@ def natten(
         ......#.#.#.
         .......#.#.#
     """
-    axes = check_axes("natten", extent)
+    extent = check_axes("natten", extent)
+    axes = len(extent)
     kernels, dilations = (n if isinstance(n, tuple) else (n,) * axes for n in (kernel, dilation))
     causals = causal if isinstance(causal, tuple) else (causal,) * axes
-    check_extents("natten", "kernel", kernels, axes)
-    check_extents("natten", "dilation", dilations, axes)
+    kernels = check_extents("natten", "kernel", kernels, axes)
+    dilations = check_extents("natten", "dilation", dilations, axes)
     if len(causals) != axes or not all(isinstance(ends, bool) for ends in causals):
         raise LibraryArgumentError(
             function="natten", name="causal", value=repr(causal),
@@ -225,9 +226,10 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
         ........############
         ........############
     """
-    axes = check_axes("sliding_tiles", extent)
-    check_extents("sliding_tiles", "tile", tile, axes)
-    check_extents("sliding_tiles", "kernel", kernel, axes)
+    extent = check_axes("sliding_tiles", extent)
+    axes = len(extent)
+    tile = check_extents("sliding_tiles", "tile", tile, axes)
+    kernel = check_extents("sliding_tiles", "kernel", kernel, axes)
     if any(whole % part for whole, part in zip(extent, tile, strict=True)):
         raise LibraryArgumentError(
             function="sliding_tiles", name="tile", value=tile,

@@ -103,8 +103,9 @@ def tile_order(
         tiled = query[:, :, order]
         assert torch.equal(tiled[:, :, order.argsort()], query)
     """
-    axes = check_axes("tile_order", extent)
-    check_extents("tile_order", "tile", tile, axes)
+    extent = check_axes("tile_order", extent)
+    axes = len(extent)
+    tile = check_extents("tile_order", "tile", tile, axes)
     if any(whole % part for whole, part in zip(extent, tile, strict=True)):
         raise LibraryArgumentError(
             function="tile_order", name="tile", value=tile,
@@ -131,7 +132,7 @@ def morton_order(extent: tuple[int, ...], device: torch.device | str | None = No
         mask_mod = masks.reordered(masks.natten((32, 32), kernel=7), order)
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
     """
-    check_axes("morton_order", extent)
+    extent = check_axes("morton_order", extent)
     coordinates = torch.meshgrid(*(torch.arange(n, device=device) for n in extent), indexing="ij")
     code = torch.zeros(extent, dtype=torch.int64, device=device)
     bits = max(extent).bit_length()
@@ -171,7 +172,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
         ####.#..#
     """
     check_tensor("tree", "parents", parents, ranks=(1,), shapes="[n]")
-    check_number("tree", "context", context, least=0)
+    context = check_number("tree", "context", context, least=0)
     enter, leave = _visits(parents)
 
     @Mask

@@ -102,7 +102,7 @@ def _document_ids(
     if ids is not None:
         return ids
     if total is not None:
-        check_number("document", "total", total, least=1)
+        total = check_number("document", "total", total, least=1)
     ends = value.cumsum(-1) if lengths is not None else value[..., 1:].long()
     positions = torch.arange(int(ends.max()) if total is None else total, device=ends.device)
     in_rows = positions.expand(*ends.shape[:-1], -1).contiguous()
@@ -184,7 +184,7 @@ def shared_prefix(prefix: int, ids: Tensor) -> Mask:
         ##...##.
         ##...###
     """
-    check_number("shared_prefix", "prefix", prefix, least=0)
+    prefix = check_number("shared_prefix", "prefix", prefix, least=0)
     check_tensor("shared_prefix", "ids", ids, ranks=(1,), shapes="[S]")
 
     @Mask
@@ -250,7 +250,7 @@ def jagged(
     if kv_offsets is not None:
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
     if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
-        kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total)
+        kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
 
     kv_name = "offsets" if kv_offsets is None else "kv_offsets"
 
@@ -266,8 +266,12 @@ def jagged(
     return jagged_mask
 
 
-def places(offsets: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1]."""
-    positions = torch.arange(int(offsets[-1]) if total is None else total, device=offsets.device)
+def places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Tensor, Tensor]:
+    """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1].
+
+    `name` is the argument that `total` was given as.
+    """
+    count = int(offsets[-1]) if total is None else check_number("jagged", name, total, least=0)
+    positions = torch.arange(count, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]

@@ -75,7 +75,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
         #######.
         ########
     """
-    check_counts("prefix_lm", "prefix", prefix, shape="[B]")
+    prefix = check_counts("prefix_lm", "prefix", prefix, shape="[B]")
 
     @Mask
     def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -158,8 +158,8 @@ def block_diffusion(length: int, block: int) -> Mask:
         ......######
         ......######
     """
-    check_number("block_diffusion", "length", length, least=1)
-    check_number("block_diffusion", "block", block, least=1)
+    length = check_number("block_diffusion", "length", length, least=1)
+    block = check_number("block_diffusion", "block", block, least=1)
 
     @Mask
     def block_diffusion_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -52,7 +52,7 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
         ...###
         ....##
     """
-    check_counts("sliding_window", "window", window, shape="[H]", least=1)
+    window = check_counts("sliding_window", "window", window, shape="[H]", least=1)
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         size = window
@@ -98,8 +98,8 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
         ..#.#.#.
         ...#.#.#
     """
-    check_number("dilated_window", "window", window, least=1)
-    check_number("dilated_window", "dilation", dilation, least=1)
+    window = check_number("dilated_window", "window", window, least=1)
+    dilation = check_number("dilated_window", "dilation", dilation, least=1)
     inside = sliding_window(window * dilation, causal)
 
     @Mask
@@ -153,8 +153,8 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         ##...###
         ##....##
     """
-    check_number("global_window", "window", window, least=1)
-    check_number("global_window", "tokens", tokens, least=0)
+    window = check_number("global_window", "window", window, least=1)
+    tokens = check_number("global_window", "tokens", tokens, least=0)
 
     @Mask
     def global_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -151,7 +151,7 @@ def jagged(
     if kv_offsets is not None:
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
     if kv_offsets is not None or kv_total not in (None, start.shape[0]):
-        _, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total)
+        _, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
 
     @ScoreMod
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

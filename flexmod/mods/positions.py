@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size
-from flexmod.masks.checks import check_float, check_number, is_int
+from flexmod.masks.checks import check_float, check_number, whole
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
@@ -54,9 +54,10 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
         return alibi_table
 
-    if not is_int(slopes) or slopes < 1:
+    heads = whole(slopes)
+    if heads is None or heads < 1:
         _refuse_slopes(repr(slopes))
-    heads, rate = slopes, -8.0 / slopes
+    rate = -8.0 / heads
 
     @ScoreMod
     def alibi_formula(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -79,7 +80,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
         slopes = mods.alibi_slopes(12)
         assert slopes[:8].tolist() == mods.alibi_slopes(8).tolist()
     """
-    check_number("alibi_slopes", "heads", heads, least=1)
+    heads = check_number("alibi_slopes", "heads", heads, least=1)
     below = 1 << (heads.bit_length() - 1)
     exponents = [-8 * (h + 1) / below for h in range(below)]
     exponents += [-4 * (2 * h + 1) / below for h in range(heads - below)]
@@ -222,7 +223,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
            3.00   3.00   3.00   3.00   2.00   2.00   1.00   0.00
     """
     check_float("t5_bias", "table", table, ranks=(2,), shapes="[buckets, H]")
-    check_number("t5_bias", "max_distance", max_distance, least=1)
+    max_distance = check_number("t5_bias", "max_distance", max_distance, least=1)
     count = table.shape[0] // 2 if bidirectional else table.shape[0]
     if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
         raise LibraryArgumentError(
@@ -284,9 +285,9 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
            0.58   1.54   2.00   1.54
            0.01   0.58   1.54   2.00
     """
-    check_number("sandwich", "heads", heads, least=1)
-    check_number("sandwich", "length", length, least=1)
-    check_number("sandwich", "dim", dim, least=2)
+    heads = check_number("sandwich", "heads", heads, least=1)
+    length = check_number("sandwich", "length", length, least=1)
+    dim = check_number("sandwich", "dim", dim, least=2)
     rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64, device="cpu") / dim)
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
     here = torch.get_default_device() if device is None else device
@@ -302,7 +303,7 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
     return sandwich_score
 
 
-def _refuse_slopes(value: str) -> None:
+def _refuse_slopes(value: str) -> NoReturn:
     raise LibraryArgumentError(
         function="alibi", name="slopes", value=value,
         rule="the number of heads, or a floating-point tensor of shape [H]",

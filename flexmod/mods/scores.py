@@ -75,7 +75,7 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
 
           -2.00  -1.52   0.00   1.52   2.00
     """
-    check_positive("softcap", "cap", cap)
+    cap = check_positive("softcap", "cap", cap)
 
     @ScoreMod
     def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -108,7 +108,7 @@ def temperature(value: float | Tensor) -> ScoreMod:
           -4.00  -1.00   0.00   1.00   4.00
     """
     if not isinstance(value, Tensor):
-        check_positive("temperature", "value", value)
+        value = check_positive("temperature", "value", value)
     else:
         check_float("temperature", "value", value, ranks=(0, 1), shapes="[] or [H]")
 
@@ -148,7 +148,7 @@ def sink(logits: Tensor, position: int = 0) -> ScoreMod:
            5.00   0.00   0.00   0.00
     """
     check_float("sink", "logits", logits, ranks=(1,), shapes="[H]")
-    check_number("sink", "position", position, least=0)
+    position = check_number("sink", "position", position, least=0)
 
     @ScoreMod
     def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

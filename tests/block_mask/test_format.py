@@ -15,7 +15,7 @@ from flexmod.block_mask.build import create_block_mask, create_mask, noop_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.tiles import LISTS
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.offsets import MaskAt
+from flexmod.ir.offsets import MaskAt, Offset
 
 COUNTS = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
 INDICES = torch.tensor([[[[0, 1], [0, 1], [1, 0]]]], dtype=torch.int32)
@@ -450,3 +450,19 @@ def test_full_tiles_over_an_end_are_noticed(lengths, padded):
     mask = BlockMask.from_kv_blocks(counts * 0, INDICES, counts, INDICES, seq_lengths=lengths)
     assert mask.full_tiles_padded == padded
     assert not create_block_mask(noop_mask, None, None, *lengths, device="cpu").full_tiles_padded
+
+
+def test_integers_of_numpy_count_as_integers():
+    four, lengths = np.int64(4), (np.int64(16), np.int64(15))
+    mask = create_block_mask(masks.causal(), None, None, *lengths, "cpu", BLOCK_SIZE=four)
+    lists = mask.kv_num_blocks, mask.kv_indices
+    listed = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=four, seq_lengths=lengths)
+    assert listed.seq_lengths == (16, 15)
+    assert all(type(length) is int for length in listed.seq_lengths)
+    assert mask.to_string(np.int64(2)) == mask.to_string(2)
+    assert Offset(torch.tensor([4]), np.int64(9)).bound == 9
+    options = {"BACKEND": "INTERPRET", "BLOCK_M": np.int64(16), "num_warps": np.int32(2)}
+    query = torch.randn(1, 1, 16, 16)
+    plain = {"BACKEND": "INTERPRET", "BLOCK_M": 16, "num_warps": 2}
+    results = [flex_attention(query, query, query, kernel_options=each) for each in (options, plain)]
+    assert torch.equal(*results)
