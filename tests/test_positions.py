@@ -714,3 +714,61 @@ def test_absent_offsets_leave_graphs_as_they_are() -> None:
     mask = causal_at(64, 0, kv_offset=0)
     assert mask.positions is None
     assert mask._traced.graph == trace(masks.causal(), "mask").graph
+
+
+def hashed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A hash of positions, whose products leave int32 from position 30 on."""
+    return ((q_idx * 73856093) ^ ((kv_idx + h + b) * 19349663)) % 7 < 4
+
+
+def hashed_score(score: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tensor:
+    return torch.where(hashed(b, h, q_idx, kv_idx), score, score - 2.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("index", [[2, 0], slice(0, 3, 2)], ids=["list", "range"])
+def test_positions_of_a_slice_do_not_wrap(index: Any, backend: str) -> None:
+    query, key, value = inputs()
+    mask = create_block_mask(hashed, None, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=BLOCK)
+    rows = torch.arange(LENGTH).view(-1, BLOCK)[index].flatten()
+    for score_mod in (None, hashed_score):
+        whole = flex_attention(query, key, value, score_mod, mask, kernel_options=BACKENDS[backend])
+        sliced = mask[:, [0, 1]][:, :, index]
+        part = flex_attention(
+            query[:, :, rows], key, value, score_mod, sliced, kernel_options=BACKENDS[backend]
+        )
+        torch.testing.assert_close(part, whole[:, :, rows], atol=1e-5, rtol=1e-5)
+
+
+def test_batch_entries_and_heads_of_a_slice_do_not_wrap() -> None:
+    def of_all(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ((b * 1640531527 + h * 1013904223) // 256 + q_idx + kv_idx) % 7 < 4
+
+    mask = create_block_mask(of_all, 3, 3, 8, 8, "cpu", BLOCK_SIZE=4)
+    dense = create_mask(of_all, 3, 3, 8, 8, "cpu")
+    for b, h in (([2, 0, 1], slice(None)), (slice(None), [2, 2, 0])):
+        assert torch.equal(create_mask(mask[b, h].mask_mod, 3, 3, 8, 8, "cpu"), dense[b][:, h])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_in_packed_sequences_do_not_wrap(backend: str) -> None:
+    query, key, value = inputs(2)
+    ends = torch.tensor([0, LENGTH, 2 * LENGTH])
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    mask = create_block_mask(hashed, 2, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=BLOCK)
+    options = BACKENDS[backend]
+    for score_mod, block_mask, mask_mod in ((None, mask, hashed), (hashed_score, None, None)):
+        whole = flex_attention(query, key, value, score_mod, block_mask, kernel_options=options)
+        out = flexmod.varlen_attention(
+            *packed, ends, score_mod=score_mod, mask_mod=mask_mod, kernel_options=options
+        )
+        torch.testing.assert_close(out, whole.transpose(1, 2).flatten(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_reordered_positions_do_not_wrap(dtype: torch.dtype) -> None:
+    order = masks.tile_order((8, 12), (2, 4)).to(dtype)
+    for mask_mod in (hashed, masks.sliding_window(9), lambda b, h, q_idx, kv_idx: q_idx - kv_idx > -5):
+        whole = create_mask(mask_mod, None, HEADS, LENGTH, LENGTH, "cpu")
+        found = create_mask(masks.reordered(mask_mod, order), None, HEADS, LENGTH, LENGTH, "cpu")
+        assert torch.equal(found, whole[:, :, order.long()][..., order.long()])

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
 from flexmod.ir.composed import Derived, moved
-from flexmod.ir.offsets import IndexMap
+from flexmod.ir.graph import as_position
+from flexmod.ir.offsets import LARGEST, IndexMap
 
 MaskMod = Callable[..., Any]
 
@@ -41,15 +42,16 @@ class Affine:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Maps an index to `entries[index]`, int32 [n]."""
+    """Maps an index to `entries[index]`, int32 [n], numbers from 0 to `largest`."""
 
     entries: Tensor
+    largest: int = LARGEST  # old pickles have none
 
     def __call__(self, index: Any) -> Any:
-        return self.entries[index]
+        return as_position(self.entries[index], index, self.largest)
 
     def to(self, device: torch.device | str) -> IndexMap:
-        return Table(self.entries.to(device))
+        return Table(self.entries.to(device), self.largest)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMa
     if isinstance(chosen, range):
         whole = chosen == range(size)
         return KEPT if whole else Affine(chosen.start, chosen.step)
-    return Table(torch.tensor(chosen, dtype=torch.int32, device=device))
+    return Table(torch.tensor(chosen, dtype=torch.int32, device=device), max(chosen))
 
 
 def block_positions(chosen: Sequence[int], size: int, device: torch.device) -> IndexMap:

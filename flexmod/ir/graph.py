@@ -387,6 +387,16 @@ def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
     return index
 
 
+def as_position(value: Any, index: Any, largest: int, least: int = 0) -> Any:
+    """A number that was found in a table at `index`, as a position for another mod: arithmetic with it never
+    wraps, as with `index` itself.
+
+    The sum with the index gives it the index's dtype, which `widen` changes. The ends tell when int32 is too
+    small.
+    """
+    return (index * 0 + value).clamp(least, largest)
+
+
 @assume_constant
 def _recorded() -> bool:
     """Does TorchDynamo run the mod in a Recorder (`record.py`)?

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import as_position, expect_size
+from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_number, check_tensor
+
+LEAST = -(2**29)  # an order may mark padding by a negative number; differences of positions fit in int32
 
 
 def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
@@ -80,7 +83,8 @@ def reordered(mask_mod: MaskMod, order: Tensor) -> Mask:
     def reordered_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         query = expect_size(q_idx, order.shape[0], "masks.reordered", "order")
         key = expect_size(kv_idx, order.shape[0], "masks.reordered", "order")
-        return mask_mod(b, h, order[query], order[key])
+        old_query = as_position(order[query], query, LARGEST, LEAST)
+        return mask_mod(b, h, old_query, as_position(order[key], key, LARGEST, LEAST))
 
     return reordered_mask
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_number, check_tensor
 
@@ -252,7 +252,7 @@ def jagged(
     if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
         kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
 
-    kv_name = "offsets" if kv_offsets is None else "kv_offsets"
+    kv_name, last = "offsets" if kv_offsets is None else "kv_offsets", offsets.shape[0] - 1
 
     @Mask
     def jagged_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -261,7 +261,12 @@ def jagged(
         same = sequence[query] == kv_sequence[key]
         if mask_mod is None:
             return same
-        return same & mask_mod(sequence[query], h, query - start[query], key - kv_start[key])
+        return same & mask_mod(
+            as_position(sequence[query], query, last),
+            h,
+            as_position(query - start[query], query, start.shape[0] - 1),
+            as_position(key - kv_start[key], key, kv_start.shape[0] - 1),
+        )
 
     return jagged_mask
 

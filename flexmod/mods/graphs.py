@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_float, check_tensor
 from flexmod.masks.packed import places
@@ -148,6 +148,7 @@ def jagged(
     check_arity(score_mod, "score")
     sequence, start = places(offsets, total)
     kv_start, kv_name = start, "offsets" if kv_offsets is None else "kv_offsets"
+    last = offsets.shape[0] - 1
     if kv_offsets is not None:
         check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
     if kv_offsets is not None or kv_total not in (None, start.shape[0]):
@@ -157,6 +158,12 @@ def jagged(
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         query = expect_size(q_idx, start.shape[0], "mods.jagged", "offsets")
         key = expect_size(kv_idx, kv_start.shape[0], "mods.jagged", kv_name)
-        return score_mod(score, sequence[query], h, query - start[query], key - kv_start[key])
+        return score_mod(
+            score,
+            as_position(sequence[query], query, last),
+            h,
+            as_position(query - start[query], query, start.shape[0] - 1),
+            as_position(key - kv_start[key], key, kv_start.shape[0] - 1),
+        )
 
     return jagged_score
