@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 
 import numpy as np
 import pytest
@@ -355,6 +357,18 @@ def test_names_of_masks_tell_what_they_are_of():
     assert mask_mod.__name__ == "((causal_mask & sliding_window_causal) | ~padding_mask)"
     assert repr(mask_mod) == f"<mask {mask_mod.__name__}>"
     assert create_block_mask(mask_mod, None, None, 9, 9, "cpu").to_svg().count("padding_mask") == 1
+
+
+def test_many_masks_joined_one_by_one():
+    """Each | or & would otherwise be a few more frames of every trace, and of a fingerprint."""
+    near = [lambda b, h, q, k, n=n: (q == n) & (k <= n) for n in range(300)]
+    any_of = functools.reduce(operator.or_, map(masks.Mask, near))
+    all_but = functools.reduce(operator.and_, [~masks.Mask(mask_mod) for mask_mod in near])
+    expected = create_mask(masks.causal(), None, None, 300, 300, "cpu")
+    for mask_mod in (any_of, ~all_but):
+        mask = create_block_mask(mask_mod, None, None, 300, 300, "cpu")
+        assert torch.equal(create_mask(mask.mask_mod, None, None, 300, 300, "cpu"), expected)
+    assert (masks.causal() | near[0] | masks.causal()).__name__ == "(causal_mask | <lambda> | causal_mask)"
 
 
 def test_what_a_mask_captures_has_its_name():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,15 +126,7 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
         near = and_masks(masks.causal(), lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100)
         block_mask = create_block_mask(near, None, None, 1024, 1024)
     """
-    _check_callable(mask_mods)
-
-    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_ones((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result & mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return Mask(and_mask, _joined(mask_mods, " & ") or "all")
+    return _joined(_all_of, mask_mods, " & ", "all")
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
@@ -146,19 +139,36 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
         ends = or_masks(masks.sliding_window(100), lambda b, h, q_idx, kv_idx: kv_idx < 4)
         block_mask = create_block_mask(ends, None, None, 1024, 1024)
     """
+    return _joined(_any_of, mask_mods, " | ", "none")
+
+
+def _all_of(mask_mods: Sequence[MaskMod], b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    result = b.new_ones((), dtype=torch.bool)
+    for mask_mod in mask_mods:
+        result = result & mask_mod(b, h, q_idx, kv_idx)
+    return result
+
+
+def _any_of(mask_mods: Sequence[MaskMod], b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    result = b.new_zeros((), dtype=torch.bool)
+    for mask_mod in mask_mods:
+        result = result | mask_mod(b, h, q_idx, kv_idx)
+    return result
+
+
+def _joined(join: Callable[..., Any], mask_mods: Sequence[MaskMod], sign: str, without: str) -> Mask:
+    """The mask of several, without nesting: a long a | b | c | ... would exceed Python's recursion limit."""
     _check_callable(mask_mods)
-
-    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_zeros((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result | mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return Mask(or_mask, _joined(mask_mods, " | ") or "none")
+    parts = tuple([part for mask_mod in mask_mods for part in _parts(mask_mod, join)])
+    name = f"({sign.join(map(mod_name, parts))})" if parts else without
+    return Mask(partial(join, parts), name)
 
 
-def _joined(mask_mods: Sequence[MaskMod], sign: str) -> str:
-    return f"({sign.join(mod_name(mask_mod) for mask_mod in mask_mods)})" if mask_mods else ""
+def _parts(mask_mod: MaskMod, join: Callable[..., Any]) -> tuple[MaskMod, ...]:
+    function = mask_mod.function if isinstance(mask_mod, Mask) else None
+    if isinstance(function, partial) and function.func is join:
+        return function.args[0]
+    return (mask_mod,)
 
 
 def _check_callable(mask_mods: Sequence[object]) -> None:
