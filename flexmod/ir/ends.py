@@ -212,7 +212,8 @@ def _simpler(name: str, values: tuple[Any, ...]) -> Any:
                 return other if one == (name == "bitwise_and") else one
         return x if _same(x, y) else None
     if name == "logical_not" and values[0].node.op == "logical_not":
-        return End(values[0].builder, values[0].node.args[0])
+        inner = End(values[0].builder, values[0].node.args[0])
+        return inner if inner.dtype == torch.bool else None  # the other one may be of a number
     if name in ("add", "sub") and _same(values[1], 0):
         return values[0]
     if name == "add" and _same(values[0], 0):

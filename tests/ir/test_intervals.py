@@ -102,6 +102,8 @@ TRAPS = {
     "rounded sums": lambda b, h, q, k: (q.half() * 100.7 + k * 0.1) > 1000,
     "a mask of one": lambda b, h, q, k: (q == 7) & (k == 11),
     "what b decides, in a difference": lambda b, h, q, k: (q // 7 + b) < (q + k // 7),
+    "not of a number, negated": lambda b, h, q, k: ~(torch.logical_not(h * 2) & (q >= 0)) | (q >= k + 9),
+    "not of a number alone": lambda b, h, q, k: ~(torch.logical_not(h * 2) & (q >= 0)),
     "bits": lambda b, h, q, k: ((q ^ k) & 12) < ((q | k) >> 1),
 }  # fmt: skip
 
