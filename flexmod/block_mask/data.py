@@ -22,7 +22,7 @@ from flexmod.block_mask.parts import (
     check_lengths,
     check_values,
     checked_lists,
-    length,
+    length_pair,
     trace_mask,
 )
 from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
@@ -222,7 +222,7 @@ class MaskData:
 
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        pair = (length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1]))
+        pair = length_pair(lengths)
         rows = tile_count(pair[0], self.BLOCK_SIZE[0])
         if rows < self.storage.grid[0]:
             columns = columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE)

@@ -24,6 +24,7 @@ from flexmod.block_mask.parts import (
     check_values,
     checked_lists,
     length,
+    length_pair,
     noop_mask,
     table_of,
     trace_mask,
@@ -138,8 +139,7 @@ class BlockMask(MaskData):
         )  # fmt: skip
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
-        given = seq_lengths or (rows * block[0], width * block[1])
-        lengths = (length("Q_LEN", given[0]), length("KV_LEN", given[1]))
+        lengths = length_pair(seq_lengths or (rows * block[0], width * block[1]))
         check_values(parts, lengths, block)  # before the lists are transposed
         columns = max(width, tiles.tile_count(lengths[1], block[1]))
         for kind in ("", "full_") if compute_q_blocks else ():
@@ -180,8 +180,7 @@ class BlockMask(MaskData):
         block = block_pair(BLOCK_SIZE)
         table = table_of(tiles)
         rows, columns = table.shape[-2:]
-        given = seq_lengths or (rows * block[0], columns * block[1])
-        lengths = (length("Q_LEN", given[0]), length("KV_LEN", given[1]))
+        lengths = length_pair(seq_lengths or (rows * block[0], columns * block[1]))
         check_grid((rows, columns), lengths, block)
         table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
         mod = mask_mod or noop_mask

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexmod.block_mask.tiles import FULL, LISTS, Parts, tile_count
+from flexmod.block_mask.tiles import FULL, LISTS, Parts, dense, tile_count
 from flexmod.errors import (
     BlockMaskPartsError,
     BlockSizeError,
@@ -46,6 +46,16 @@ def length(name: str, value: SupportsIndex | None) -> int:
             advice = "call flex_attention without a block mask where there are no queries or no keys"
         raise LengthError(name=name, value=repr(value), advice=advice)
     return number
+
+
+def length_pair(lengths: object) -> tuple[int, int]:
+    """Numbers of queries and of keys as ints. Raises LengthError and BlockMaskPartsError."""
+    if not isinstance(lengths, (tuple, list)) or len(lengths) != 2:
+        raise BlockMaskPartsError(
+            problem=f"seq_lengths is {lengths!r}, not the numbers of queries and of keys",
+            advice="write seq_lengths=(query.shape[2], key.shape[2])",
+        )
+    return length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1])
 
 
 def positive(value: object) -> int | None:
@@ -181,12 +191,13 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
     """Validates the lists' values. Returns whether full tiles reach past the end of a length: kernels must
     mask the end in such tiles too.
 
-    One synchronization with the lists' device. Raises BlockMaskPartsError for a tile that does not exist, and
-    for a count that is negative or exceeds the list.
+    Waits for the lists' device. Raises BlockMaskPartsError for a tile that does not exist or is listed twice,
+    and for a count that is negative or exceeds the list.
     """
     rows, columns = map(tile_count, lengths, block)
     ragged = {"kv": lengths[1] % block[1] > 0, "q": lengths[0] % block[0] > 0}
-    padded = []
+    padded: list[bool] = []
+    tables: dict[str, Tensor] = {}
     for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
         of_counts = name.replace("indices", "num_blocks")
         counts, indices = parts.get(of_counts), parts.get(name)
@@ -199,8 +210,16 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
         miscounted = ((counts < 0) | (counts > room)).any()
         outside = (listed & ((indices < 0) | (indices >= width))).any()
         whole = count - ragged[axis]  # tiles that end before the length does
+        table = dense((counts.clamp(0, room), indices.clamp(0, width - 1)), width)
+        repeated = (table.sum(-1) < counts).any()
+        partial = tables.get(name.removeprefix("full_"))
+        if partial is not None:
+            both = min(width, partial.shape[-1])
+            repeated |= (table[..., :both] & partial[..., :both]).any()
+        tables[name] = table
         over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]
-        of_count, of_index, reaches_over = torch.stack([miscounted, outside, over]).tolist()
+        flags = torch.stack([miscounted, outside, repeated, over])
+        of_count, of_index, is_repeated, reaches_over = flags.tolist()
         if of_count:
             raise BlockMaskPartsError(
                 problem=f"{of_counts} has a count that is not one from 0 to {room}, the width of {name}",
@@ -210,6 +229,11 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             raise BlockMaskPartsError(
                 problem=f"{name} lists a tile that is not one of the {width}",
                 advice=f"list tiles from 0 to {width - 1}",
+            )
+        if is_repeated:
+            raise BlockMaskPartsError(
+                problem=f"{name} lists a tile that is listed before",
+                advice="list each tile once, as partial or as full: kernels would count its scores twice",
             )
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)

@@ -228,3 +228,36 @@ def test_more_value_heads_than_query_heads_as_the_error_says() -> None:
     q, k = (x.repeat_interleave(2, 1) for x in (q, k))
     expected = flex_attention(q, k, v, mods.softcap(5.0))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def lists(*rows):
+    """The counts and indices of rows of tiles, padded with 0."""
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    indices = torch.tensor([[*row, *[0] * (len(rows) - len(row))] for row in rows], dtype=torch.int32)
+    return counts[None, None], indices[None, None]
+
+
+def test_a_tile_that_is_listed_twice_is_refused() -> None:
+    """Kernels would count its scores twice, and torch on the CPU once."""
+    message = "lists a tile that is listed before"
+    right = lists([0, 1], [1])
+    with pytest.raises(errors.BlockMaskPartsError, match=f"^kv_indices {message}"):
+        BlockMask.from_kv_blocks(*lists([0], [1, 1]), BLOCK_SIZE=16)
+    with pytest.raises(errors.BlockMaskPartsError, match=f"^full_kv_indices {message}"):
+        BlockMask.from_kv_blocks(*right, *lists([], [1]), BLOCK_SIZE=16)
+    with pytest.raises(errors.BlockMaskPartsError, match=f"^q_indices {message}"):
+        BlockMask((32, 32), *right, None, None, *lists([0, 0], [0, 1]), None, None, BLOCK_SIZE=16)
+    mask = BlockMask.from_kv_blocks(*right, *lists([], [0]), BLOCK_SIZE=16)
+    assert mask.to_dense().all()
+    mask.kv_indices[0, 0, 0, 1] = 0
+    query = torch.randn(1, 1, 32, 16)
+    with pytest.raises(errors.BlockMaskPartsError, match=f"^kv_indices {message}"):
+        flex_attention(query, query, query, block_mask=mask)
+
+
+@pytest.mark.parametrize("lengths", [32, (32,), "ab"])
+def test_lengths_that_are_no_pair_are_refused(lengths) -> None:
+    with pytest.raises((errors.BlockMaskPartsError, errors.LengthError)):
+        BlockMask.from_kv_blocks(*lists([0], [1]), BLOCK_SIZE=16, seq_lengths=lengths)
+    with pytest.raises((errors.BlockMaskPartsError, errors.LengthError)):
+        BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool), BLOCK_SIZE=16, seq_lengths=lengths)
