@@ -124,14 +124,14 @@ def test_tiny_and_huge_numbers(dtype: torch.dtype, size: float) -> None:
 
 @pytest.mark.parametrize("by", GROUPS)
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rows_that_are_not_finite_become_nan(dtype: torch.dtype, by: Any, x_dtype: torch.dtype) -> None:
     """Scales come from the other rows."""
     clean = normal(1, 2, 300, 16, dtype=x_dtype)
     bad = torch.tensor([10, 11, 12, 200])
     clean[0, :, bad] = 0
     x = clean.clone()
-    x[0, :, bad, 3] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan], dtype=x_dtype)
+    x[0, :, bad, 3] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e300], dtype=x_dtype)
     x[0, :, bad, 4] = 1e30
     tensor, scale = quantize(x, dtype, by)
     expected, expected_scale = quantize(clean, dtype, by)

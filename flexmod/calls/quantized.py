@@ -32,8 +32,8 @@ def quantize(
         scale   float32: [] by "tensor", [B, H] by "head", [B, H, ceil(length / 128)] by "block"
 
     A block is 128 rows. The largest magnitude of a tensor, head or block becomes the largest number of
-    `dtype`, 448 or 57344. A scale is positive: 1 for zeros alone, and at least 2^-126. A row with NaN or
-    infinity becomes NaN, and scales ignore it.
+    `dtype`, 448 or 57344. A scale is positive: 1 for zeros alone, and at least 2^-126. A row with NaN,
+    infinity or a number beyond float32 becomes NaN, and scales ignore it.
 
     With `rotate` each row is first multiplied by an orthogonal matrix: random signs, then a Hadamard matrix.
     This spreads outliers over the row. The matrix depends on D alone, so rotating both query and key leaves

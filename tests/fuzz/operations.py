@@ -151,7 +151,10 @@ FORMS: dict[str, list[Form]] = {
     "logical_and": _logical("logical_and"),
     "logical_or": _logical("logical_or"),
     "logical_xor": _logical("logical_xor"),
-    "logical_not": [Form("torch.logical_not({0})", "b", "bool", _one, _whole)],
+    "logical_not": [
+        Form("torch.logical_not({0})", "b", "bool", _one, _whole),
+        Form("torch.logical_not({0})", "i", "bool", _one, _whole),
+    ],
     "bitwise_and": _bits("&", lambda x, y: 2 * max(x, y) + 1),
     "bitwise_or": _bits("|", lambda x, y: 2 * max(x, y) + 1),
     "bitwise_xor": _bits("^", lambda x, y: 2 * max(x, y) + 1),
