@@ -261,12 +261,13 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
 @pytest.mark.parametrize(
     ("call", "facts", "rule"),
     [
-        (lambda: mods.softcap(0), "softcap: cap is 0", "a positive number"),
-        (lambda: mods.softcap(True), "softcap: cap is True", "a positive number"),
+        (lambda: mods.softcap(math.inf), "softcap: cap is inf", "a positive finite number"),
+        (lambda: mods.softcap(0), "softcap: cap is 0", "a positive finite number"),
+        (lambda: mods.softcap(True), "softcap: cap is True", "a positive finite number"),
         (lambda: mods.alibi(0), "alibi: slopes is 0", ALIBI_RULE),
         (lambda: mods.alibi(torch.tensor([1, 2])), "alibi: slopes is torch.int64 [2]", ALIBI_RULE),
         (lambda: mods.alibi_slopes(0), "alibi_slopes: heads is 0", "an integer of 1 or more"),
-        (lambda: mods.temperature(-1), "temperature: value is -1", "a positive number"),
+        (lambda: mods.temperature(-1), "temperature: value is -1", "a positive finite number"),
         (lambda: mods.temperature(EVEN), "temperature: value is torch.float32 [2, 4]", REAL + "[] or [H]"),
         (lambda: mods.sink(1.0), "sink: logits is a float", REAL + "[H]"),
         (lambda: mods.sink(SLOPES, -1), "sink: position is -1", "an integer of 0 or more"),

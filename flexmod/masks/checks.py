@@ -4,6 +4,7 @@ LibraryArgumentError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -96,12 +97,12 @@ def check_axes(function: str, extent: Any) -> tuple[int, ...]:
 
 
 def check_positive(function: str, name: str, value: Any) -> int | float:
-    """Returns `value` as a number of Python if it is a positive number."""
+    """Returns `value` as a number of Python if it is positive and finite."""
     number = None if isinstance(value, Tensor) else plain_number(value)
-    if number is not None and not isinstance(number, bool) and number > 0:
+    if number is not None and not isinstance(number, bool) and 0 < number < math.inf:
         return number
     raise LibraryArgumentError(
-        function=function, name=name, value=repr(value), rule="a positive number",
+        function=function, name=name, value=repr(value), rule="a positive finite number",
         advice=f"write e.g. {function}(50.0)",
     )  # fmt: skip
 
