@@ -122,6 +122,9 @@ def attention_mask(
     if cache_position is not None:
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     assert q_length is not None
+    if isinstance(q_offset, Tensor):
+        # a static cache gives its own counter; each layer adds to it before it attends
+        q_offset = q_offset.clone()
     if attention_mask is not None:
         kept = _to_length(attention_mask.bool(), kv_offset + kv_length)
         # to look would make the host wait, and has no answer while a graph is made

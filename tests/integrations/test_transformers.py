@@ -29,6 +29,11 @@ def registered() -> None:
     tiny_models.register_truth()
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
 @EACH_MODEL
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
 def test_logits_and_gradients(name: str, kind: str) -> None:
@@ -99,6 +104,25 @@ def test_a_prompt_in_chunks_and_steps_of_several_queries() -> None:
             cache = result.past_key_values
             found.append(result.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@EACH_MODEL
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_static_cache_in_chunks(name: str, backend: str | None) -> None:
+    """A chunk after the first of so many queries that their mask is traced; the cache is used twice."""
+    ids = batch("plain").inputs["input_ids"]
+    found = {}
+    for implementation in ("flexmod", "eager"):
+        model = make(name, implementation)
+        call = torch.compile(model, backend=backend) if backend else model
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        parts = []
+        for _ in range(2):
+            with torch.no_grad():
+                parts += [call(part, past_key_values=cache).logits for part in ids.split([5, 20, 16], 1)]
+            cache.reset()
+        found[implementation] = torch.cat(parts, 1)
+    torch.testing.assert_close(found["flexmod"], found["eager"], rtol=1e-4, atol=1e-4)
 
 
 LEFT_PADDING = torch.tensor([0, 3])
