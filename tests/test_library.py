@@ -160,6 +160,58 @@ def test_a_mask_that_was_printed_or_written_to() -> None:
     assert attend(*inputs(), block_mask=mask).eq(0).all() and before.ne(0).any()
 
 
+def same_documents(ids: Tensor) -> Any:
+    return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
+
+
+def test_a_write_to_what_a_mask_captures_reaches_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between calls and in the graph, for a mask that is an argument, a closure, or made inside."""
+    searches = []
+    find_tiles = in_graph.find_tiles
+    monkeypatch.setattr(in_graph, "find_tiles", lambda *x: searches.append(x) or find_tiles(*x))
+    ids, start = documents(LENGTH)[0], torch.tensor([3])
+    mask = create_block_mask(same_documents(ids), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+    later = create_block_mask(
+        masks.causal(), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16, q_offset=start
+    )
+
+    def inside(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, new: Tensor) -> Any:
+        ids = ids.clone()
+        made = create_block_mask(same_documents(ids), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        ids.copy_(new)
+        return attend(q, k, v, None, made)
+
+    def writes(q: Tensor, k: Tensor, v: Tensor, mask: Any, ids: Tensor, new: Tensor) -> Any:
+        ids.copy_(new)
+        return attend(q, k, v, None, mask)
+
+    Compiled(inside).check(*inputs(), ids, documents(LENGTH)[0])
+    Compiled(writes).check(*inputs(), mask, ids, documents(LENGTH)[0])
+    as_argument = Compiled(lambda q, k, v, mask: attend(q, k, v, None, mask))
+    as_closure = Compiled(lambda q, k, v: attend(q, k, v, None, mask))
+    for number in range(3):
+        ids.copy_(torch.arange(LENGTH) // (3 + 5 * number))
+        start.fill_(9 * number)
+        for call in (lambda: as_argument.check(*inputs(), mask), lambda: as_closure.check(*inputs())):
+            call()  # the plain function, which runs second, refreshes the mask
+            ids.add_(1)
+            call()
+            searches.clear()
+            call()
+            assert not searches
+        as_argument.check(*inputs(), later)
+
+
+def test_a_mask_from_a_graph_sees_writes_before_its_first_use() -> None:
+    ids = torch.arange(LENGTH) // 9
+    made = torch.compile(
+        lambda ids: create_block_mask(same_documents(ids), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16),
+        fullgraph=True, backend="aot_eager",
+    )(ids)  # fmt: skip
+    ids.zero_()
+    close(attend(*(case := inputs()), None, made), attend(*case))
+
+
 def test_masks_of_torch_and_of_lists() -> None:
     theirs = torch_flex.create_block_mask(WINDOW, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
     ours = window_mask()

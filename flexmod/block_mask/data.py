@@ -100,6 +100,7 @@ class MaskData:
         mask._seen = mask._lists_now()
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
+        storage.computed_from(mask._watched)
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
 
@@ -300,9 +301,10 @@ class MaskData:
     def refresh(self) -> bool:
         """Finds the tiles again if a captured tensor has changed. Returns whether one has.
 
-        Calls and the methods of a mask do this. Inside torch.compile, and during the capture of a CUDA graph,
-        the tiles stay as they are. Does not notice writes that torch does not count, or writes to
-        inference-mode tensors. Raises every error of building the mask.
+        Calls and the methods of a mask do this. A compiled graph does it when it runs (`present_tiles`), but
+        not for tensors that the trace read. During the capture of a CUDA graph the tiles stay as they are.
+        Does not notice writes that torch does not count, or writes to inference-mode tensors. Raises every
+        error of building the mask.
         """
         watched = self._watched
         if (watched is None and not self._described) or torch.compiler.is_compiling():
@@ -322,6 +324,7 @@ class MaskData:
         storage = self.find_tiles(self, traced)
         if again:
             self._know(traced)
+        storage.computed_from(watched)
         self._storage, self.full_tiles_padded, self._watched = storage, False, watched
         self._seen = self._lists_now()
         return True
@@ -359,6 +362,7 @@ class MaskData:
         self.__dict__.update(state)
         self.positions = positions_of(self._mask_mod)
         self._know(self._traced)
+        self._storage.computed_from(self._watched)
         self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:

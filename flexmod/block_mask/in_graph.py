@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from flexmod.block_mask import refine
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.parts import MaskMod, noop_mask
-from flexmod.block_mask.storage import Axis, TileStorage
+from flexmod.block_mask.storage import Axis, TileStorage, is_captured
 from flexmod.block_mask.tiles import PARTIAL, Runs, tile_count
 from flexmod.errors import DeviceMismatch, InGraphMaskError
 from flexmod.ir.evaluate import captures_on_device, is_host_number
@@ -31,6 +31,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
+from flexmod.ir.watched import Watched, computed_from
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs
@@ -155,6 +156,7 @@ def _make_plain(mask: GraphMask) -> None:
     )
     grid = tile_count(parts.seq_lengths[0], parts.block[0]), tile_count(parts.seq_lengths[1], parts.block[1])
     storage = storage_of(parts.tiles, traced.graph, parts.batch, grid, parts.separate)
+    storage = present_tiles(storage, traced, parts.seq_lengths, parts.block)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
     made = BlockMask.of_storage(storage, parts.seq_lengths, parts.block, mask_mod, traced)
@@ -229,6 +231,7 @@ def build_tiles(
     traced, _ = traced_of(mod, captured, integers, reals, device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
+    sources = Watched(traced.tensors, strict=False)
     storage = find_tiles(traced, whole, (block[0], block[1]), device, separate)
     rows, columns = storage.grid
     most = most_runs(whole, rows, columns)
@@ -241,6 +244,7 @@ def build_tiles(
         table = runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous()
         made = Runs(table, spans).with_fixed_sizes()  # for another graph, which may take the mask
         found += [made.rows, made.spans]
+    computed_from(found[0], sources)
     return found[0], found[1], found[2], found[3]
 
 
@@ -302,6 +306,33 @@ def storage_of(
         "q": Runs(tiles[2][b, h], tiles[3]),
     }
     return TileStorage(batch, grid, by_axis, {}, separate)
+
+
+# By the memory of a mask's runs, the tiles that replaced them last.
+_found_again = WeakIdKeyDictionary()
+
+
+def present_tiles(
+    storage: TileStorage, traced: Traced, lengths: tuple[int, int], block: tuple[int, int]
+) -> TileStorage:
+    """The tiles of a mask_mod for the present values of its captured tensors: `storage`, if it has them.
+
+    A compiled graph has the tiles of a mask as inputs, and no code of it runs before they are read. So the
+    operation that reads them finds them again after a write; its backward finds the same ones.
+    """
+    runs = None if storage.outdated else storage.runs("kv")
+    if runs is None or runs.rows.is_meta or is_captured(runs.rows.device) or not all(lengths):
+        return storage
+    memory = runs.rows.untyped_storage()
+    for known in (storage, _found_again.get(memory)):
+        if known is not None and known.is_present(traced.tensors):
+            return known
+    sources = Watched(traced.tensors, strict=False)  # before the search for tiles: a write during it counts
+    sizes = (storage.batch[0], storage.batch[1], *lengths)
+    found = find_tiles(traced, sizes, block, runs.rows.device, storage.separate)
+    found.computed_from(sources)
+    _found_again[memory] = found
+    return found
 
 
 # By the indices of a mask: the state of its lists at their last check, and the check's result.

@@ -21,7 +21,7 @@ from flexmod.backends.arguments import dtype_of_sums, order_of, results, strides
 from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.in_graph import GraphMask, masked, storage_of
+from flexmod.block_mask.in_graph import GraphMask, masked, present_tiles, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, tile_count
 from flexmod.calls import autograd, checks, float8, prepared
@@ -63,7 +63,7 @@ class OperationConstants:
     mask: str
     form: str  # of the mask: "none", "storage", "graph" or "lists", torch's own
     names: tuple[str, ...]
-    flags: tuple[bool, bool]  # separate, full_tiles_padded
+    flags: tuple[bool, bool, bool]  # separate, full_tiles_padded, classified
     enable_gqa: bool
     backend: str
     tiles: tuple[tuple[str, Any], ...]
@@ -94,7 +94,7 @@ class Parts:
 
     form: str
     names: tuple[str, ...]
-    flags: tuple[bool, bool]
+    flags: tuple[bool, bool, bool]
     mod: Recorded
     tiles: list[Tensor]
     numbers: list[int]  # the graph's numbers, block and lengths, then the storage's
@@ -146,13 +146,13 @@ def _operate(
 
 def parts_of(mask: Any, device: torch.device) -> Parts:
     if mask is None:
-        return Parts("none", (), (True, False), no_mod(), [], [])
+        return Parts("none", (), (True, False, False), no_mod(), [], [])
     if isinstance(mask, GraphMask):
         of = mask.parts
         return Parts(
             "graph",
             (),
-            (of.separate, False),
+            (of.separate, False, True),
             of.tiled,
             of.tiles,
             [-1, *of.block, *of.seq_lengths, *of.batch],
@@ -162,25 +162,29 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
             raise errors.MaskCaptureGradientError(name="a tensor")
         known = [mask.graph_number, *mask.BLOCK_SIZE, *mask._seq_lengths]
-        return _storage_parts(mask._storage, traced, known, mask.full_tiles_padded, device)
+        flags = mask.full_tiles_padded, mask._classified
+        return _storage_parts(mask._storage, traced, known, flags, device)
     if isinstance(mask, MaskSnapshot):
         known = [numbered(mask.mod.graph)[1], *mask.BLOCK_SIZE, *mask.seq_lengths]
-        return _storage_parts(mask.storage, mask.mod, known, mask.full_tiles_padded, device)
+        return _storage_parts(mask.storage, mask.mod, known, (mask.full_tiles_padded, False), device)
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
         names = tuple([name for name in LISTS if getattr(mask, name) is not None])
         tiles = [getattr(mask, name) for name in names]
-        mod = record(mask.mask_mod, "mask", device)
-        return Parts("lists", names, (True, False), mod, tiles, [-1, *mask.BLOCK_SIZE, *mask.seq_lengths])
+        mod, numbers = record(mask.mask_mod, "mask", device), [-1, *mask.BLOCK_SIZE, *mask.seq_lengths]
+        return Parts("lists", names, (True, False, False), mod, tiles, numbers)
     raise errors.NotABlockMask.of(mask)
 
 
 def _storage_parts(
-    storage: TileStorage, traced: Traced, known: list[int], padded: bool, device: torch.device
+    storage: TileStorage, traced: Traced, known: list[int], flags: tuple[bool, bool], device: torch.device
 ) -> Parts:
-    """Returns the parts of a mask from its storage. `known`: the graph's number, block and lengths."""
+    """Returns the parts of a mask from its storage.
+
+    `known`: the graph's number, block and lengths. `flags`: full_tiles_padded, classified.
+    """
     names, tiles, numbers = storage.taken_apart()
     mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
-    return Parts("storage", names, (storage._separate, padded), mod, tiles, [*known, *numbers])
+    return Parts("storage", names, (storage._separate, *flags), mod, tiles, [*known, *numbers])
 
 
 class Given(NamedTuple):
@@ -216,7 +220,7 @@ def _put_together(
     variant = _variant(given.variant)
     block_mask = _mask_of(variant, given, query.device)
     mask = None if block_mask is None else block_mask.snapshot()
-    tensors = (query, key, value, *given.captured, *given.tiles, *given.mask_captured)
+    tensors = (query, key, value, *given.captured, *(() if mask is None else mask.tensors))
     keys = [tensor_key(tensor) for tensor in tensors]
     numbers = (*given.integers, None, *given.numbers, None, *given.mask_integers)
     # 0.0 is equal to -0.0, and nan to nothing
@@ -263,13 +267,15 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     if variant.form == "storage":
         storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
         traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
-        return masked(storage, lengths, block, traced, variant.flags[1])
+        _, padded, classified = variant.flags
+        found = present_tiles(storage, traced, lengths, block) if classified else storage
+        return masked(found, lengths, block, traced, padded and found is storage)
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
         traced, _ = mod.traced(captured, *known, device)
         storage = storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid, variant.flags[0])
-        return masked(storage, lengths, block, traced)
+        return masked(present_tiles(storage, traced, lengths, block), lengths, block, traced)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod.run((b, h, q_idx, kv_idx), captured, known)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flexmod.ir.fingerprint import global_names, tensor_key
 from flexmod.ir.graph import Graph
@@ -52,6 +53,10 @@ class Watched:
         pairs = zip(self.tensors, self._states, strict=True)
         return all(state is None or state[0] == tensor_key(tensor) for tensor, state in pairs)
 
+    def describes(self, tensors: Sequence[Tensor]) -> bool:
+        """Do these tensors have the recorded states, in order? They may be other objects for the memory."""
+        return [_state(tensor, self._strict) for tensor in tensors] == self._states[: len(tensors)]
+
     def __reduce__(self) -> tuple[object, ...]:
         """A copy watches the copies of the tensors; tensors that have changed stay changed."""
         return _copied, (self.tensors, self._strict, self.unchanged())
@@ -69,6 +74,21 @@ def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     writes = version_of(tensor)
     kind = None if writes == UNCOUNTED and strict else tensor_key(tensor)
     return None if kind is None else (kind, writes, tensor.data_ptr())
+
+
+# By the memory of a result: the tensors from whose values it was computed, in their states of that moment.
+_sources = WeakIdKeyDictionary()
+
+
+def computed_from(result: Tensor, sources: Watched) -> None:
+    """Records a result's sources for as long as its memory lives; a second record has no effect."""
+    _sources.setdefault(result.untyped_storage(), sources)
+
+
+def is_computed_from(result: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Was `result` computed from the present values of `tensors`? False if nothing is recorded."""
+    sources = _sources.get(result.untyped_storage())
+    return sources is not None and sources.describes(tensors)
 
 
 # on the paths to captured tensors: reads a part of an object, the part's name, its recorded value
