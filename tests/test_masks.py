@@ -471,6 +471,26 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
             ONE_PACKING,
         ),
         (
+            lambda: masks.document(cu_seqlens=torch.tensor([[0, 2, 5], [0, 3, 2]])),
+            "document: cu_seqlens is 2 at index 1, 2",
+            "ascending from 0",
+        ),
+        (
+            lambda: masks.document(lengths=torch.tensor([3, 5]), total=7),
+            "document: the running total of lengths is 8 at index 2",
+            "ascending from 0 to at most 7, the total length",
+        ),
+        (
+            lambda: masks.jagged(torch.tensor([0, 8]), kv_offsets=torch.tensor([0, 4, 8])),
+            "jagged: kv_offsets is for 2 sequences",
+            "for 1, as offsets is",
+        ),
+        (
+            lambda: mods.jagged(torch.tensor([0, 8]), mods.alibi(2), total=7),
+            "jagged: offsets is 8 at index 1",
+            "ascending from 0 to at most 7, the total length",
+        ),
+        (
             lambda: masks.document(cu_seqlens=RATES),
             "document: cu_seqlens is torch.float32 [2]",
             "an integer tensor of shape [n + 1] or [B, n + 1]",

@@ -189,6 +189,36 @@ ONE = torch.nested.nested_tensor(ROWS[:1], layout=torch.jagged).transpose(1, 2)
             r"varlen_attention: cu_seqlens_kv is torch.int32 \[1, 1\]; it must be an integer tensor",
         ),
         (
+            lambda: varlen_attention(*ROWS[:1] * 3, torch.tensor([1, 3])),
+            errors.LibraryArgumentError,
+            "varlen_attention: cu_seqlens is 1 at index 0; it must be ascending from 0 to at most 3, the ",
+        ),
+        (
+            lambda: varlen_attention(*ROWS[:1] * 3, torch.tensor([0, 2, 1, 3], dtype=torch.uint8)),
+            errors.LibraryArgumentError,
+            "cu_seqlens is 1 at index 2; it must be ascending from 0 to at most 3",
+        ),
+        (
+            lambda: varlen_attention(*ROWS, ROWS[1], torch.tensor([0, 3]), torch.tensor([0, 6])),
+            errors.LibraryArgumentError,
+            "cu_seqlens_kv is 6 at index 1; it must be ascending from 0 to at most 5",
+        ),
+        (
+            lambda: varlen_attention(ROWS[1], *ROWS[:1] * 2, torch.tensor([0, 5])),
+            errors.LibraryArgumentError,
+            "cu_seqlens is 5 at index 1; it must be ascending from 0 to at most 3",
+        ),
+        (
+            lambda: varlen_attention(*ROWS[:1] * 3, torch.tensor([0, 3]), torch.tensor([0, 1, 3])),
+            errors.LibraryArgumentError,
+            "varlen_attention: cu_seqlens_kv is for 2 sequences; it must be for 1, as cu_seqlens is",
+        ),
+        (
+            lambda: varlen_attention(*ROWS[:1] * 3, torch.empty(0, dtype=torch.int32)),
+            errors.LibraryArgumentError,
+            r"cu_seqlens is torch.int32 \[0\]; it must be an integer tensor of shape \[n \+ 1\]",
+        ),
+        (
             lambda: varlen_attention(*ROWS[:1] * 3, torch.empty(2, dtype=torch.int32, device="meta")),
             errors.DeviceMismatch,
             "query is on cpu but the offsets of query is on meta",

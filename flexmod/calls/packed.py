@@ -15,7 +15,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import ScoreFunction, flex_attention
 from flexmod.errors import LibraryArgumentError
-from flexmod.masks.checks import MaskMod, check_tensor
+from flexmod.masks.checks import MaskMod, check_packing
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import ragged_dimension
 
@@ -80,7 +80,8 @@ def varlen_attention(
         mask_mod = masks.jagged(cu_seqlens, masks.causal())
         block_mask = create_block_mask(mask_mod, None, None, total, total)
 
-    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, and the errors of
+    The other arguments are flex_attention's. Raises PackedShapeError, MaskTwiceError, LibraryArgumentError
+    for other values of cu_seqlens (of a GPU's tensor with FLEXMOD_CHECK_BOUNDS=1), and the errors of
     flex_attention.
 
     Example:
@@ -99,9 +100,8 @@ def varlen_attention(
         given: dict[str, Any] = {"query": query, "key": key, "value": value}
         given |= {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
         tensor_kinds.check({name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
-    check_tensor("varlen_attention", "cu_seqlens", cu_seqlens, ranks=(1,), shapes="[n + 1]")
-    if cu_seqlens_kv is not None:
-        check_tensor("varlen_attention", "cu_seqlens_kv", cu_seqlens_kv, ranks=(1,), shapes="[n + 1]")
+    starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+    check_packing("varlen_attention", starts, query.shape[0], key.shape[0])
     heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     out, lse = _attend(
         heads_first, (cu_seqlens, cu_seqlens_kv), score_mod, mask_mod, block_mask,

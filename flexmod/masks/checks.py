@@ -14,6 +14,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.graph import as_int
 from flexmod.ir.trace import plain_number
+from flexmod.runtime import config, tensor_kinds
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -59,6 +60,55 @@ def check_kind(
         return value
     given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise LibraryArgumentError(function=function, name=name, value=given, rule=rule, advice=advice)
+
+
+def check_packing(
+    function: str, offsets: dict[str, Any], total: int | None = None, kv_total: int | None = None
+) -> None:
+    """Accepts the offsets of packed queries and keys by their names, [n + 1] each.
+
+    The offsets of keys may be None. Then those of the queries are theirs too.
+    """
+    (name, queries), (kv_name, keys) = offsets.items()
+    check_starts(function, name, queries, total)
+    if keys is None:
+        check_starts(function, name, queries, kv_total)
+        return
+    check_starts(function, kv_name, keys, kv_total)
+    if queries.shape != keys.shape:
+        raise LibraryArgumentError(
+            function=function, name=kv_name, value=f"for {len(keys) - 1} sequences",
+            rule=f"for {len(queries) - 1}, as {name} is",
+            advice="give each sequence its keys; one without keys begins where the next one begins",
+        )  # fmt: skip
+
+
+def check_starts(
+    function: str, name: str, starts: Any, total: int | None, ranks: tuple[int, ...] = (1,),
+    shapes: str = "[n + 1]",
+) -> None:  # fmt: skip
+    """Accepts an integer tensor of where packed sequences begin, and where the last one ends.
+
+    Reads the values of CPU tensors; of all tensors with FLEXMOD_CHECK_BOUNDS=1; of none in a compiled graph.
+    """
+    some = isinstance(starts, Tensor) and starts.dim() and starts.shape[-1]
+    check_tensor(function, name, starts, ranks if some else (), shapes)
+    if torch.compiler.is_compiling() or tensor_kinds.recorded_by_torch() or tensor_kinds.is_hidden(starts):
+        return
+    if starts.device.type != "cpu" and not config.check_bounds():
+        return
+    values = torch.nn.functional.pad(starts.long(), (1, 0))
+    wrong = values.diff() < 0
+    wrong[..., 0] = starts[..., 0] != 0
+    if total is not None:
+        wrong |= starts > total
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise LibraryArgumentError(
+            function=function, name=name, value=f"{int(starts[tuple(place)])} at index {str(place)[1:-1]}",
+            rule="ascending from 0" + ("" if total is None else f" to at most {total}, the total length"),
+            advice="give the running total of the sequences' lengths, with a 0 before it",
+        )  # fmt: skip
 
 
 def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> int | Tensor:

@@ -11,7 +11,7 @@ from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import MaskMod, check_number, check_tensor
+from flexmod.masks.checks import MaskMod, check_number, check_packing, check_starts, check_tensor
 
 
 def document(
@@ -103,7 +103,11 @@ def _document_ids(
         return ids
     if total is not None:
         total = check_number("document", "total", total, least=1)
-    ends = value.cumsum(-1) if lengths is not None else value[..., 1:].long()
+    name, starts = "cu_seqlens", value
+    if lengths is not None:
+        name, starts = "the running total of lengths", torch.nn.functional.pad(value.cumsum(-1), (1, 0))
+    check_starts("document", name, starts, total, ranks=(1, 2), shapes=shapes["cu_seqlens"])
+    ends = starts[..., 1:].long()
     positions = torch.arange(int(ends.max()) if total is None else total, device=ends.device)
     in_rows = positions.expand(*ends.shape[:-1], -1).contiguous()
     return torch.searchsorted(ends.contiguous(), in_rows, right=True, out_int32=True)
@@ -242,13 +246,11 @@ def jagged(
         ...####.
         ...#####
     """
-    check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
     if mask_mod is not None:
         check_arity(mask_mod, "mask")
     sequence, start = places(offsets, total)
     kv_sequence, kv_start = sequence, start
-    if kv_offsets is not None:
-        check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
     if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
         kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import check_float, check_tensor
+from flexmod.masks.checks import check_float, check_packing, check_tensor
 from flexmod.masks.packed import places
 
 
@@ -144,13 +144,11 @@ def jagged(
           10.00  11.00  10.00  11.00
           10.00  11.00  10.00  11.00
     """
-    check_tensor("jagged", "offsets", offsets, ranks=(1,), shapes="[n + 1]")
+    check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
     check_arity(score_mod, "score")
     sequence, start = places(offsets, total)
     kv_start, kv_name = start, "offsets" if kv_offsets is None else "kv_offsets"
     last = offsets.shape[0] - 1
-    if kv_offsets is not None:
-        check_tensor("jagged", "kv_offsets", kv_offsets, ranks=(1,), shapes="[n + 1]")
     if kv_offsets is not None or kv_total not in (None, start.shape[0]):
         _, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
 
