@@ -214,14 +214,15 @@ def attention(
                         is_causal or else the module says so and there are several queries.
         softcap         scores become softcap * tanh(score / softcap), before any addition
         s_aux           [Hq], a learned sink: one more score in each row's softmax
-        position_bias   [B or 1, Hq or 1, M, N], added to the scores
+        position_bias   [B or 1, Hq or 1, M or 1, N or more], added to the scores
 
     Raises TransformersArgumentError for an unsupported argument, and the errors of flex_attention.
     """
     _refuse(module, {"dropout": dropout, **others})
-    biases = [] if position_bias is None else [position_bias]
+    sizes = (*query.shape[:3], key.shape[2])
+    biases = [] if position_bias is None else [_dense("position_bias", position_bias, sizes)]
     if isinstance(attention_mask, Tensor):
-        dense = _dense(attention_mask, query.shape[2], key.shape[2])
+        dense = _dense("attention_mask", attention_mask, sizes)
         if dense.dtype != torch.bool:
             biases.append(dense)
         mask: Any = _mask_of_dense(dense)
@@ -271,16 +272,25 @@ def _without_dropout(module: nn.Module, dropout: float) -> str:
     return f"set {' and '.join(f'{name}=0.0' for name in found)} in the model's config"
 
 
-def _dense(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """[B or 1, Hq or 1, queries, keys] of a mask that may have one row for all queries, or more keys."""
-    if mask.dim() != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """[B or 1, Hq or 1, queries, keys] of a mask or bias; it may have one row for all queries, or more keys.
+
+    `sizes` are those of the scores. Raises TransformersArgumentError for a tensor that does not fit them: a
+    kernel reads nothing outside of it, and would compute something else.
+    """
+    is_mask = name == "attention_mask"
+    of_dtype = given.is_floating_point() or (is_mask and given.dtype == torch.bool)
+    fits = given.dim() == 4 and given.shape[3] >= sizes[3]
+    if not (fits and of_dtype and all(given.shape[axis] in (1, sizes[axis]) for axis in range(3))):
+        kinds, tokens = "floating-point", ""
+        if is_mask:
+            kinds = "bool or floating-point"
+            tokens = "; give a mask of the tokens, [batch, tokens], to the model"
         raise TransformersArgumentError(
-            name="attention_mask", value=f"a tensor of shape {tuple(mask.shape)} and {mask.dtype}",
-            advice="give a mask of the tokens, [batch, tokens], to the model, or one of four dimensions, "
-            "bool or floating-point",
+            name=name, value=f"a tensor of shape {tuple(given.shape)} and {given.dtype}",
+            advice=f"give a {kinds} tensor of the scores' shape, {sizes}, with 1 for what they share{tokens}",
         )  # fmt: skip
-    mask = mask[..., :keys]
-    return mask.expand(-1, -1, queries, -1) if mask.shape[2] == 1 else mask
+    return given[..., : sizes[3]].expand(-1, -1, sizes[2], -1)
 
 
 def _mask_of_dense(dense: Tensor) -> BlockMask:

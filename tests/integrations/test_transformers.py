@@ -232,6 +232,8 @@ def test_dense_masks_and_biases(heads: int) -> None:
         (added, None, None, added[..., :30].clamp(min=-1e300)),
         (added, bias, 1.5, added[..., :30].clamp(min=-1e300) + bias),
         (integration.CarriedMask(causal_block_mask()), bias, None, bias + causal_bias()),
+        (added[:, :, :1], bias, None, added[:, :, :1, :30].clamp(min=-1e300) + bias),
+        (kept, bias[:, :, :1], None, bias[:, :, :1].masked_fill(~kept[..., :30], -torch.inf)),
     ):
         options = {"softcap": softcap, "position_bias": position_bias}
         out, _ = integration.attention(Layer(), q, k, v, mask, 0.3, **options)
@@ -274,6 +276,10 @@ def test_a_carried_mask_prints_and_slices_as_what_it_carries() -> None:
         ("output_attentions", True, 'load the model with attn_implementation="eager"'),
         ("head_mask", torch.ones(4), "multiply the heads' outputs"),
         ("cache", object(), "flexmod reads no paged cache"),
+        ("position_bias", torch.zeros(3, 1, 30, 30), "of the scores' shape, .2, 4, 30, 30"),
+        ("position_bias", torch.zeros(1, 2, 30, 30), "of the scores' shape, .2, 4, 30, 30"),
+        ("position_bias", torch.zeros(1, 4, 20, 30), "of the scores' shape, .2, 4, 30, 30"),
+        ("position_bias", torch.zeros(1, 4, 30, 1), "of the scores' shape, .2, 4, 30, 30"),
     ],
 )
 def test_what_is_refused(name: str, value: Any, advice: str) -> None:
