@@ -118,6 +118,19 @@ def test_the_copy_of_a_model_attends_with_its_own_parameters(way: str, together:
     assert copied.bias.grad is not None and model.bias.grad is None
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "twice"])
+@pytest.mark.parametrize("longer", [False, True], ids=["alike", "longer"])
+def test_a_copy_has_what_took_a_tensors_place(way: str, longer: bool) -> None:
+    """Also before a call of the original has met it."""
+    model, tensors = Biased(), inputs()
+    model(*tensors)
+    model.bias = nn.Parameter(torch.cat([model.bias.detach() + 2] * (1 + longer), -1))
+    assert model.attend._traced()["score"].tensors[0] is model.bias
+    model.bias = nn.Parameter(model.bias.detach() * 2)
+    copied = WAYS[way](model.attend)
+    assert torch.equal(copied(*tensors), model(*tensors))
+
+
 def test_an_average_of_a_model_attends_with_its_average() -> None:
     model = Biased()
     average = torch.optim.swa_utils.AveragedModel(model)

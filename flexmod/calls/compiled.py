@@ -275,7 +275,7 @@ class CompiledAttention(Inspection):
         return Latest(self._first, spec, EXTENTS)
 
     def _traced(self) -> dict[str, Traced]:
-        return self._variant(self._latest.device if self._latest else self._first).traces.by_kind()
+        return self._variant(self._latest.device if self._latest else self._first).current().by_kind()
 
     def _variant(self, device: torch.device) -> _TracedMods:
         found = self._on.get(device)
@@ -319,7 +319,7 @@ class CompiledAttention(Inspection):
 
     def _state(self) -> dict[str, Any]:
         """Returns the attributes without caches of calls; of its variants only the traces."""
-        on = {device: variant.traces.by_kind() for device, variant in [*self._on.items()]}
+        on = {device: variant.current().by_kind() for device, variant in [*self._on.items()]}
         return {**self.__dict__, "_on": on, "_bound": {}, "_in_graphs": {}}
 
 
