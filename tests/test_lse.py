@@ -117,6 +117,17 @@ def test_a_sink_in_the_lse() -> None:
     torch.testing.assert_close(gradients[1][:, :, 2], torch.zeros(2, 3, dtype=torch.float64))
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also beside a row that attends to nothing."""
+    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    lse[:, :, 1], out[:, :, 1] = -torch.inf, 0.0
+    leaves = [x.requires_grad_() for x in (out, lse, torch.tensor([-torch.inf, 0.0]))]
+    found, total = apply_sink(*leaves)
+    assert torch.equal(found[:, 0], out[:, 0]) and torch.equal(total[:, 0], lse[:, 0])
+    assert found[:, 1, 1].eq(0).all() and total[:, 1, 1].eq(0).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum() + total.sum(), leaves))
+
+
 @pytest.mark.parametrize("sink", [0.0, torch.zeros(2), torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64)])
 def test_what_is_no_sink(sink: Any) -> None:
     with pytest.raises(errors.LibraryArgumentError, match=r"apply_sink: sink is .*shape \[3\], one number"):

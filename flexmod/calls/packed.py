@@ -259,8 +259,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
         out * sigmoid(lse - sink),  log(exp(lse) + exp(sink))
 
     flex_attention returns `out` [B, Hq, M, Dv] and `lse` [B, Hq, M] with return_lse=True. The parameter
-    `sink` is a floating-point tensor [Hq]. Results keep their dtypes. Gradients reach all three arguments, so
-    you can train sinks. A row that attends to nothing keeps its output of 0.
+    `sink` is a floating-point tensor [Hq]; -inf is no sink. Results keep their dtypes. Gradients reach all
+    three arguments, so you can train sinks. A row that attends to nothing keeps its output of 0.
 
     Raises LibraryArgumentError. Source: OpenAI, gpt-oss, 2025; Xiao et al., Efficient Streaming Language
     Models with Attention Sinks, 2023.
@@ -279,6 +279,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
             rule=f"a floating-point tensor of shape [{heads}], one number for each query head",
             advice=f"make it with torch.zeros({heads}, device=out.device), a parameter if it is learned",
         )  # fmt: skip
-    logits = sink.to(lse.dtype)[:, None]
+    lowest = torch.finfo(lse.dtype).min
+    logits = sink.to(lse.dtype).clamp(min=lowest)[:, None]  # of -inf and an empty row, both results are NaN
     share = torch.sigmoid(lse - logits)
-    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, logits)
+    total = torch.logaddexp(lse, logits)
+    return (out * share[..., None]).to(out.dtype), total.masked_fill(total == lowest, -torch.inf)
