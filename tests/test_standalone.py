@@ -102,6 +102,32 @@ def test_it_runs_without_flexmod(name: str, dtype: torch.dtype, tmp_path: Path) 
     assert done.stderr == ""
 
 
+def test_it_refuses_empty_tensors(tmp_path: Path) -> None:
+    """A launch without keys would crash."""
+    path = save(tmp_path / "mine.py", None, masks.causal(), head_dim=16, tiles=SMALL)
+    calls = """
+import runpy, sys, torch
+mine = runpy.run_path(sys.argv[1])
+mask = mine["build_mask"](1, 2, 5, 7, device="cpu")
+for batch, heads, queries, keys in ((0, 2, 5, 7), (1, 0, 5, 7), (1, 2, 0, 7), (1, 2, 5, 0)):
+    q, k = torch.zeros(batch, heads, queries, 16), torch.zeros(batch, heads, keys, 16)
+    for call in (
+        lambda: mine["build_mask"](batch, heads, queries, keys, device="cpu"),
+        lambda: mine["attention"](q, k, k, mask),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            print(error)
+"""
+    switches = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", calls, str(path)]
+    done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == [
+        "B, HQ, M and N are 1 or more", "B, HQ, HKV, M and N are 1 or more"
+    ] * 4, done.stderr  # fmt: skip
+
+
 def test_it_sees_a_wrong_kernel(tmp_path: Path) -> None:
     text = standalone(None, masks.causal(), head_dim=16, block_size=64, tiles=SMALL)
     wrong, count = re.subn(r"(\ndef mask_mod\(.*?\n    return q_idx) >=", r"\1 >", text, flags=re.DOTALL)
