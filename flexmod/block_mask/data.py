@@ -36,7 +36,7 @@ from flexmod.ir.record import numbered
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import Watched
+from flexmod.ir.watched import SourceStates, Watched
 from flexmod.runtime.tensor_kinds import has_no_values
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
@@ -100,7 +100,7 @@ class MaskData:
         mask._seen = mask._lists_now()
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
-        storage.computed_from(mask._watched)
+        storage.computed_from(SourceStates(traced.tensors))
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
 
@@ -320,11 +320,12 @@ class MaskData:
         same = watched is None or watched.same_kinds()
         again = described or self._traced.read or not same
         traced = trace_mask(self.mask_mod, self.device) if again else self._traced
-        watched = _watched(traced)  # before the search for tiles, so that a write during it counts
+        # before the search for tiles, so that a write during it counts
+        watched, sources = _watched(traced), SourceStates(traced.tensors)
         storage = self.find_tiles(self, traced)
         if again:
             self._know(traced)
-        storage.computed_from(watched)
+        storage.computed_from(sources)
         self._storage, self.full_tiles_padded, self._watched = storage, False, watched
         self._seen = self._lists_now()
         return True
@@ -362,7 +363,7 @@ class MaskData:
         self.__dict__.update(state)
         self.positions = positions_of(self._mask_mod)
         self._know(self._traced)
-        self._storage.computed_from(self._watched)
+        self._storage.computed_from(SourceStates(self._traced.tensors))
         self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexmod.block_mask import refine
 from flexmod.block_mask.format import BlockMask
@@ -31,7 +32,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record, traced_of
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import Watched, computed_from
+from flexmod.ir.watched import SourceStates, computed_from, sources_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs
@@ -156,7 +157,7 @@ def _make_plain(mask: GraphMask) -> None:
     )
     grid = tile_count(parts.seq_lengths[0], parts.block[0]), tile_count(parts.seq_lengths[1], parts.block[1])
     storage = storage_of(parts.tiles, traced.graph, parts.batch, grid, parts.separate)
-    storage = present_tiles(storage, traced, parts.seq_lengths, parts.block)
+    storage = present_tiles(storage, traced, parts.seq_lengths, parts.block, outside=False)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
     made = BlockMask.of_storage(storage, parts.seq_lengths, parts.block, mask_mod, traced)
@@ -231,7 +232,7 @@ def build_tiles(
     traced, _ = traced_of(mod, captured, integers, reals, device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
-    sources = Watched(traced.tensors, strict=False)
+    sources = SourceStates(traced.tensors)
     storage = find_tiles(traced, whole, (block[0], block[1]), device, separate)
     rows, columns = storage.grid
     most = most_runs(whole, rows, columns)
@@ -308,30 +309,37 @@ def storage_of(
     return TileStorage(batch, grid, by_axis, {}, separate)
 
 
-# By the memory of a mask's runs, the tiles that replaced them last.
-_found_again = WeakIdKeyDictionary()
+# By the memory of a mask's runs: the tiles that replaced them last, and what those were found from.
+_found_again: WeakKeyDictionary[Any, tuple[SourceStates, TileStorage]] = WeakKeyDictionary()
 
 
 def present_tiles(
-    storage: TileStorage, traced: Traced, lengths: tuple[int, int], block: tuple[int, int]
+    storage: TileStorage, traced: Traced, lengths: tuple[int, int], block: tuple[int, int], outside: bool
 ) -> TileStorage:
     """The tiles of a mask_mod for the present values of its captured tensors: `storage`, if it has them.
 
     A compiled graph has the tiles of a mask as inputs, and no code of it runs before they are read. So the
-    operation that reads them finds them again after a write; its backward finds the same ones.
+    operation that reads them finds them again after a write, and so does its backward. It remembers what it
+    found for a mask from `outside` the graph, but on a GPU nothing that may be in the memory of a CUDA graph:
+    torch gives such a graph copies of its inputs.
     """
     runs = None if storage.outdated else storage.runs("kv")
-    if runs is None or runs.rows.is_meta or is_captured(runs.rows.device) or not all(lengths):
+    if not traced.tensors or runs is None or not all(lengths):
         return storage
-    memory = runs.rows.untyped_storage()
-    for known in (storage, _found_again.get(memory)):
-        if known is not None and known.is_present(traced.tensors):
-            return known
-    sources = Watched(traced.tensors, strict=False)  # before the search for tiles: a write during it counts
+    device, memory = runs.rows.device, runs.rows.untyped_storage()
+    if device.type == "meta" or is_captured(device):
+        return storage
+    known = sources_of(runs.rows)
+    if known is not None and known.describe(traced.tensors):
+        return storage
+    last = _found_again.get(memory)
+    if last is not None and last[0].describe(traced.tensors):
+        return last[1]
+    sources = SourceStates(traced.tensors)  # before the search for tiles, so that a write during it counts
     sizes = (storage.batch[0], storage.batch[1], *lengths)
-    found = find_tiles(traced, sizes, block, runs.rows.device, storage.separate)
-    found.computed_from(sources)
-    _found_again[memory] = found
+    found = find_tiles(traced, sizes, block, device, storage.separate)
+    if outside and (known is not None or device.type == "cpu"):
+        _found_again[memory] = sources, found
     return found
 
 

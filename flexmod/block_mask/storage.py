@@ -27,7 +27,7 @@ from flexmod.ir.evaluate import captures_on_device
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import Watched, computed_from, is_computed_from
+from flexmod.ir.watched import SourceStates, computed_from
 from flexmod.runtime.private_torch import UNCOUNTED, version_of
 
 Axis = Literal["kv", "q"]
@@ -155,14 +155,10 @@ class TileStorage:
         """Are there tiles by column?"""
         return self._lists["q_indices"] is not None if self._runs is None else self._runs["q"] is not None
 
-    def computed_from(self, sources: Watched | None) -> None:
-        """Records from which captured tensors the runs were computed, if from any."""
-        if self._runs is not None and sources is not None:
+    def computed_from(self, sources: SourceStates) -> None:
+        """Records the captured tensors from which the runs were computed."""
+        if self._runs is not None:
             computed_from(self._by_axis("kv").rows, sources)
-
-    def is_present(self, captured: Sequence[Tensor]) -> bool:
-        """Were the runs computed from the present values of a mask_mod's captured tensors?"""
-        return not captured or is_computed_from(self._by_axis("kv").rows, captured)
 
     def runs(self, axis: Axis) -> Runs | None:
         """The runs by row ("kv") or by column ("q") of a mask of the form "runs"."""

@@ -268,14 +268,15 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
         storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
         traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
         _, padded, classified = variant.flags
-        found = present_tiles(storage, traced, lengths, block) if classified else storage
+        found = present_tiles(storage, traced, lengths, block, outside=True) if classified else storage
         return masked(found, lengths, block, traced, padded and found is storage)
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
         traced, _ = mod.traced(captured, *known, device)
         storage = storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid, variant.flags[0])
-        return masked(present_tiles(storage, traced, lengths, block), lengths, block, traced)
+        found = present_tiles(storage, traced, lengths, block, outside=False)
+        return masked(found, lengths, block, traced)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod.run((b, h, q_idx, kv_idx), captured, known)

@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flexmod.ir.fingerprint import global_names, tensor_key
 from flexmod.ir.graph import Graph
@@ -53,10 +53,6 @@ class Watched:
         pairs = zip(self.tensors, self._states, strict=True)
         return all(state is None or state[0] == tensor_key(tensor) for tensor, state in pairs)
 
-    def describes(self, tensors: Sequence[Tensor]) -> bool:
-        """Do these tensors have the recorded states, in order? They may be other objects for the memory."""
-        return [_state(tensor, self._strict) for tensor in tensors] == self._states[: len(tensors)]
-
     def __reduce__(self) -> tuple[object, ...]:
         """A copy watches the copies of the tensors; tensors that have changed stay changed."""
         return _copied, (self.tensors, self._strict, self.unchanged())
@@ -76,19 +72,39 @@ def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     return None if kind is None else (kind, writes, tensor.data_ptr())
 
 
-# By the memory of a result: the tensors from whose values it was computed, in their states of that moment.
-_sources = WeakIdKeyDictionary()
+class SourceStates:
+    """The states of tensors from whose values something is computed.
+
+    It keeps no memory alive: the tensors may be of a compiled graph, which reuses or captures its memory.
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._states = [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
+
+    def describe(self, tensors: Sequence[Tensor]) -> bool:
+        """Do these tensors have the recorded memory and states? They may be other objects."""
+        return self._states == [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
 
 
-def computed_from(result: Tensor, sources: Watched) -> None:
+def _memory_of(tensor: Tensor) -> object:
+    """A weak reference, which is equal to others of the same memory while that lives."""
+    return None if tensor_key(tensor) is None else ref(tensor.untyped_storage())
+
+
+# By the memory of a result.
+_sources: WeakKeyDictionary[Any, SourceStates] = WeakKeyDictionary()
+
+
+def computed_from(result: Tensor, sources: SourceStates) -> None:
     """Records a result's sources for as long as its memory lives; a second record has no effect."""
     _sources.setdefault(result.untyped_storage(), sources)
 
 
-def is_computed_from(result: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Was `result` computed from the present values of `tensors`? False if nothing is recorded."""
-    sources = _sources.get(result.untyped_storage())
-    return sources is not None and sources.describes(tensors)
+def sources_of(result: Tensor) -> SourceStates | None:
+    """The recorded sources of a result."""
+    return _sources.get(result.untyped_storage())
 
 
 # on the paths to captured tensors: reads a part of an object, the part's name, its recorded value
