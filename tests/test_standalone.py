@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,21 @@ def test_functions_that_a_mask_is_combined_of_are_quoted() -> None:
 
     both = and_masks(TileStorage(masks.causal()), masks.sliding_window(9))
     lines = [line.strip() for quote in quotes([both]) for line in quote]
-    assert "def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:" in lines
+    assert any(line.startswith("def _all_of(mask_mods: Sequence[MaskMod], ") for line in lines)
     assert "return q_idx >= kv_idx" in lines
     assert "where window = 9" in lines
     namespace: dict[str, Any] = {}
     exec(compile("def made(b, h, q_idx, kv_idx): return q_idx > 0", "<nowhere>", "exec"), namespace)
     assert quotes([namespace["made"]]) == [["made: its source is not at hand"]]
+
+
+def test_functions_and_numbers_of_a_partial_are_quoted() -> None:
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any, window: int) -> Any:
+        return q_idx - kv_idx < window
+
+    found = quotes([partial(near, window=40)])
+    assert found[0] == ["near with window = 40"]
+    assert found[1][1] == "    return q_idx - kv_idx < window"
 
 
 def test_values_of_captured_tensors() -> None:

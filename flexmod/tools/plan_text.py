@@ -15,6 +15,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from flexmod.codegen.expressions import printable
 from flexmod.ir.offsets import MaskAt, ScoreAt
 from flexmod.ir.replay import Replay
+from flexmod.ir.source import mod_name
 from flexmod.runtime.plan import Allocate, Launch, Place, Plan, Size
 
 WIDTH = 110
@@ -29,6 +31,7 @@ WIDTH = 110
 SIDES = ("BLOCK_M", "BLOCK_N")
 # functions in expressions
 FUNCTIONS = {"cdiv": "triton.cdiv", "bits": "int.bit_length"}
+_PLAIN = (bool, int, float, str)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _OF_TENSOR = re.compile(r"(\w+)_(size|stride)(\d+)")
 
@@ -114,6 +117,12 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
         if isinstance(mod, Replay):
             found[mod] = [f"{printable(mod.__name__)}: it was pickled, and its source is not at hand"]
             continue
+        if isinstance(mod, partial):
+            queue += [mod.func, *mod.args, *mod.keywords.values()]
+            plain = [f"{name} = {x!r}" for name, x in mod.keywords.items() if isinstance(x, _PLAIN)]
+            if plain and numbers:
+                found[mod] = [f"{printable(mod_name(mod))} with {', '.join(plain)}"]
+            continue
         code = getattr(mod, "__code__", None)
         if code is None:  # a callable object, such as a mask that combines others
             queue += getattr(mod, "__dict__", {}).values()
@@ -121,7 +130,7 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
                 found[mod.positions] = [f"at the positions of {mod.positions}"]
             continue
         cells = dict(zip(code.co_freevars, (c.cell_contents for c in mod.__closure__ or ()), strict=True))
-        plain = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, (bool, int, float, str))]
+        plain = [f"{name} = {x!r}" for name, x in cells.items() if isinstance(x, _PLAIN)]
         where = [f"where {', '.join(plain)}"] if plain and numbers else []
         found.setdefault(code, list(map(printable, [*_source(mod), *where])))
         queue += cells.values()
