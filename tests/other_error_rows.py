@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 import flexmod
 from flexmod import compare, errors, masks
 from flexmod.block_mask import in_graph
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
@@ -144,7 +145,8 @@ ROWS: list[Row] = [
     (
         errors.InGraphMaskError,
         lambda: in_graph.create(
-            masks.causal(), (1, 1, 5001 * 128, 5003 * 128), (128, 128), torch.device("cpu"), True
+            masks.causal(),
+            MaskLayout((1, 1, 5001 * 128, 5003 * 128), (128, 128), torch.device("cpu"), True),
         ),
         "create_block_mask makes a mask of 25020003 tiles, inside torch.compile or torch.export.\n"
         "  Instead: build it before the call, and hand it to the compiled function.",

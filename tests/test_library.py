@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask import generated, in_graph
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.ir.record import REMEMBERED, graph_of, numbered, record, record_of
 from flexmod.ir.trace import trace
 
@@ -357,8 +358,9 @@ def test_what_a_mod_may_not_do_keeps_its_class() -> None:
 def test_a_mask_made_inside_is_the_mask() -> None:
     """Its runs, for a mask that reads b and h and for one that does not."""
     for mask_mod in (WINDOW, lambda b, h, q_idx, kv_idx: (q_idx + 3 * h >= kv_idx) | (b == 1)):
-        made = in_graph.create(mask_mod, (2, 3, 70, 50), (16, 16), CPU, True)
-        held = in_graph.storage_of(made.parts.tiles, trace(mask_mod, "mask").graph, (2, 3), (5, 4))
+        layout = MaskLayout((2, 3, 70, 50), (16, 16), CPU, True)
+        made = in_graph.create(mask_mod, layout)
+        held = in_graph.storage_of(made.parts.tiles, trace(mask_mod, "mask").graph, layout)
         wanted = create_block_mask(mask_mod, 2, 3, 70, 50, "cpu", BLOCK_SIZE=16)
         assert torch.equal(held.table(4), wanted.table())
 

@@ -14,6 +14,7 @@ from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.in_graph import check_captures, find_tiles
 from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.errors import DenseMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
@@ -83,18 +84,18 @@ def create_block_mask(
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = _device(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
+    layout = MaskLayout(sizes, block, here, separate_full_blocks)
     if torch.compiler.is_compiling():
-        return in_graph.create(mask_mod, sizes, block, here, separate_full_blocks, positions)
+        return in_graph.create(mask_mod, layout, positions)
     if positions is not None:
         mask_mod = positions.mask(mask_mod)
     traced = trace_mask(mask_mod, here)
     check_captures(traced, here)
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
     if without_values or tensor_kinds.recorded_by_torch():
-        return in_graph.outside(mask_mod, traced, sizes, block, here, separate_full_blocks)
+        return in_graph.outside(mask_mod, traced, layout)
     with outside_transforms():
-        tiles = find_tiles(traced, sizes, block, here, separate_full_blocks)
-        return BlockMask.of_storage(tiles, sizes[2:], block, mask_mod, traced)
+        return BlockMask.of_storage(find_tiles(traced, layout), sizes[2:], block, mask_mod, traced)
 
 
 def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
@@ -132,7 +133,7 @@ def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
     batch, heads = mask.storage.batch
     sizes = (batch, heads, *mask.seq_lengths)
     with outside_transforms():
-        return find_tiles(traced, sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate)
+        return find_tiles(traced, MaskLayout(sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate))
 
 
 BlockMask.find_tiles = staticmethod(_find_again)

@@ -7,6 +7,7 @@ compiled.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -17,7 +18,7 @@ import torch
 
 from flexmod.block_mask import generated
 from flexmod.block_mask.storage import is_captured
-from flexmod.block_mask.tiles import tile_count
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config
 from flexmod.runtime.locks import Lock
@@ -67,25 +68,18 @@ _known: OrderedDict[object, _Ahead | None] = OrderedDict()  # by the graph witho
 _guard = Lock()
 
 
-def is_first(
-    traced: Traced,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> bool:
+def is_first(traced: Traced, layout: MaskLayout) -> bool:
     """Should torch find the tiles, since this is the first mask of the mask_mod? Starts the kernels' compile.
 
     If a thread compiles the kernels, waits for it. Kernels alone find tiles without reading values, check
     indices, and find the tiles of very large masks.
     """
-    key = traced.graph.skeleton[0], device.index
+    key = traced.graph.skeleton[0], layout.device.index
     with _guard:
         known = key in _known
         ahead = _known[key] = _known.pop(key, None)
-        if not known and _torch_can(traced, sizes, block, device):
-            job = partial(generated.compile_ahead, traced, sizes, block, device, separate)
-            _known[key] = _Ahead(job)
+        if not known and _torch_can(traced, layout):
+            _known[key] = _Ahead(partial(generated.compile_ahead, traced, *layout))
             return True
         while len(_known) > REMEMBERED:
             _known.popitem(last=False)
@@ -94,10 +88,8 @@ def is_first(
     return False
 
 
-def _torch_can(
-    traced: Traced, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
-) -> bool:
-    if threads() == 1 or config.check_bounds() or is_captured(device) or torch.cuda.get_sync_debug_mode():
+def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
+    waits = is_captured(layout.device) or torch.cuda.get_sync_debug_mode()
+    if threads() == 1 or config.check_bounds() or waits:
         return False
-    batch, heads = generated.groups_of(traced, sizes)
-    return batch * heads * tile_count(sizes[2], block[0]) * tile_count(sizes[3], block[1]) <= MOST_TILES
+    return math.prod((*generated.groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES

@@ -23,7 +23,7 @@ from flexmod.block_mask import refine
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.parts import MaskMod, noop_mask
 from flexmod.block_mask.storage import Axis, TileStorage, is_captured
-from flexmod.block_mask.tiles import PARTIAL, Runs, tile_count
+from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, tile_count
 from flexmod.errors import DeviceMismatch, InGraphMaskError
 from flexmod.ir.evaluate import captures_on_device, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, check_sizes
@@ -38,39 +38,27 @@ from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs
 
 
-def find_tiles(
-    traced: Traced,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> TileStorage:
-    """Finds the tiles of a mask_mod for (B, H, Q_LEN, KV_LEN); `check_captures` must accept its captures.
+def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
+    """Finds the tiles of a mask_mod; `check_captures` must accept its captures.
 
-    `separate` False lists full tiles as partial. Raises CallSizeError, and every error of bounds and kernels.
+    Raises CallSizeError, and every error of bounds and kernels.
     """
+    sizes, block, device, separate = layout
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
     if not has_kernels(device):
-        return _in_torch(moved, sizes, block, device, separate)
+        return _in_torch(moved, layout)
     first_mask, generated = _with_kernels()
-    if first_mask.is_first(moved, sizes, block, device, separate):
+    if first_mask.is_first(moved, layout):
         # without captured tensors, the host is faster: a GPU's kernels of torch are loaded one by one
         place = device if moved.tensors else torch.device("cpu")
-        found = _in_torch(moved, sizes, block, place, separate).to(device)
+        found = _in_torch(moved, layout._replace(device=place)).to(device)
         return found.in_order() if moved.tensors and generated.is_ordered(block, device) else found
-    by_axis = generated.build(moved, sizes, block, device, separate)
-    grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-    return TileStorage(sizes[:2], grid, by_axis, {}, separate)
+    return TileStorage(sizes[:2], layout.grid(), generated.build(moved, *layout), {}, separate)
 
 
-def _in_torch(
-    traced: Traced,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> TileStorage:
+def _in_torch(traced: Traced, layout: MaskLayout) -> TileStorage:
+    sizes, block, device, separate = layout
     graph = fitted(traced.graph.with_lines(), sizes)
     table = refine.classify(Traced(graph, traced.tensors), sizes, block, device)
     if not separate:
@@ -119,10 +107,7 @@ class GraphParts:
     tiles: list[Tensor]
     tiled: Recorded
     mod: Recorded
-    batch: tuple[int, int]
-    seq_lengths: tuple[int, int]
-    block: tuple[int, int]
-    separate: bool
+    layout: MaskLayout
 
 
 class GraphMask(BlockMask):
@@ -155,61 +140,40 @@ def _make_plain(mask: GraphMask) -> None:
         traced_of(mod.text, mod.captured, mod.integers, mod.reals, device)[0]
         for mod in (parts.tiled, parts.mod)
     )
-    grid = tile_count(parts.seq_lengths[0], parts.block[0]), tile_count(parts.seq_lengths[1], parts.block[1])
-    storage = storage_of(parts.tiles, traced.graph, parts.batch, grid, parts.separate)
-    storage = present_tiles(storage, traced, parts.seq_lengths, parts.block, outside=False)
+    storage = storage_of(parts.tiles, traced.graph, parts.layout)
+    storage = present_tiles(storage, traced, parts.layout.sizes[2:], parts.layout.block, outside=False)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
-    made = BlockMask.of_storage(storage, parts.seq_lengths, parts.block, mask_mod, traced)
+    made = BlockMask.of_storage(storage, parts.layout.sizes[2:], parts.layout.block, mask_mod, traced)
     mask.__class__ = BlockMask  # type: ignore[assignment]
     mask.__dict__ = made.__dict__
 
 
-def create(
-    mask_mod: MaskMod,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-    positions: Positions | None = None,
-) -> GraphMask:
+def create(mask_mod: MaskMod, layout: MaskLayout, positions: Positions | None = None) -> GraphMask:
     """Does `create_block_mask` inside a graph. Raises InGraphMaskError for masks of very many tiles."""
+    device = layout.device
     mod = tiled = record(mask_mod, "mask", device)
     if positions is not None:
         tiled = record(positions.mask(mask_mod), "mask", device)
     for tensor in tiled.captured:
         _check_device("a tensor, captured by mask_mod", tensor, device)
-    tiles = _tiles_of(tiled, sizes, block, device, separate)
-    return GraphMask(GraphParts(list(tiles), tiled, mod, sizes[:2], sizes[2:], block, separate), positions)
+    return GraphMask(GraphParts(list(_tiles_of(tiled, layout)), tiled, mod, layout), positions)
 
 
-def outside(
-    mask_mod: MaskMod,
-    traced: Traced,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> BlockMask:
+def outside(mask_mod: MaskMod, traced: Traced, layout: MaskLayout) -> BlockMask:
     """Builds the mask of a traced mask_mod with the operation, outside of TorchDynamo: for tensors without
     values, and while torch traces. Raises InGraphMaskError for masks of very many tiles.
     """
     with tensor_kinds.naming_mixed(traced.named()):
-        tiles = _tiles_of(of_graph(traced), sizes, block, device, separate)
-    grid = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
-    storage = storage_of(tiles, traced.graph, sizes[:2], grid, separate)
-    return BlockMask.of_storage(storage, sizes[2:], block, mask_mod, traced)
+        tiles = _tiles_of(of_graph(traced), layout)
+    storage = storage_of(tiles, traced.graph, layout)
+    return BlockMask.of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
 
 
-def _tiles_of(
-    mod: Recorded,
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tiles_of(mod: Recorded, layout: MaskLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Calls the operation on a recorded mod. Raises InGraphMaskError before the operation runs."""
-    most_runs(sizes, *map(tile_count, sizes[2:], block))
+    sizes, block, device, separate = layout
+    most_runs(sizes, *layout.grid())
     return build_tiles(
         mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
     )
@@ -233,7 +197,7 @@ def build_tiles(
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     sources = SourceStates(traced.tensors)
-    storage = find_tiles(traced, whole, (block[0], block[1]), device, separate)
+    storage = find_tiles(traced, MaskLayout(whole, (block[0], block[1]), device, separate))
     rows, columns = storage.grid
     most = most_runs(whole, rows, columns)
     found: list[Tensor] = []
@@ -293,20 +257,14 @@ def _even(tiles: int) -> int:
     return tiles + tiles % 2
 
 
-def storage_of(
-    tiles: Sequence[Tensor],
-    graph: Graph,
-    batch: tuple[int, int],
-    grid: tuple[int, int],
-    separate: bool = True,
-) -> TileStorage:
+def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> TileStorage:
     """Converts the tiles of a GraphMask to a mask's storage: once if a dimension repeats them."""
     b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
     by_axis: dict[Axis, Runs | None] = {
         "kv": Runs(tiles[0][b, h], tiles[1]),
         "q": Runs(tiles[2][b, h], tiles[3]),
     }
-    return TileStorage(batch, grid, by_axis, {}, separate)
+    return TileStorage(layout.sizes[:2], layout.grid(), by_axis, {}, layout.separate)
 
 
 # By the memory of a mask's runs: the tiles that replaced them last, and what those were found from.
@@ -337,7 +295,7 @@ def present_tiles(
         return last[1]
     sources = SourceStates(traced.tensors)  # before the search for tiles, so that a write during it counts
     sizes = (storage.batch[0], storage.batch[1], *lengths)
-    found = find_tiles(traced, sizes, block, device, storage.separate)
+    found = find_tiles(traced, MaskLayout(sizes, block, device, storage.separate))
     if outside and (known is not None or device.type == "cpu"):
         _found_again[memory] = sources, found
     return found

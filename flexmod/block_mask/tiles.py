@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,22 @@ Parts = dict[str, Any]
 
 def tile_count(length: int, block: int) -> int:
     return -(-length // block)
+
+
+class MaskLayout(NamedTuple):
+    """What a block mask has besides its mask_mod. `sizes` are B, H, Q_LEN and KV_LEN.
+
+    `separate` False lists full tiles as partial.
+    """
+
+    sizes: tuple[int, int, int, int]
+    block: tuple[int, int]
+    device: torch.device
+    separate: bool
+
+    def grid(self) -> tuple[int, int]:
+        """Returns the numbers of tiles, (Qb, KVb)."""
+        return tile_count(self.sizes[2], self.block[0]), tile_count(self.sizes[3], self.block[1])
 
 
 def ordered(active: Tensor) -> Lists:

@@ -23,7 +23,7 @@ from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, present_tiles, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
-from flexmod.block_mask.tiles import LISTS, tile_count
+from flexmod.block_mask.tiles import LISTS, MaskLayout, tile_count
 from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir.evaluate import captures_on_device, on_device
 from flexmod.ir.fingerprint import tensor_key
@@ -148,15 +148,9 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
     if mask is None:
         return Parts("none", (), (True, False, False), no_mod(), [], [])
     if isinstance(mask, GraphMask):
-        of = mask.parts
-        return Parts(
-            "graph",
-            (),
-            (of.separate, False, True),
-            of.tiled,
-            of.tiles,
-            [-1, *of.block, *of.seq_lengths, *of.batch],
-        )
+        of, (sizes, block, _, separate) = mask.parts, mask.parts.layout
+        numbers = [-1, *block, *sizes[2:], *sizes[:2]]
+        return Parts("graph", (), (separate, False, True), of.tiled, of.tiles, numbers)
     if isinstance(mask, BlockMask):
         traced = mask._traced
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
@@ -263,8 +257,8 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
         return None
     graph, *numbers = given.numbers
     block, lengths, rest = (numbers[0], numbers[1]), (numbers[2], numbers[3]), numbers[4:]
-    grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
     if variant.form == "storage":
+        grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
         storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
         traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
         _, padded, classified = variant.flags
@@ -274,7 +268,8 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
         traced, _ = mod.traced(captured, *known, device)
-        storage = storage_of(given.tiles, traced.graph, (rest[0], rest[1]), grid, variant.flags[0])
+        layout = MaskLayout((rest[0], rest[1], *lengths), block, device, variant.flags[0])
+        storage = storage_of(given.tiles, traced.graph, layout)
         found = present_tiles(storage, traced, lengths, block, outside=False)
         return masked(found, lengths, block, traced)
 
