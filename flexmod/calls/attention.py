@@ -312,7 +312,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:
             why = "the scale of a graph is a number of 64 bits"
         else:
-            asked = library.OperationOptions(scale, enable_gqa, options.backend, options.tiles, want_max)
+            asked = prepared.CallOptions(prepared.NO_SCORE, scale, enable_gqa, options, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
             if not checks.is_float8(query, key, value, *of_float8):
                 key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)

@@ -44,17 +44,6 @@ from flexmod.runtime.plan import contiguous, extents_of, named, values_of
 from flexmod.runtime.private_torch import assume_constant, version_of
 
 
-class OperationOptions(NamedTuple):
-    """A call's arguments except its tensors and its mods."""
-
-    scale: float | None
-    enable_gqa: bool
-    backend: str
-    tiles: tuple[tuple[str, Any], ...]
-    want_max: bool
-    out_dtype: torch.dtype | None = None
-
-
 @dataclass(frozen=True)
 class OperationConstants:
     """A call's constants. `names`: of its mask's parts. `score` and `mask` are texts, as in Recorded."""
@@ -106,7 +95,7 @@ def attend(
     value: Tensor,
     score_mod: Callable[..., Any] | None,
     block_mask: Any,
-    asked: OperationOptions,
+    asked: prepared.CallOptions,
 ) -> Forward:
     """Runs a call inside TorchDynamo or torch.export. Checks of values run when the graph runs."""
     query, key, value = prepared.cast_by_autocast(query, key, value)
@@ -124,19 +113,18 @@ def dispatch(
 ) -> Forward:
     """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
-    options = asked.options
-    facts = OperationOptions(
-        asked.scale, asked.enable_gqa, options.backend, options.tiles, asked.want_max, asked.out_dtype
-    )
-    result = _operate(query, key, value, mod, parts_of(mask, query.device), facts)
+    result = _operate(query, key, value, mod, parts_of(mask, query.device), asked)
     return float8.scaled(result, asked.value_scale)
 
 
 def _operate(
-    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: OperationOptions
+    query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: prepared.CallOptions
 ) -> Forward:
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
-    variant = _text_of(mod.text, mask.mod.text, mask.form, mask.names, mask.flags, *asked[1:])
+    variant = _text_of(
+        mod.text, mask.mod.text, mask.form, mask.names, mask.flags, asked.enable_gqa,
+        asked.options.backend, asked.options.tiles, asked.want_max, asked.out_dtype,
+    )  # fmt: skip
     out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
         query, key, value, mod.captured, mod.integers, mod.reals, mask.tiles, mask.numbers,
         mask.mod.captured, mask.mod.integers, mask.mod.reals, asked.scale, variant, track,

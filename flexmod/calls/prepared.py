@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
 from flexmod.calls import autograd, checks
-from flexmod.codegen.compiler import lower
+from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, tensor_key
@@ -298,10 +297,11 @@ def checked(
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, source, mask, asked, track)
-    problem, own = _problem(backend, query, key, source, mask, scale, track)
-    options, precision = asked.options.tiles, float32_precision()
-    problem = replace(
-        problem, options=options, precision=precision, out_dtype=asked.out_dtype,
+    lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
+    problem = Problem(
+        Traced(lowered.score) if lowered and lowered.score else None,
+        lowered.grad if lowered and track else None,
+        None, scale, asked.options.tiles, float32_precision(), out_dtype=asked.out_dtype,
         value_scale=None if asked.value_scale is None else True,
     )  # fmt: skip
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
@@ -389,21 +389,10 @@ def _backend(options: KernelOptions, query: Tensor) -> str:
     return "triton" if kind == "cuda" else "cpu"
 
 
-def _problem(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    source: Traced | None,
-    mask: MaskSnapshot | None,
-    scale: float,
-    wants_grad: bool,
-) -> tuple[Problem, MaskSnapshot | None]:
-    """Returns the problem of a checked call, and a mask from the score_mod's -inf branches.
-
-    The problem has neither a mask nor captured tensors yet.
-    """
-    if source is None:
-        return Problem(None, None, None, scale), None
+def _lowered(
+    backend: str, query: Tensor, key: Tensor, source: Traced, mask: MaskSnapshot | None
+) -> tuple[Lowered, MaskSnapshot | None]:
+    """Returns the lowered score_mod of a checked call, and a mask from its -inf branches."""
     batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
@@ -413,8 +402,7 @@ def _problem(
     if split and lowered.split is not None:
         decides = tuple(tensor.detach() for tensor in source.tensors)
         own = _mask_of(Traced(lowered.split, decides), extents, query.device)
-    score = None if lowered.score is None else Traced(lowered.score)
-    return Problem(score, lowered.grad if wants_grad else None, None, scale), own
+    return lowered, own
 
 
 def _snapshot(block_mask: Any) -> MaskSnapshot | None:
