@@ -21,6 +21,7 @@ from flexmod.backends.triton import BackwardFacts, Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
+from flexmod.codegen.prelude import Family as Chips
 from flexmod.codegen.spec import Direction, template
 from flexmod.codegen.variant import Variant
 from flexmod.errors import TemplateError
@@ -124,6 +125,13 @@ def check_not_asked_for(family: Family, direction: Direction, options: Mapping[s
     """Raises TemplateError if the options ask for a family that cannot run."""
     if template(options, direction) == family.name:
         raise TemplateError(template=family.name, direction=direction, why=why)
+
+
+def kernels_of(
+    family: Family, variant: Variant, direction: Direction, chips: Chips = "", interpreted: bool = False
+) -> Made:
+    """Returns a family's kernels for one direction of a variant, for these chips or the interpreter."""
+    return family.kernels(variant.kernels(direction, family.reduce_in_backward, chips, interpreted))
 
 
 def serving(variant: Variant, direction: Direction, target: str) -> tuple[Family, dict[str, str]]:

@@ -19,7 +19,14 @@ from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
 from flexmod.backends.arguments import Operands, incoming, operands
 from flexmod.backends.captured import gradients
-from flexmod.backends.families import INTERPRETER, Family, check_not_asked_for, families, obstacle
+from flexmod.backends.families import (
+    INTERPRETER,
+    Family,
+    check_not_asked_for,
+    families,
+    kernels_of,
+    obstacle,
+)
 from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.compiler import capture_terms, compile_mod
@@ -27,7 +34,6 @@ from flexmod.codegen.kernels import IndexWatch, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option
 from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import GradientTerm
-from flexmod.ir.graph import Graph
 from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launch import sample
@@ -38,7 +44,6 @@ from flexmod.runtime.target import family_of, target_of
 Tensors = Sequence[Tensor | None]
 Results = tuple[Place | None, ...]
 NO_RUNGS: Rungs = {}
-Write = Callable[[Family, Made, PlanWriter, Operands, Rungs], Results]
 Meanwhile = Callable[[Tensors], Job | None]
 
 
@@ -68,12 +73,8 @@ class Generated:
             BlockSizeError, OptionValueError: see `ladder`.
             BlockMaskPartsError: see `mask_arguments`.
         """
-        compiled = self._compile(problem, tensors, backward=False)
-
-        def write(family: Family, made: Made, writer: PlanWriter, call: Operands, rungs: Rungs) -> Results:
-            return family.forward(writer, made, call, rungs, want_max=want_max, keep=keep)
-
-        return self._served("forward", compiled, write, meanwhile)
+        compiled = self._compile(problem, tensors, backward=False, want_max=want_max, keep=keep)
+        return self._served(compiled, meanwhile)
 
     def backward(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
@@ -83,8 +84,7 @@ class Generated:
         `kept` is the number of tensors that the forward kept. The results are the tensors of a `Gradients`,
         in order. Raises the errors of `forward`.
         """
-        compiled = self._compile(problem, tensors, backward=True, kept=kept)
-        return self._served("backward", compiled, _backward_writer(compiled, needs))
+        return self._served(self._compile(problem, tensors, backward=True, needs=needs, kept=kept))
 
     def backward_compiler(
         self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
@@ -94,35 +94,27 @@ class Generated:
         It takes the arguments of `backward`, also stand-ins, and raises the same errors. The job keeps no
         tensors alive. A thread may call it while another one compiles the forward.
         """
-        compiled = self._compile(problem, tensors, backward=True, kept=kept)
-        family = next(one for one, why in self._families("backward", compiled) if why is None)
-        made, write = compiled.kernels(family), _backward_writer(compiled, needs)
-        rungs = FirstRungs(made)
-        plan = compiled.plan(lambda writer, call: write(family, made, writer, call, rungs))
-        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.qkv[0].device, compiled.extents)
+        compiled = self._compile(problem, tensors, backward=True, needs=needs, kept=kept)
+        family = next(one for one, why in self._families(compiled) if why is None)
+        plan = compiled.plan(family, FirstRungs(compiled.kernels(family)))
+        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.device, compiled.extents)
         return partial(side_by_side.in_threads, jobs) if jobs else None
 
-    def _families(self, direction: Direction, compiled: _Compiled) -> Iterator[tuple[Family, str | None]]:
+    def _families(self, compiled: PlannedCall) -> Iterator[tuple[Family, str | None]]:
         """Yields the families in order, each with its obstacle or None."""
-        q, k, v = compiled.qkv
-        mask = compiled.problem.mask if direction == "backward" else None
-        target = INTERPRETER if self.interpreted else target_of(q.device).name
+        mask = compiled.call.mask if compiled.direction == "backward" else None
+        target = INTERPRETER if self.interpreted else target_of(compiled.device).name
         for family in families():
-            why = obstacle(family, compiled.variant, direction, target)
-            yield family, why or family.call_obstacle(q, k, v, mask)
+            why = obstacle(family, compiled.variant, compiled.direction, target)
+            yield family, why or family.call_obstacle(*compiled.qkv, mask)
 
-    def _served(
-        self, direction: Direction, compiled: _Compiled, write: Write, meanwhile: Meanwhile | None = None
-    ) -> Bound:
+    def _served(self, compiled: PlannedCall, meanwhile: Meanwhile | None = None) -> Bound:
         """Returns the bound plan of the first family that takes the call and has a rung for it."""
-        options = dict(compiled.problem.options)
-        for family, why in self._families(direction, compiled):
+        options, direction = dict(compiled.variant.options), compiled.direction
+        for family, why in self._families(compiled):
             if why is None:
-                made = compiled.kernels(family)
                 try:
-                    return compiled.chosen(
-                        made, lambda *given, f=family, m=made: write(f, m, *given), meanwhile
-                    )
+                    return compiled.chosen(family, meanwhile)
                 except launch.NoRung as none:
                     why = str(none)
             check_not_asked_for(family, direction, options, why)
@@ -130,8 +122,9 @@ class Generated:
                 print(f"flexmod: {direction} not on the template {family.name!r}: {why}", file=sys.stderr)
         raise AssertionError("the portable family takes every call")
 
-    def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, kept: int = 0) -> _Compiled:
-        qkv = q, k, v = _query_key_value(tensors, backward)
+    def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, **asked: Any) -> PlannedCall:
+        """Compiles the mods of a call. `asked`: further fields of the PlannedCall."""
+        q, k, v = _query_key_value(tensors, backward)
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         score = compile_mod(problem.score.graph, extents) if problem.score else None
         mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
@@ -144,7 +137,7 @@ class Generated:
         variant = Variant(spec, *lowered, learned=grad_captures, options=problem.options)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        compiled = _Compiled(variant, self.interpreted, problem, tuple(tensors), qkv, call, backward, kept)
+        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
             self._tune(problem, spec, [compiled.kernels(family) for family in families()], q.device)
         return compiled
@@ -154,7 +147,7 @@ class Generated:
     ) -> None:
         """Applies tuned tiles to the kernels. Raises NotTunedError if there are none."""
         key = tuned.Key(
-            "backward" if spec.backward else "forward",
+            spec.direction,
             tuned.device_name(device, self.interpreted),
             spec,
             problem.score.graph if problem.score else None,
@@ -165,27 +158,40 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """A call and its variant, from which kernels are made and plans are written.
+class PlannedCall:
+    """A forward or a backward of a variant, whose plans are bound to the kinds of `tensors`.
 
-    Plans are bound to the kinds of `tensors`.
+    The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `interface.py`. `kept`: the number of
+    tensors that the forward kept. `captured` False: the plan ends with the sums for gradients of captured
+    tensors.
     """
 
     variant: Variant
-    interpreted: bool
-    problem: Problem
-    tensors: tuple[Tensor | None, ...]
-    qkv: tuple[Tensor, Tensor, Tensor]
     call: Operands
-    backward: bool
-    kept: int
+    tensors: tuple[Tensor | None, ...]
+    interpreted: bool = False
+    want_max: bool = False
+    keep: bool = False
+    needs: tuple[bool, bool, bool] = (True, True, True)
+    kept: int = 0
+    captured: bool = True
+
+    @property
+    def direction(self) -> Direction:
+        return self.variant.spec.direction
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _query_key_value(self.tensors, self.variant.spec.backward)
+
+    @property
+    def device(self) -> torch.device:
+        return self.qkv[0].device
 
     def kernels(self, family: Family) -> Made:
         """Returns a family's kernels, for the chip of the tensors."""
-        direction: Direction = "backward" if self.backward else "forward"
-        chips = "" if self.interpreted else family_of(target_of(self.qkv[0].device).name)
-        reduce = family.reduce_in_backward
-        return family.kernels(self.variant.kernels(direction, reduce, chips, self.interpreted))
+        chips = "" if self.interpreted else family_of(target_of(self.device).name)
+        return kernels_of(family, self.variant, self.direction, chips, self.interpreted)
 
     @cached_property
     def incoming(self) -> BackwardInputs:
@@ -195,29 +201,42 @@ class _Compiled:
     @cached_property
     def inputs(self) -> Results:
         """The places of `tensors`."""
-        return (*self.incoming.in_order(), *self.call.of_mask) if self.backward else self.call.inputs
+        if self.direction == "forward":
+            return self.call.inputs
+        return (*self.incoming.in_order(), *self.call.of_mask)
 
     @cached_property
     def extents(self) -> Mapping[str, int]:
         """The values of the names in plans for the tensors."""
-        processors = {"PROCESSORS": call_arguments.processors(self.qkv[0].device)}
+        processors = {"PROCESSORS": call_arguments.processors(self.device)}
         return {**extents_of(self.inputs, self.tensors), **processors}
 
-    def plan(self, write: Callable[[PlanWriter, Operands], Results]) -> Plan:
-        """Returns the plan that `write` writes. If kernels check indices, its last step reads the result."""
-        writer = PlanWriter()
-        call, watch = watched(writer, self.call, config.check_bounds())
-        results = write(writer, call)
+    def plan(self, family: Family, rungs: FirstRungs) -> Plan:
+        """Returns the plan on a family's kernels. If they check indices, its last step reads the result."""
+        writer, call, variant = PlanWriter(), self.call, self.variant
+        watch = None
+        if any(mod.checked for mod in (variant.score, variant.mask) if mod):
+            watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
+            score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
+            call = replace(call, score_captured=score, mask_captured=mask)
+        results = self._results_of(writer, call, family, rungs)
         if watch is not None:
             watch.raise_if_out_of_bounds()
         return writer.plan(self.inputs, results)
 
-    def chosen(
-        self,
-        made: Made,
-        write: Callable[[PlanWriter, Operands, Rungs], Results],
-        meanwhile: Meanwhile | None = None,
-    ) -> Bound:
+    def _results_of(self, writer: PlanWriter, call: Operands, family: Family, rungs: FirstRungs) -> Results:
+        """Writes the steps, and returns the places of the results."""
+        made = rungs.made
+        if self.direction == "forward":
+            return family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
+        grad_out: Any = self.tensors[0]
+        facts = family.facts(self.qkv[1], grad_out)
+        found = family.backward(writer, made, call, self.incoming, self.needs, rungs, facts)
+        if not self.captured:
+            return (*found[:3], *(place for sums in found.sums.values() for place in sums))
+        return _with_captured(writer, call, found, self.variant, family.reduce_in_backward)
+
+    def chosen(self, family: Family, meanwhile: Meanwhile | None = None) -> Bound:
         """Chooses a rung for each kernel and returns the bound plan. Raises NoRung.
 
         It compiles the first rungs in parallel; see `Generated.forward`.
@@ -227,13 +246,13 @@ class _Compiled:
         def plan(rungs: FirstRungs) -> Plan:
             key = rungs.later()
             if key not in plans:
-                plans[key] = self.plan(lambda writer, call: write(writer, call, rungs))
+                plans[key] = self.plan(family, rungs)
             return plans[key]
 
-        rungs = FirstRungs(made)
+        rungs = FirstRungs(self.kernels(family))
         first = plan(rungs)
         sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
-        jobs = side_by_side.compiles(first, self.tensors, self.qkv[0].device, self.extents)
+        jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
         ahead = partial(meanwhile, self._results(first)) if jobs and meanwhile else None
         with side_by_side.beside(ahead):
             if len(jobs) > 1:
@@ -243,8 +262,8 @@ class _Compiled:
                 def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
                     return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
 
-                rungs[name] = launch.choose_tile(source, name, self.qkv[0].device, arguments)
-        return Bound(plan(rungs), self.tensors, self.qkv[0].device, self.extents)
+                rungs[name] = launch.choose_tile(source, name, self.device, arguments)
+        return Bound(plan(rungs), self.tensors, self.device, self.extents)
 
     def _results(self, plan: Plan) -> tuple[Tensor | None, ...]:
         """Returns stand-ins of a plan's results."""
@@ -257,47 +276,15 @@ class _Compiled:
         tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
         return sample(step, tensors, self.extents)
 
-    def with_captured(
-        self, writer: PlanWriter, call: Operands, found: Found, reduce_in_backward: bool
-    ) -> Results:
-        """Returns a backward's gradients, and the gradients of captured tensors."""
-        graph = self.variant.score.score if self.variant.score else None
-        return with_captured(writer, call, found, graph, self.variant.learned, reduce_in_backward)
 
-
-def _backward_writer(compiled: _Compiled, needs: tuple[bool, bool, bool]) -> Write:
-    (_, key, _), grad_out = compiled.qkv, compiled.tensors[0]
-    assert grad_out is not None
-
-    def write(family: Family, made: Made, writer: PlanWriter, call: Operands, rungs: Rungs) -> Results:
-        facts = family.facts(key, grad_out)
-        found = family.backward(writer, made, call, compiled.incoming, needs, rungs, facts)
-        return compiled.with_captured(writer, call, found, family.reduce_in_backward)
-
-    return write
-
-
-def watched(writer: PlanWriter, call: Operands, checks: bool) -> tuple[Operands, IndexWatch | None]:
-    """Returns the operands for kernels that check indices, and the IndexWatch, None without checks."""
-    if not checks:
-        return call, None
-    watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
-    score, mask = (captured._replace(watch=watch) for captured in (call.score_captured, call.mask_captured))
-    return replace(call, score_captured=score, mask_captured=mask), watch
-
-
-def with_captured(
-    writer: PlanWriter,
-    call: Operands,
-    found: Found,
-    score: Graph | None,
-    grad_captures: tuple[int, ...],
-    reduce_in_backward: bool,
+def _with_captured(
+    writer: PlanWriter, call: Operands, found: Found, variant: Variant, reduce_in_backward: bool
 ) -> Results:
     """Writes the gradients of captured tensors from a backward's sums; returns them after its gradients.
 
     `reduce_in_backward`: the backward made the sums itself.
     """
+    score, grad_captures = variant.score.score if variant.score else None, variant.learned
     if not (grad_captures and score):
         return found[:3]
     captured = call.score_captured
@@ -321,17 +308,17 @@ class FirstRungs(dict[str, Any]):
 
     def __init__(self, made: Made, known: Rungs = NO_RUNGS) -> None:
         super().__init__(known)
-        self._made = made
+        self.made = made
 
     def __missing__(self, kernel: str) -> Any:
-        return self._made.ladder(kernel)[0]
+        return self.made.ladder(kernel)[0]
 
     def but(self, kernel: str, rung: Any) -> FirstRungs:
-        return FirstRungs(self._made, {**self, kernel: rung})
+        return FirstRungs(self.made, {**self, kernel: rung})
 
     def later(self) -> frozenset[tuple[str, Any]]:
         """Returns the chosen rungs that are not the first; plans with the same ones are the same."""
-        return frozenset((name, rung) for name, rung in self.items() if rung != self._made.ladder(name)[0])
+        return frozenset((name, rung) for name, rung in self.items() if rung != self.made.ladder(name)[0])
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:

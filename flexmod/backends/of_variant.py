@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import incoming, operands
-from flexmod.backends.families import families, obstacle
-from flexmod.backends.generated import NO_RUNGS, FirstRungs, watched, with_captured
-from flexmod.backends.interface import BackwardInputs, Problem
-from flexmod.backends.triton import BackwardFacts, Rungs
+from flexmod.backends.arguments import operands
+from flexmod.backends.families import families, kernels_of, obstacle
+from flexmod.backends.generated import NO_RUNGS, FirstRungs, PlannedCall
+from flexmod.backends.interface import Problem
+from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
 from flexmod.codegen.kernels import Made
@@ -22,7 +22,7 @@ from flexmod.codegen.spec import FLOAT8, Direction
 from flexmod.codegen.variant import Variant
 from flexmod.ir.trace import Traced
 from flexmod.runtime.launch import sample
-from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, Size, contiguous, extents_of
+from flexmod.runtime.plan import Launch, Place, Plan, Size, contiguous, extents_of
 from flexmod.runtime.target import NAMES, named
 
 LENGTH = 512  # of the stand-in call; plans have a name for it
@@ -61,27 +61,15 @@ class VariantCall:
         captured tensors, otherwise with their sums.
         """
         family = next(one for one in families() if one.name == made.family)
-        writer, taken = PlanWriter(), FirstRungs(made, rungs)
-        checks = any(mod.checked for mod in (self._made.score, self._made.mask) if mod)
-        call, watch = watched(writer, self.call, checks)
-        if direction == "forward":
-            inputs = call.inputs
-            results = family.forward(writer, made, call, taken, want_max=False, keep=keep)
-        else:
-            given = self._incoming
-            inputs = (*given.in_order(), *call.of_mask)
-            found = family.backward(writer, made, call, given, (True, True, True), taken, BackwardFacts())
-            graph = self._made.score.score if self._made.score else None
-            graph = graph and replace(graph, lines=False)  # as in calls, where equal mods share a graph
-            if captured:
-                results = with_captured(
-                    writer, call, found, graph, self._made.learned, family.reduce_in_backward
-                )
-            else:
-                results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
-        if watch is not None:
-            watch.raise_if_out_of_bounds()
-        return writer.plan(inputs, results)
+        given = self._tensors
+        tensors: tuple[Tensor | None, ...] = self._qkv
+        if direction == "backward":
+            tensors = (given["grad_out"], None, *self._qkv, given["out"], given["lse"])
+        variant, score = replace(self._made, spec=self._made.spec_of(direction)), self._made.score
+        if score and score.score:  # as in calls, where equal mods share a graph
+            variant = replace(variant, score=replace(score, score=replace(score.score, lines=False)))
+        call = PlannedCall(variant, self.call, tensors, keep=keep, kept=2, captured=captured)
+        return call.plan(family, FirstRungs(made, rungs))
 
     def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
         """Returns the arguments of a launch of the plan, as a compiler sees them."""
@@ -106,12 +94,6 @@ class VariantCall:
             named |= dict(zip(self._mask.storage.parts(), self._mask.storage.tensors(), strict=True))
         return named
 
-    @cached_property
-    def _incoming(self) -> BackwardInputs:
-        given = self._tensors
-        out, lse = given["out"], given["lse"]
-        return incoming(self.call, (given["grad_out"], None, *self._qkv, out, lse), kept=2)
-
 
 def plans_of(made: Variant) -> dict[str, Plan]:
     """Returns a variant's plans for each family that takes it, by family and direction; sizes are names.
@@ -123,9 +105,7 @@ def plans_of(made: Variant) -> dict[str, Plan]:
     for direction in made.spec.directions:
         for family in reversed(families()):
             if obstacle(family, asked, direction, family.target) is None:
-                kernels = family.kernels(
-                    made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
-                )
+                kernels = kernels_of(family, made, direction)
                 keep = "backward" in made.spec.directions
                 found[f"{family.name} {direction}"] = call.plan(direction, kernels, keep=keep)
     return found
@@ -141,9 +121,7 @@ def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
             if why is not None:
                 whys.append(why)
                 continue
-            kernels: Any = family.kernels(
-                made.kernels(direction, reduce_in_backward=family.reduce_in_backward)
-            )
+            kernels: Any = kernels_of(family, made, direction)
             sources[f"{family.name} {direction}"] = kernels.text
             runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]

@@ -70,6 +70,11 @@ class KernelSpec:
         return self.q_dtype is torch.float32 and self.precision == "ieee"
 
     @property
+    def direction(self) -> Direction:
+        """The direction whose kernels the spec is for."""
+        return "backward" if self.backward else "forward"
+
+    @property
     def directions(self) -> tuple[Direction, ...]:
         """The directions that have kernels: float8 has no backward."""
         float8 = self.q_dtype in FLOAT8 or self.k_dtype in FLOAT8

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flexmod.backends.families import serving
+from flexmod.backends.families import kernels_of, serving
 from flexmod.backends.generated import NO_RUNGS
 from flexmod.backends.of_variant import VariantCall
 from flexmod.backends.triton import Rungs
@@ -123,9 +123,7 @@ def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
     Raises TemplateError if the variant's options ask for a family that cannot run it.
     """
     family, _ = serving(variant, direction, target)
-    return family.kernels(
-        variant.kernels(direction, reduce_in_backward=family.reduce_in_backward, family=family_of(target))
-    )
+    return kernels_of(family, variant, direction, family_of(target))
 
 
 def ptx(variant: Variant, target: str) -> Named[str]:
@@ -151,7 +149,7 @@ def ptx(variant: Variant, target: str) -> Named[str]:
 
 def portable_kernels(kernels: Kernels, variant: Variant) -> tuple[KernelName, ...]:
     """Returns the names of the portable kernels of a direction that have a choice of tiles."""
-    plan = VariantCall(variant).plan("backward" if kernels.spec.backward else "forward", kernels)
+    plan = VariantCall(variant).plan(kernels.spec.direction, kernels)
     return tuple(dict.fromkeys(step.kernel for step in plan.launches() if step.rung))  # type: ignore[misc]
 
 
