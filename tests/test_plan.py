@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +20,11 @@ from flexmod.backends.arguments import operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
 from flexmod.backends.interface import Problem
+from flexmod.backends.of_variant import plans_of
 from flexmod.codegen.compiler import kernels_for, lower
+from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
+from flexmod.runtime.launch import rung_arguments
 from flexmod.runtime.plan import (
     Launch,
     Place,
@@ -206,3 +212,56 @@ def test_plans_of_plain_attention() -> None:
     ways = ("forward", "backward")
     assert set(shown) == {f"{family} {way}" for family in ("portable", "hopper") for way in ways}
     assert "mask" not in str(shown) and "grad_query" in str(shown["hopper backward"])
+
+
+# A kernel's signature declares its parameters. The plan of a call has an argument for each.
+
+TABLE, BIAS = torch.randn(4, 100, requires_grad=True), torch.randn(4, 8, 8, requires_grad=True)
+VARIANTS: Mapping[str, tuple[Any, Any, dict[str, Any]]] = {
+    "plain": (None, None, {}),
+    "causal": (None, masks.causal(), {}),
+    "lists": (mods.softcap(30.0), masks.causal(), {"mask_form": "lists", "shared_kv": True}),
+    "document": (mods.alibi(torch.rand(4)), masks.document(torch.arange(512) // 100), {}),
+    "float32": (mods.softcap(30.0), masks.causal(), {"dtype": torch.float32}),
+    "wide": (None, masks.causal(), {"head_dim": 256}),
+    "large scores": (lambda score, b, h, q_idx, kv_idx: score * 1e9, None, {}),
+    "by row": (lambda score, b, h, q_idx, kv_idx: score + TABLE[h, q_idx % 100], masks.causal(), {}),
+    "by column": (lambda score, b, h, q_idx, kv_idx: score + TABLE[h, kv_idx % 100], masks.causal(), {}),
+    "by diagonal": (mods.relative_bias(torch.randn(4, 63, requires_grad=True)), masks.causal(), {}),
+    "by element": (lambda score, b, h, q_idx, kv_idx: score + BIAS[h, q_idx % 8, kv_idx % 8], None, {}),
+    "float8": (None, masks.causal(), {"dtype": torch.float8_e4m3fn, "value_scale": True}),
+}
+OPTIONS = {"num_warps", "num_stages", "maxnreg"}
+DTYPE = re.compile(r"\b(float32|int32|int64|uint8)\b")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_plan_gives_what_kernels_declare(name: str) -> None:
+    score, mask, facts = VARIANTS[name]
+    shown = plans_of(variant(score, mask, **facts))
+    assert any(family.startswith("hopper") for family in shown) != (name == "float32")
+    for launch in [launch for plan in shown.values() for launch in plan.launches()]:
+        kernel = getattr(launch.source.module, launch.name)
+        given = {**launch.arguments, **rung_arguments(launch)}
+        assert set(given) - OPTIONS == set(kernel.arg_names), launch.name
+        # a kernel is compiled for the kind of a stride, and serves any length and number of heads
+        numbers = {name for name, value in given.items() if isinstance(value, Size)}
+        strides = {name for name in numbers if "stride" in name} - {"stride_mask_b", "stride_mask_h"}
+        assert numbers - strides <= set(kernel.do_not_specialize), launch.name
+        for parameter, dtype in declared_dtypes(launch).items():
+            if isinstance(given[parameter], Place):
+                assert given[parameter].dtype == dtype, f"{launch.name}: {parameter}"
+
+
+def declared_dtypes(launch: Launch) -> dict[str, torch.dtype]:
+    """The dtypes that comments in a kernel's signature name, by parameter."""
+    source = inspect.getsource(launch.source.module)
+    found = re.search(rf"^def {launch.name}\(\n(.*?)^\):", source, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    lines = [line.partition("#") for line in found[1].splitlines()]
+    return {
+        name: getattr(torch, dtype[1])
+        for parameters, _, comment in lines
+        if (dtype := DTYPE.search(comment))
+        for name in re.findall(r"\b[A-Z]\w*", parameters)
+    }

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 # stands for a line of a template that renders to nothing
 NO_LINE = "\0"
+INDENT = "    "
+# A function with its parameters on lines of their own. A mark, `!`, follows each number that Triton must not
+# specialize a kernel for.
+SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
+MARKED = re.compile(r"(\w+)!(?=,)")
 
 
 def render(
@@ -139,7 +144,6 @@ def _environment() -> jinja2.Environment:
         captured=_captured,
         parameters=parameters,
         device_functions=prelude.texts,
-        unspecialized=_unspecialized,
         as_tuple=_as_tuple,
     )
     return environment
@@ -189,7 +193,11 @@ def _hoisted(home: str, *mods: ModText | None) -> str:
 
 def _captured(*mods: ModText | None) -> str:
     """The mods' parameters, as lines of a kernel's signature."""
-    return "".join(f"    {p.name},{'  # ' + p.comment if p.comment else ''}\n" for p in parameters(*mods))
+    lines = []
+    for p in parameters(*mods):
+        mark = "!" if p.kind in ("size", "number", "double") else ""
+        lines.append(f"    {p.name}{mark},{'  # ' + p.comment if p.comment else ''}\n")
+    return "".join(lines)
 
 
 def _shared_out(home: str, layout: str, own: Mapping[str, str], mod: ModText) -> str:
@@ -213,19 +221,16 @@ def _in_parts(mod: ModText, own: str, rest: str) -> str:
     return f"{name} = opaque({of_own})\n{name} += {of_rest}"
 
 
-def _unspecialized(*names: str | list[str] | ModText | None) -> str:
-    """Names for do_not_specialize, as the inside of a list; for a mod, its sizes and numbers."""
-    own: list[str] = []
-    for name in names:
-        own += name if isinstance(name, list) else [name] if isinstance(name, str) and name else []
-    mods = [mod for mod in names if isinstance(mod, ModText)]
-    captured = [p.name for p in parameters(*mods) if p.kind in ("size", "number", "double")]
-    inside = ", ".join(f'"{name}"' for name in [*own, *captured])
-    return (
-        inside
-        if len(inside) < 78
-        else "\n" + textwrap.fill(inside, 104, initial_indent="    ", subsequent_indent="    ") + "\n"
-    )
+def _with_unspecialized(function: re.Match[str]) -> str:
+    """Moves the marks of a kernel's parameters into its decorator, and drops those of another function."""
+    decorator, name, signature = function.groups()
+    names = ", ".join(f'"{marked}"' for marked in MARKED.findall(signature))
+    if len(names) >= 78:
+        names = "\n" + textwrap.fill(names, 104, initial_indent=INDENT, subsequent_indent=INDENT) + "\n"
+    if names and name.endswith("_kernel"):
+        decorator += f"(do_not_specialize=[{names}])"
+    signature = MARKED.sub(r"\1", signature)
+    return f"{decorator}\ndef {name}(\n{signature}):"
 
 
 def _as_tuple(names: Sequence[str]) -> str:
@@ -262,7 +267,7 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
 
 
 def _tidy(text: str) -> str:
-    """No trailing blanks, no more than two blank lines together, one newline at the end."""
+    """No trailing blanks, no more than two blank lines together, one newline at the end; no marks."""
     lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
-    return "\n".join(kept) + "\n"
+    return SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")
