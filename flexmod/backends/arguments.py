@@ -245,7 +245,7 @@ def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list
     for dim in (0, 1):
         if all(place.shape[dim] == 1 or place.strides[dim] == 0 for place in present):
             present = [_first(place, dim) for place in present]
-    counts, indices, *full = [_dense(writer, place) for place in present]
+    counts, indices, *full = [dense(writer, place) for place in present]
     full_counts, full_indices = full if full else (None, None)
     return {
         names[0].upper(): counts,
@@ -264,7 +264,7 @@ def _first(place: Place, dim: int) -> Place:
     return replace(place, shape=shape)
 
 
-def _dense(writer: PlanWriter, place: Place) -> Place:
+def dense(writer: PlanWriter, place: Place) -> Place:
     """Returns the place itself if it is contiguous, else a copy."""
     dense = contiguous(place.shape)
     layout = zip(place.shape, place.strides, dense, strict=True)

@@ -19,6 +19,7 @@ from flexmod.backends.arguments import (
     Operands,
     block_of,
     copied,
+    dense,
     grid,
     mask_arguments,
     mask_strides,
@@ -52,7 +53,6 @@ from flexmod.runtime.plan import (
     PlanWriter,
     Size,
     cdiv,
-    contiguous,
     if_several,
     least,
     product,
@@ -205,7 +205,7 @@ def backward(
     The kernel of dK and dV makes sums by column and along diagonals; portable kernels make the others.
     """
     if not facts.addressable:
-        incoming = incoming._replace(grad_out=_copied(writer, incoming.grad_out))
+        incoming = incoming._replace(grad_out=dense(writer, incoming.grad_out))
     shape: Shape = rungs["backward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
     batch, heads, length, keys = call.extents
@@ -281,12 +281,6 @@ def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -
     batch, heads, length, _ = call.extents
     made = Place(f"{padded.name}_rows", (batch, heads, length), (), padded.dtype)
     writer.call(copied, (padded, made.shape, (heads * pitch, pitch, 1)), (made,))
-    return made
-
-
-def _copied(writer: PlanWriter, place: Place) -> Place:
-    made = Place(f"{place.name}_copied", place.shape, contiguous(place.shape), place.dtype)
-    writer.call(copied, (place, place.shape, place.strides), (made,))
     return made
 
 
