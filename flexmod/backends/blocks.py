@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.captured import CaptureSums
-from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import (
     FirstSteps,
     apply,
@@ -88,18 +88,9 @@ def scored_parts(
         yield part, scores
 
 
-def backward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> Gradients:
+def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
     """Runs a backward, see `interface`. Two runs agree bit for bit."""
+    grad_out, grad_lse, q, k, v, out, lse = given[:SINGLE]
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     split = heads.split_query

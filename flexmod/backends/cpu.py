@@ -9,14 +9,12 @@ or with one that adds a bias to the score. `blocks`, in plain torch, serves all 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flexmod.backends import blocks, flash
 from flexmod.backends.bias import Bias, added_to_score
-from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.interface import BackwardInputs, Forward, Gradients, Problem
 from flexmod.runtime.private_torch import flash_on_cpu
 
 
@@ -28,12 +26,12 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     return found._replace(max_scores=blocks.largest_scores(problem, q, k)) if want_max else found
 
 
-def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Gradients:
+def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
     """Runs a backward, see `interface`. Two runs agree bit for bit."""
     found = None
     if problem.capture_grad is None and serves(problem):
-        found = flash.backward(problem, _bias(problem, q, k), q, k, v, *given)
-    return blocks.backward(problem, q, k, v, *given) if found is None else found
+        found = flash.backward(problem, _bias(problem, given.query, given.key), given, needs)
+    return blocks.backward(problem, given, needs) if found is None else found
 
 
 def serves(problem: Problem) -> bool:

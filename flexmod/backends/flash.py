@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmod.backends.bias import Bias
 from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, as_gradient, lse_suffices
-from flexmod.backends.interface import Forward, Gradients, Problem
+from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import is_large, is_quick, product
 from flexmod.backends.reference import Heads, in_order_of
 from flexmod.backends.steps import (
@@ -69,18 +69,10 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
 
 
 def backward(
-    problem: Problem,
-    bias: Bias | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs: tuple[bool, bool, bool],
+    problem: Problem, bias: Bias | None, given: BackwardInputs, needs: tuple[bool, bool, bool]
 ) -> Gradients | None:
     """Runs a backward, see `interface`; None as in `forward`."""
+    grad_out, grad_lse, q, k, v, out, lse = given[:SINGLE]
     if not lse_suffices(lse):
         return None
     dead = lse == -torch.inf
@@ -96,20 +88,20 @@ def backward(
         step = batch.step
         if not call.supports(step, q):
             return None
-        given: Any = {"attn_mask": mask, "scale": problem.scale}
+        masked: Any = {"attn_mask": mask, "scale": problem.scale}
         if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
             dq, *sums = grads or call.no_gradients(q.dtype)
             grads = [dq, *map(_by_dimension, sums)]
             rows = [turned(batch.rows_of(x)) for x in as_given]
             terms = [None if x is None else turned(batch.rows_of(x)) for x in (alive, of_lse)]
             columns = [batch.columns_of(x) for x in (call.k, call.v, *grads[1:])]
-            part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **given)
+            part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **masked)
             batch.write_rows(dq[..., : q.shape[3]], turned(part))
             continue
         by_row = by_row or [*call.rows_of_backward(grad_out, q, out, of_lse), alive]
         grad, query, *more = (turned(batch.rows_of(x)) for x in by_row)
         by_column = batch.columns_of(call.key), batch.columns_of(call.value)
-        found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.tiles.causal, **given)
+        found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.tiles.causal, **masked)
         if step.shape == call.size:
             grads += turned(found[0]), *map(over_group, found[1:])
             break

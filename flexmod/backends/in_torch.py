@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -51,15 +52,12 @@ class InTorch:
         assert first is not None
         names = (*BackwardInputs._fields[:SINGLE], *(f"kept{number}" for number in range(kept)))
         inputs, captured = _inputs(names, problem, tensors)
-        grad_out, grad_lse, query, key, value, out, lse = inputs[:SINGLE]
         wanted = (*needs, *[problem.capture_grad is not None] * len(captured))
-        of_call = zip((query, key, value, *captured), wanted, strict=True)
+        of_call = zip((*inputs[2:5], *captured), wanted, strict=True)
         made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]
-        given = query, key, value, out, lse, grad_out, grad_lse
+        given = self.module.backward, _without_tensors(problem), inputs[:SINGLE], captured, MASK, needs
         writer = PlanWriter()
-        writer.call(
-            gradients, (self.module.backward, _without_tensors(problem), given, captured, MASK, needs), made
-        )
+        writer.call(gradients, given, made)
         return Bound(writer.plan(inputs, made), tensors, first.device)
 
 
@@ -78,13 +76,13 @@ def attention(
 def gradients(
     differentiate: Callable[..., Gradients],
     problem: Problem,
-    tensors: Tensors,
+    tensors: Sequence[Any],
     captured: Sequence[Tensor],
     mask: MaskSnapshot | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """Runs a backward; `problem` comes without tensors."""
-    found = differentiate(_with_tensors(problem, captured, mask), *tensors, needs)
+    found = differentiate(_with_tensors(problem, captured, mask), BackwardInputs(*tensors), needs)
     return (*found[:3], *(found.captures or [None] * len(captured)))
 
 

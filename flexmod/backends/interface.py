@@ -10,7 +10,7 @@ tensors. Backends in plain torch (`in_torch`) have plans of one step, which call
 `reference` has only the first:
 
     forward(problem, q, k, v, *, want_max) -> Forward
-    backward(problem, q, k, v, out, lse, grad_out, grad_lse, needs) -> Gradients
+    backward(problem, given, needs) -> Gradients        with the tensors of a `BackwardInputs`
 
     q          [B, Hq, M, D]
     k          [B or 1, Hkv, N, D]        Hq is a multiple of Hkv
@@ -29,7 +29,7 @@ lse -inf and gradients 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Problem:
     value_scale: Any = None
 
 
-SINGLE = 7  # inputs of a backward before `kept` and `captured`
+SINGLE: Final = 7  # inputs of a backward before `kept` and `captured`
 
 
 class BackwardInputs(NamedTuple):

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
 from flexmod.backends import blocks, cpu, flash, products, tiles
-from flexmod.backends.interface import Forward, Gradients
+from flexmod.backends.interface import BackwardInputs, Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 
 ALL = (True, True, True)
@@ -130,7 +130,9 @@ def run(
     largest = cpu.forward(problem, *case.inputs, want_max=True)
     torch.testing.assert_close(largest.lse, result.lse)
     result = result._replace(max_scores=largest.max_scores)
-    gradients = cpu.backward(problem, *case.inputs, result.out, result.lse, case.grad_out, grad_lse, needs)
+    gradients = cpu.backward(
+        problem, BackwardInputs(case.grad_out, grad_lse, *case.inputs, result.out, result.lse), needs
+    )
     return result, gradients
 
 
