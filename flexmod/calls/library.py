@@ -103,15 +103,9 @@ def attend(
     return _operate(query, key, value, mod, parts_of(block_mask, query.device), asked)
 
 
-def dispatch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    source: Traced | None,
-    mask: MaskSnapshot | None,
-    asked: prepared.CallOptions,
-) -> Forward:
+def dispatch(call: prepared.TracedCall) -> Forward:
     """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
+    query, key, value, source, mask, asked, _ = call
     mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
     result = _operate(query, key, value, mod, parts_of(mask, query.device), asked)
     return float8.scaled(result, asked.value_scale)
@@ -235,7 +229,8 @@ def _made_ready(
     asked = prepared.CallOptions(
         prepared.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max, variant.out_dtype
     )
-    call, own = prepared.checked(query, key, value, source, mask, asked, track)
+    traced = prepared.TracedCall(query, key, value, source, mask, asked, track)
+    call, own = prepared.checked(traced)
     return prepared.CheckedCall(call, own, places if call.problem.score is not None else ())
 
 

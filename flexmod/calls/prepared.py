@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -109,8 +109,19 @@ class CheckedCall(NamedTuple):
         return self.own is None or not (self.own.traced.tensors or is_captured(device))
 
 
-# runs a checked call: query, key, value, the traced score_mod, the mask
-Dispatch = Callable[[Tensor, Tensor, Tensor, Traced | None, MaskSnapshot | None, CallOptions], Forward]
+class TracedCall(NamedTuple):
+    """A call with its traced score mod, `source`. `track`: autograd records it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    source: Traced | None
+    mask: MaskSnapshot | None
+    asked: CallOptions
+    track: bool
+
+
+Dispatch = Callable[[TracedCall], Forward]  # runs a checked call
 
 _without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose keys include the mask
 _by_mask: WeakKeyDictionary[SnapshotName, dict[object, CheckedCall]] = WeakKeyDictionary()
@@ -250,20 +261,20 @@ def _attend_anew(
         track |= in_transform() and any(map(is_wrapped, tensors))
         of_mask = () if mask is None else mask.tensors
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
+        traced = TracedCall(query, key, value, source, mask, asked, track)
         if dispatched and not reference:
-            _check(query, key, value, source, mask, asked, track)
-            with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
-                return dispatch(query, key, value, source, mask, asked)
-        call, own = checked(query, key, value, source, mask, asked, track)
-        mask = mask if own is None else own
+            _check(traced)
+            with tensor_kinds.naming_mixed(_named(traced)):
+                return dispatch(traced)
+        call, own = checked(traced)
+        traced = traced._replace(mask=mask if own is None else own)
         captured = source.tensors if source is not None and call.problem.score is not None else ()
         ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
         if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
             remember(memory, facts, ready, KNOWN)
-        if not dispatched:
-            return autograd.run(call, mask, query, key, value, (*captured, *asked.beside), plain=False)
-        with tensor_kinds.naming_mixed(_named(query, key, value, source, mask)):
-            return autograd.run(call, mask, query, key, value, (*captured, *asked.beside), plain=False)
+        naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
+        with naming:
+            return autograd.run(call, traced.mask, query, key, value, (*captured, *asked.beside), plain=False)
 
 
 def _captured(source: Traced | None) -> dict[str, Tensor]:
@@ -274,29 +285,21 @@ def _captured(source: Traced | None) -> dict[str, Tensor]:
     return dict(zip(names, source.tensors, strict=True))
 
 
-def _named(
-    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None
-) -> dict[str, Tensor]:
+def _named(call: TracedCall) -> dict[str, Tensor]:
     """Returns all tensors of a call by the user's names."""
+    mask = call.mask
     of_mask = {} if mask is None else dict(zip(mask.names, mask.tensors, strict=True))
-    captured = {f"{name},": tensor for name, tensor in _captured(source).items()}
-    return {"query": query, "key": key, "value": value, **captured, **of_mask}
+    captured = {f"{name},": tensor for name, tensor in _captured(call.source).items()}
+    return {"query": call.query, "key": call.key, "value": call.value, **captured, **of_mask}
 
 
-def checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    source: Traced | None,
-    mask: MaskSnapshot | None,
-    asked: CallOptions,
-    track: bool,
-) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
-    """Checks a call with a traced score mod, `source`; also returns the mask from its -inf branches."""
+def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
+    """Checks a call; also returns the mask from the -inf branches of its score mod."""
+    query, key, _, source, mask, asked, track = call
     backend = _backend(asked.options, query)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    _check(query, key, value, source, mask, asked, track)
+    _check(call)
     lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
     problem = Problem(
         Traced(lowered.score) if lowered and lowered.score else None,
@@ -309,10 +312,8 @@ def checked(
     return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, source: Traced | None, mask: MaskSnapshot | None,
-    asked: CallOptions, track: bool,
-) -> None:  # fmt: skip
+def _check(call: TracedCall) -> None:
+    query, key, value, source, mask, asked, track = call
     backend = _backend(asked.options, query)
     if asked.out_dtype is not None and track:
         raise errors.Float8GradientError(name="a tensor captured by score_mod")
