@@ -19,7 +19,6 @@ from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
-from flexmod.codegen.compiler import CONSTANTS
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.prelude import Family as Chips
 from flexmod.codegen.spec import Direction, template
@@ -98,7 +97,6 @@ def _set(known: Sequence[Family]) -> None:
     global _known
     _known = tuple(known)
     kernel_options.set_family_names([family.name for family in _known])
-    CONSTANTS.version = object()  # invalidates cached calls
 
 
 def reads_order(target: str) -> bool:
