@@ -13,7 +13,7 @@ from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile, option
-from flexmod.runtime.plan import Extent, Place, PlanWriter, bits
+from flexmod.runtime.plan import Extent, Keep, Place, PlanWriter, bits
 
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
@@ -73,7 +73,7 @@ def _diagonal_lists(
         makes.append(Place(name, sides, (), torch.int32))
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     layout = (storage.form, columns_of(storage, lengths, block), lengths, block, storage.separate)
-    writer.keep(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes)
+    writer.call(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes, Keep)
     full: Sequence[Place | None] = makes[2:] or (None, None)
     return {
         "DIAGONAL_COUNTS": makes[0],

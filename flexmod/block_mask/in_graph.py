@@ -29,7 +29,7 @@ from flexmod.ir.evaluate import captures_on_device, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, check_sizes
 from flexmod.ir.offsets import Positions
 from flexmod.ir.passes import fitted
-from flexmod.ir.record import Recorded, of_graph, record, traced_of
+from flexmod.ir.record import Recorded, of_graph, record
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import SourceStates, computed_from, sources_of
@@ -136,10 +136,7 @@ def _make_plain(mask: GraphMask) -> None:
     """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
     parts, positions = mask.parts, mask.positions
     device = parts.tiles[0].device
-    traced, own = (
-        traced_of(mod.text, mod.captured, mod.integers, mod.reals, device)[0]
-        for mod in (parts.tiled, parts.mod)
-    )
+    traced, own = (mod.traced(device)[0] for mod in (parts.tiled, parts.mod))
     storage = storage_of(parts.tiles, traced.graph, parts.layout)
     storage = present_tiles(storage, traced, parts.layout.sizes[2:], parts.layout.block, outside=False)
     mask_mod: MaskMod = replay(own)
@@ -193,7 +190,7 @@ def build_tiles(
     """The operation: rows and spans of the runs by row, then by column, for each batch entry and head."""
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
-    traced, _ = traced_of(mod, captured, integers, reals, device)
+    traced, _ = Recorded(mod, captured, integers, reals).traced(device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     sources = SourceStates(traced.tensors)

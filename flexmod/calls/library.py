@@ -36,7 +36,6 @@ from flexmod.ir.record import (
     of_graph,
     record,
     record_of,
-    traced_of,
 )
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
@@ -223,8 +222,8 @@ def _made_ready(
     named = {f"{name}[{i}]": tensor for name, tensors in lists.items() for i, tensor in enumerate(tensors)}
     tensor_kinds.check_readable({"query": query, "key": key, "value": value, **named})
     if variant.score != NO_MOD:
-        numbers = given.integers, given.reals
-        source, places = traced_of(variant.score, given.captured, *numbers, query.device)
+        mod = Recorded(variant.score, given.captured, given.integers, given.reals)
+        source, places = mod.traced(query.device)
     options = KernelOptions(variant.backend, variant.tiles)
     asked = prepared.CallOptions(
         prepared.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max, variant.out_dtype
@@ -243,7 +242,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     if variant.form == "storage":
         grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
         storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
-        traced, _ = traced_of(GRAPH, given.mask_captured, [graph], [], device)
+        traced, _ = Recorded(GRAPH, given.mask_captured, [graph], []).traced(device)
         _, padded, classified = variant.flags
         found = present_tiles(storage, traced, lengths, block, outside=True) if classified else storage
         return masked(found, lengths, block, traced, padded and found is storage)

@@ -281,9 +281,28 @@ class Recorded:
     """A mod as an operation's arguments: its Record's text, or GRAPH, with its tensors and numbers."""
 
     text: str
-    captured: list[Tensor]
-    integers: list[int]
-    reals: list[float]
+    captured: Sequence[Tensor]
+    integers: Sequence[int]
+    reals: Sequence[float]
+
+    def traced(self, device: torch.device) -> tuple[Traced, tuple[int, ...]]:
+        """The mod's graph, and for each of its captures the place in `captured`.
+
+        Raises OperationTensorError if torch dispatched a tensor subclass whose properties differ from the
+        tensor that it passes on.
+        """
+        if self.text != GRAPH:
+            return record_of(self.text).traced(self.captured, self.integers, self.reals, device)
+        graph = graph_of(self.integers[0])
+        for capture, tensor in zip(graph.captures, self.captured, strict=True):
+            found = capture_of(capture.name, tensor)
+            if capture != found:
+                raise errors.OperationTensorError(
+                    operation="attention", name=capture.name,
+                    found=f"{found.dtype} of {found.rank} dimensions",
+                    expected=f"{capture.dtype} of {capture.rank}",
+                )  # fmt: skip
+        return Traced(graph, tuple(self.captured)), tuple(range(len(self.captured)))
 
 
 def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded:
@@ -302,31 +321,6 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
 def of_graph(traced: Traced) -> Recorded:
     """Makes a Recorded from a traced mod, outside of TorchDynamo."""
     return Recorded(GRAPH, list(traced.tensors), [numbered(traced.graph)[1]], [])
-
-
-def traced_of(
-    text: str,
-    captured: Sequence[Tensor],
-    integers: Sequence[int],
-    reals: Sequence[float],
-    device: torch.device,
-) -> tuple[Traced, tuple[int, ...]]:
-    """The graph of a Recorded mod, and for each of its captures the place in `captured`.
-
-    Raises OperationTensorError if torch dispatched a tensor subclass whose properties differ from the tensor
-    that it passes on.
-    """
-    if text != GRAPH:
-        return record_of(text).traced(captured, integers, reals, device)
-    graph = graph_of(integers[0])
-    for capture, tensor in zip(graph.captures, captured, strict=True):
-        found = capture_of(capture.name, tensor)
-        if capture != found:
-            raise errors.OperationTensorError(
-                operation="attention", name=capture.name, found=f"{found.dtype} of {found.rank} dimensions",
-                expected=f"{capture.dtype} of {capture.rank}",
-            )  # fmt: skip
-    return Traced(graph, tuple(captured)), tuple(range(len(captured)))
 
 
 NAMED = (torch.dtype, torch.layout, torch.memory_format)

@@ -218,7 +218,7 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
     made: dict[str, Any] = {}
     for name, value in {**step.arguments, **rung_arguments(step)}.items():
         if isinstance(value, Descriptor):
-            made[name] = _described(value, tensor_of(value.base), extents)
+            made[name] = _describer(value, extents)(tensor_of(value.base))
         elif isinstance(value, RunNumber):
             made[name] = extents[value.name]
         else:
@@ -280,7 +280,3 @@ def _describer(value: Descriptor, known: Mapping[str, int]) -> Callable[[Tensor]
     shape, strides = list(values_of(value.shape, known)), list(values_of(value.strides, known))
     block, of = list(value.block), layout(value.block, value.base.dtype)
     return lambda base: TensorDescriptor(base, shape, strides, block, of)
-
-
-def _described(value: Descriptor, base: Tensor, known: Mapping[str, int]) -> TensorDescriptor:
-    return _describer(value, known)(base)

@@ -362,17 +362,9 @@ class PlanWriter:
         function: Callable[..., Sequence[torch.Tensor | None]],
         arguments: Sequence[Any],
         makes: Sequence[Place | None] = (),
+        step: type[Call] = Call,
     ) -> tuple[Place | None, ...]:
-        self.steps.append(Call(function, tuple(arguments), tuple(makes)))
-        return tuple(makes)
-
-    def keep(
-        self,
-        function: Callable[..., Sequence[torch.Tensor | None]],
-        arguments: Sequence[Any],
-        makes: Sequence[Place | None],
-    ) -> tuple[Place | None, ...]:
-        self.steps.append(Keep(function, tuple(arguments), tuple(makes)))
+        self.steps.append(step(function, tuple(arguments), tuple(makes)))
         return tuple(makes)
 
     def plan(

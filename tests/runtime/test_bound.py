@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmod.runtime import bound, interpreter, launch
 from flexmod.runtime.bound import Bound
-from flexmod.runtime.plan import Place, PlanWriter, Size, named
+from flexmod.runtime.plan import Keep, Place, PlanWriter, Size, named
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def counted(x: Tensor, number: int) -> tuple[Tensor]:
 def kept_by(number: int) -> Bound:
     writer, x = PlanWriter(), named("x", torch.ones(2))
     made = Place("made", x.shape, (1,), torch.float32)
-    writer.keep(counted, (x, number), (made,))
+    writer.call(counted, (x, number), (made,), Keep)
     return Bound(writer.plan((x,), (made,)), (torch.ones(2),), CPU)
 
 
