@@ -26,10 +26,11 @@ from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
-from flexmod.ir.composed import Derived, moved
+from flexmod.ir.composed import Derived
 from flexmod.ir.graph import check_sizes, expect_size
 from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted
+from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 
 How = Literal["and", "or"]
@@ -49,10 +50,7 @@ class Combined(Derived):
 
     @property
     def __name__(self) -> str:
-        return f"({_name(self.first)} {self.how} {_name(self.second)})"
-
-    def to(self, device: torch.device | str) -> Combined:
-        return Combined(self.how, moved(self.first, device), moved(self.second, device))
+        return f"({mod_name(self.first)} {self.how} {mod_name(self.second)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +65,7 @@ class Complement(Derived):
 
     @property
     def __name__(self) -> str:
-        return f"(not {_name(self.mask_mod)})"
-
-    def to(self, device: torch.device | str) -> Complement:
-        return Complement(moved(self.mask_mod, device))
+        return f"(not {mod_name(self.mask_mod)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +88,6 @@ class Listed(Derived):
         kind = self.tiles[place]
         return (kind == FULL) | ((kind == PARTIAL) & self.mask_mod(b, h, q_idx, kv_idx))
 
-    @property
-    def __name__(self) -> str:
-        return _name(self.mask_mod)
-
-    def to(self, device: torch.device | str) -> Listed:
-        return Listed(moved(self.mask_mod, device), self.tiles.to(device), self.block)
-
 
 @dataclass(frozen=True, eq=False)
 class Dense(Derived):
@@ -115,9 +103,6 @@ class Dense(Derived):
         return self.dense[b, h, q_idx, expect_size(kv_idx, keys, "a dense mask", "shape[3]")]
 
     __name__ = "dense"
-
-    def to(self, device: torch.device | str) -> Dense:
-        return Dense(self.dense.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +124,7 @@ class OfBatch(Derived):
 
     @property
     def __name__(self) -> str:
-        return f"cat({_name(self.first)}, {_name(self.second)})"
-
-    def to(self, device: torch.device | str) -> OfBatch:
-        return OfBatch(moved(self.first, device), moved(self.second, device), self.batch)
-
-
-def _name(mask_mod: MaskMod) -> str:
-    return getattr(mask_mod, "__name__", type(mask_mod).__name__)
+        return f"cat({mod_name(self.first)}, {mod_name(self.second)})"
 
 
 Lengths = tuple[int, int]

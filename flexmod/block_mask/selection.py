@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
-from flexmod.ir.composed import Derived, moved
+from flexmod.ir.composed import Derived
 from flexmod.ir.graph import as_position
 from flexmod.ir.offsets import LARGEST, IndexMap
 
@@ -29,19 +29,16 @@ MaskMod = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(IndexMap):
     start: int
     step: int = 1
 
     def __call__(self, index: Any) -> Any:
         return (index if self.step == 1 else index * self.step) + self.start
 
-    def to(self, device: torch.device | str) -> IndexMap:
-        return self
-
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Table(IndexMap):
     """Maps an index to `entries[index]`, int32 [n], numbers from 0 to `largest`."""
 
     entries: Tensor
@@ -50,12 +47,9 @@ class Table:
     def __call__(self, index: Any) -> Any:
         return as_position(self.entries[index], index, self.largest)
 
-    def to(self, device: torch.device | str) -> IndexMap:
-        return Table(self.entries.to(device), self.largest)
-
 
 @dataclass(frozen=True)
-class InBlocks:
+class InBlocks(IndexMap):
     """Maps blocks of `size` positions as a whole."""
 
     blocks: IndexMap
@@ -64,12 +58,9 @@ class InBlocks:
     def __call__(self, index: Any) -> Any:
         return self.blocks(index // self.size) * self.size + index % self.size
 
-    def to(self, device: torch.device | str) -> IndexMap:
-        return InBlocks(self.blocks.to(device), self.size)
-
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(IndexMap):
     """Applies `second` to an index, then `first` to the result."""
 
     first: IndexMap
@@ -78,19 +69,13 @@ class Composed:
     def __call__(self, index: Any) -> Any:
         return self.first(self.second(index))
 
-    def to(self, device: torch.device | str) -> IndexMap:
-        return Composed(self.first.to(device), self.second.to(device))
-
 
 @dataclass(frozen=True)
-class Same:
+class Same(IndexMap):
     """The identity, on the same number of positions."""
 
     def __call__(self, index: Any) -> Any:
         return index
-
-    def to(self, device: torch.device | str) -> IndexMap:
-        return self
 
 
 KEPT = Same()
@@ -146,14 +131,6 @@ class Rebased(Derived):
             for move, index in ((self.b, b), (self.h, h), (self.q, q_idx))
         ]
         return self.mask_mod(*old, kv_idx)
-
-    @property
-    def __name__(self) -> str:
-        return getattr(self.mask_mod, "__name__", type(self.mask_mod).__name__)
-
-    def to(self, device: torch.device | str) -> Rebased:
-        return Rebased(moved(self.mask_mod, device), self.b.to(device), self.h.to(device), self.q.to(device))
-
 
 AXES = ("batches", "heads", "rows of tiles")
 Chosen = Sequence[int]

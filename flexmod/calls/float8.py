@@ -27,10 +27,9 @@ from flexmod.backends.interface import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
-from flexmod.ir.composed import Derived, moved
+from flexmod.ir.composed import Derived
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
-from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import assume_constant, is_wrapped
@@ -104,14 +103,6 @@ class ScaledScore(Derived):
         # kernels need no product for each element, since the factor is not negative
         score = score if factor is None else score * factor.abs()
         return self.score_mod(score, b, h, q_idx, kv_idx)
-
-    @property
-    def __name__(self) -> str:
-        return mod_name(self.score_mod)
-
-    def to(self, device: torch.device | str) -> ScaledScore:
-        query, key = (None if x is None else x.to(device) for x in (self.query, self.key))
-        return ScaledScore(moved(self.score_mod, device), query, key, self.group, self.shared)
 
 
 def _natural(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -6,9 +6,9 @@ A Derived is a mod built from others: a slice of a mask, two masks combined, a m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from flexmod.ir.replay import CopiesByAttribute, Replay, for_pickle, replay, tra
 from flexmod.ir.source import check_arity, mod_name
 
 MaskMod = Callable[..., Any]
+Moved = TypeVar("Moved", bound="Movable")
 # the fields of a Derived that are mods, and their kinds
 MODS = {"mask_mod": "mask", "first": "mask", "second": "mask", "score_mod": "score"}
 
@@ -182,18 +183,32 @@ def _check_callable(mask_mods: Sequence[object]) -> None:
         check_arity(mask_mod, "mask")
 
 
-class Derived(CopiesByAttribute):
+class Movable:
+    """Base of dataclasses with tensors of their own, in fields or in such objects."""
+
+    def to(self: Moved, device: torch.device | str) -> Moved:
+        """A copy with its tensors on `device`. Tensors that a user's mod captures do not move."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **{name: moved(part, device) for name, part in parts.items()})  # type: ignore[type-var]
+
+
+def moved(part: Any, device: torch.device | str) -> Any:
+    return part.to(device) if isinstance(part, (torch.Tensor, Movable)) else part
+
+
+class Derived(CopiesByAttribute, Movable):
     """Base of dataclasses that are mods built from others, with tensors of their own. The pickle records what
     the inner mods do.
     """
 
+    @property
+    def __name__(self) -> str:
+        """The name of the mod that gets the arguments."""
+        return mod_name(next(getattr(self, name) for name in MODS if hasattr(self, name)))
+
     def __reduce__(self) -> tuple[Any, ...]:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         return type(self), tuple([for_pickle(x, MODS[name]) if name in MODS else x for name, x in values])
-
-    def to(self, device: torch.device | str) -> Any:
-        """A copy with its own tensors on `device`. Tensors that a user's mod captures do not move."""
-        raise NotImplementedError
 
 
 def may_change(mod: Callable[..., Any]) -> bool:
@@ -202,7 +217,3 @@ def may_change(mod: Callable[..., Any]) -> bool:
         names = [field.name for field in fields(mod)]
         return any(may_change(getattr(mod, name)) for name in names if name in MODS)
     return not isinstance(mod, Replay)
-
-
-def moved(mod: Callable[..., Any], device: torch.device | str) -> Callable[..., Any]:
-    return mod.to(device) if isinstance(mod, Derived) else mod

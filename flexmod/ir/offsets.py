@@ -15,16 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.ir.composed import Derived, moved
+from flexmod.ir.composed import Derived, Movable
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import as_int, expect_size
-from flexmod.ir.source import mod_name
 from flexmod.runtime import config, tensor_kinds
 
 LARGEST = 2**30  # offset; the kernels count as many queries and keys
@@ -65,16 +64,15 @@ class Offset:
 OffsetLike = int | Tensor | Offset | None
 
 
-class IndexMap(Protocol):
+class IndexMap(Movable):
     """Maps a new index to the old one; takes traced scalars and tensors."""
 
-    def __call__(self, index: Any) -> Any: ...
-
-    def to(self, device: torch.device | str) -> IndexMap: ...
+    def __call__(self, index: Any) -> Any:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class Positions:
+class Positions(Movable):
     """Turns indices into positions. Offsets are numbers, or tensors int32 or int64 [B] or of one element,
     with values up to their bound.
 
@@ -132,12 +130,6 @@ class Positions:
                 for value in offset.aminmax():
                     check_range(name, int(value), bound)
 
-    def moved(self, device: torch.device | str) -> Positions:
-        """A copy with its tensors on another device."""
-        of = [x.to(device) if is_tensor(x) else x for x in (self.q_offset, self.kv_offset)]  # type: ignore[union-attr]
-        rows = None if self.rows is None else self.rows.to(device)
-        return replace(self, q_offset=of[0], kv_offset=of[1], rows=rows)
-
     def agrees(self, other: Positions | None) -> bool:
         """Do both have the same offsets? Tensors are the same if they share their memory."""
         other = other or NO_OFFSETS
@@ -193,13 +185,6 @@ class MaskAt(Derived):
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.mask_mod(b, h, *self.positions.of(b, q_idx, kv_idx))
 
-    @property
-    def __name__(self) -> str:
-        return mod_name(self.mask_mod)
-
-    def to(self, device: torch.device | str) -> MaskAt:
-        return MaskAt(moved(self.mask_mod, device), self.positions.moved(device))
-
 
 @dataclass(frozen=True, eq=False)
 class ScoreAt(Derived):
@@ -210,10 +195,6 @@ class ScoreAt(Derived):
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.score_mod(score, b, h, *self.positions.of(b, q_idx, kv_idx))
-
-    @property
-    def __name__(self) -> str:
-        return mod_name(self.score_mod)
 
 
 def positions_of(mask_mod: Callable[..., Any] | None) -> Positions | None:
