@@ -178,17 +178,16 @@ def ladder(
     spec: KernelSpec, direction: Direction, score: ModText | None, mask: ModText | None
 ) -> tuple[Shape, ...]:
     """The shapes to try, best first. Measured on an H200."""
-    return (
-        _forward_ladder(spec, score, mask) if direction == "forward" else _backward_ladder(spec, score, mask)
-    )
+    if direction == "backward":
+        return _backward_ladder(spec, score, mask)
+    kv_block = spec.mask_block[1] if spec.mask_block else 128
+    return tuple(shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
 
 
-def _forward_ladder(
-    spec: KernelSpec, score: ModText | None, mask: ModText | None
-) -> tuple[ForwardShape, ...]:
+def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[ForwardShape]:
     widest = max(spec.head_tile, spec.value_tile)
     if spec.v_dtype in FLOAT8:
-        return _float8_ladder(spec, widest)
+        return _float8_ladder(widest)
     narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
     shapes = [narrow]
     if widest <= 128:
@@ -201,17 +200,15 @@ def _forward_ladder(
         busy = widest > 64 and score is not None and "element" in score.expensive
         if values > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
-    kv_block = spec.mask_block[1] if spec.mask_block else 128
-    return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
+    return shapes
 
 
-def _float8_ladder(spec: KernelSpec, widest: int) -> tuple[ForwardShape, ...]:
+def _float8_ladder(widest: int) -> list[ForwardShape]:
     """Shapes for values in float8, whose tiles take half of the memory."""
     shapes = [ForwardShape(2, 128, 3 if widest <= 128 else 2), ForwardShape(2, 64, 4 if widest <= 128 else 3)]
     if widest <= 128:
         shapes.insert(0, ForwardShape(3, 128, 3))
-    kv_block = spec.mask_block[1] if spec.mask_block else 128
-    return tuple(shape for shape in shapes if kv_block % shape.block_n == 0)
+    return shapes
 
 
 def _backward_ladder(

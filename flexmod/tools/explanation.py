@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from flexmod import errors
-from flexmod.codegen.compiler import capture_grad, capture_texts
-from flexmod.codegen.kernels import NO_CAPTURES
+from flexmod.codegen.compiler import capture_grad
 from flexmod.codegen.render import render
 from flexmod.codegen.variant import Variant, variant
 from flexmod.ir.graph import Graph
@@ -105,13 +104,8 @@ def explain(
     made = variant(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size
     )
-    score, mask, spec = made.score, made.mask, made.spec
-    captures = NO_CAPTURES
-    if made.learned and score and score.score:
-        captures = capture_texts(score.score, made.learned)
-    score_text, mask_text = score.text if score else None, mask.text if mask else None
-    grad_text = score.grad_text if score else None
-    source = render(spec, score_text, mask_text, grad_text, captures)
+    kernels = made.kernels(made.spec.directions[-1])
+    source = render(kernels.spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
     graphs = tuple(graphs_of(made).values())
     with lazy_imports():
         from flexmod.backends.of_variant import plans_of, sources_of
