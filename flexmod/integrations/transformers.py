@@ -294,13 +294,8 @@ def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor
 
 
 def _mask_of_dense(dense: Tensor) -> BlockMask:
-    kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
-    batch, heads, queries, keys = kept.shape
-
-    def dense_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kept[b if batch > 1 else 0, h if heads > 1 else 0, q_idx, kv_idx]
-
-    return create_block_mask(dense_mask, batch, heads, queries, keys, kept.device)
+    forbidden = None if dense.dtype == torch.bool else torch.finfo(dense.dtype).min
+    return create_block_mask(dense if forbidden is None else dense.detach() > forbidden)
 
 
 def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask:

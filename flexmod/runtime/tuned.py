@@ -44,6 +44,10 @@ class Choice:
     tiles: Mapping[str, Any] = field(default_factory=dict)
     family: str = ""
 
+    def of(self, kernels: Made) -> dict[str, Any]:
+        """Returns the rungs of a family's kernels."""
+        return {name: tile for name, tile in self.tiles.items() if isinstance(tile, kernels.rungs)}
+
     def __str__(self) -> str:
         names = [f"{name} {tile}" for name, tile in self.tiles.items()]
         names += [f"{self.family} template"] if self.family else []
@@ -174,8 +178,7 @@ def apply(kernels: Made, key: Key, device: torch.device, kinds: Kinds) -> None:
     _applied[kernels] = choice
     for known in [of for of in kernels.tiles if of[1] == device]:
         del kernels.tiles[known]
-    own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
-    kernels.tiles.update({(name, device): tile for name, tile in own.items()})
+    kernels.tiles.update({(name, device): tile for name, tile in choice.of(kernels).items()})
     if kernels.spec.exact and "dq" in choice.tiles:  # both kernels must add in one order
         kernels.tiles["delta", device] = choice.tiles["dq"]
     if kernels.limits.gives_way and choice.family not in ("", kernels.family):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.backends.families import INTERPRETER, PORTABLE, serving
+from flexmod.backends.families import INTERPRETER, PORTABLE, kernels_of, serving
 from flexmod.calls.attention import flex_attention
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, Tile
@@ -188,8 +188,7 @@ class _Bench:
 def _runs(choice: Choice, key: tuned.Key, kernels: Made) -> bool:
     """Returns whether a launch used the choice; a launch replaces tiles that do not fit the device."""
     taken = {name: tile for (name, _), tile in kernels.tiles.items()}
-    own = {name: tile for name, tile in choice.tiles.items() if isinstance(tile, kernels.rungs)}
-    return all(taken.get(name, tile) == tile for name, tile in own.items())
+    return all(taken.get(name, tile) == tile for name, tile in choice.of(kernels).items())
 
 
 def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
@@ -199,7 +198,7 @@ def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         family, _ = serving(made, direction, target)
-        kernels: Any = family.kernels(made.kernels(direction, reduce_in_backward=family.reduce_in_backward))
+        kernels: Any = kernels_of(family, made, direction)
         if family is not PORTABLE:
             rungs = (Choice({direction: rung}) for rung in kernels.choices(direction))
             yield Search(direction, direction, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])
