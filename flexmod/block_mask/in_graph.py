@@ -275,8 +275,8 @@ def present_tiles(
 
     A compiled graph has the tiles of a mask as inputs, and no code of it runs before they are read. So the
     operation that reads them finds them again after a write, and so does its backward. It remembers what it
-    found for a mask from `outside` the graph, but on a GPU nothing that may be in the memory of a CUDA graph:
-    torch gives such a graph copies of its inputs.
+    found for a mask from `outside` the graph. On a GPU that excludes tiles that may be in a CUDA graph's
+    memory: torch gives such a graph copies of its inputs.
     """
     runs = None if storage.outdated else storage.runs("kv")
     if not traced.tensors or runs is None or not all(lengths):

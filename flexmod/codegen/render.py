@@ -222,7 +222,7 @@ def _in_parts(mod: ModText, own: str, rest: str) -> str:
 
 
 def _with_unspecialized(function: re.Match[str]) -> str:
-    """Moves the marks of a kernel's parameters into its decorator, and drops those of another function."""
+    """Moves the marks of a kernel's parameters into its decorator, and drops another function's."""
     decorator, name, signature = function.groups()
     names = ", ".join(f'"{marked}"' for marked in MARKED.findall(signature))
     if len(names) >= 78:

@@ -275,7 +275,7 @@ def _without_dropout(module: nn.Module, dropout: float) -> str:
 def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     """[B or 1, Hq or 1, queries, keys] of a mask or bias; it may have one row for all queries, or more keys.
 
-    `sizes` are those of the scores. Raises TransformersArgumentError for a tensor that does not fit them: a
+    `sizes`: of the scores. Raises TransformersArgumentError for a tensor that does not fit them: a
     kernel reads nothing outside of it, and would compute something else.
     """
     is_mask = name == "attention_mask"

@@ -67,7 +67,7 @@ def check_packing(
 ) -> None:
     """Accepts the offsets of packed queries and keys by their names, [n + 1] each.
 
-    The offsets of keys may be None. Then those of the queries are theirs too.
+    If the offsets of keys are None, keys have the queries' offsets.
     """
     (name, queries), (kv_name, keys) = offsets.items()
     check_starts(function, name, queries, total)
