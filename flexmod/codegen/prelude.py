@@ -42,9 +42,10 @@ def functions(file: str) -> Mapping[str, str]:
     return found
 
 
-def texts(file: str, *names: str) -> str:
-    """The texts of some functions of a file, ready for a module."""
-    return "\n\n\n".join(functions(file)[name] for name in names)
+def called_by(text: str, *files: str) -> str:
+    """The functions of these files that a module's text calls, directly or indirectly, in their order."""
+    known = {name: own for file in files for name, own in functions(file).items()}
+    return "\n\n\n".join(_with_called(known, text))
 
 
 def names() -> frozenset[str]:
@@ -62,17 +63,21 @@ def used_by(*texts: str, single: bool = False, target: str = "") -> str:
         **(functions("float32_arithmetic") if single else {}),
         **_made_for(target),
     }
+    return "\n\n".join(own + "\n" for own in _with_called(known, "\n".join(texts)))
+
+
+def _with_called(known: Mapping[str, str], text: str) -> list[str]:
     wanted: set[str] = set()
-    found = _called("\n".join(texts))
+    found = _called(tuple(known), text)
     while found - wanted:
         wanted |= found
-        found = _called("\n".join(known[name] for name in wanted))
-    return "\n\n".join(known[name] + "\n" for name in known if name in wanted)
+        found = _called(tuple(known), "\n".join(known[name] for name in wanted))
+    return [own for name, own in known.items() if name in wanted]
 
 
 def in_pairs(text: str, target: str) -> bool:
     """Does the text call a function that, on these chips, may corrupt an element by its neighbor in a row?"""
-    return any("pack=2" in _made_for(target).get(name, "") for name in _called(text))
+    return any("pack=2" in _made_for(target)[name] for name in _called(tuple(_made_for(target)), text))
 
 
 def _made_for(target: str) -> Mapping[str, str]:
@@ -80,10 +85,10 @@ def _made_for(target: str) -> Mapping[str, str]:
     return functions(f"{target}_arithmetic") if target else {}
 
 
-def _called(text: str) -> set[str]:
-    return set(_calls().findall(text))
+def _called(names: tuple[str, ...], text: str) -> set[str]:
+    return set(_calls(names).findall(text)) if names else set()
 
 
 @cache
-def _calls() -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.])({'|'.join(functions('arithmetic'))})\(")
+def _calls(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.])({'|'.join(names)})\(")

@@ -31,6 +31,9 @@ INDENT = "    "
 # A function with its parameters on lines of their own. A mark, `!`, follows each number that Triton must not
 # specialize a kernel for.
 SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
+# the place of the device functions that a module calls, and the files that have them
+FUNCTIONS = re.compile("\1(.*)\1")
+COMMENT = re.compile("#.*")
 MARKED = re.compile(r"(\w+)!(?=,)")
 
 
@@ -143,7 +146,7 @@ def _environment() -> jinja2.Environment:
         in_parts=_in_parts,
         captured=_captured,
         parameters=parameters,
-        device_functions=prelude.texts,
+        device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_tidy`
         as_tuple=_as_tuple,
     )
     return environment
@@ -267,7 +270,12 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
 
 
 def _tidy(text: str) -> str:
-    """No trailing blanks, no more than two blank lines together, one newline at the end; no marks."""
+    """A module with the device functions that it calls, and without marks.
+
+    No trailing blanks, no more than two blank lines together, one newline at the end.
+    """
+    code = COMMENT.sub("", text)
+    text = FUNCTIONS.sub(lambda files: prelude.called_by(code, *files[1].split()) or NO_LINE, text)
     lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
     return SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")
