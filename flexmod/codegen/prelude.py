@@ -68,16 +68,16 @@ def used_by(*texts: str, single: bool = False, target: str = "") -> str:
 
 def _with_called(known: Mapping[str, str], text: str) -> list[str]:
     wanted: set[str] = set()
-    found = _called(tuple(known), text)
+    found = called(tuple(known), text)
     while found - wanted:
         wanted |= found
-        found = _called(tuple(known), "\n".join(known[name] for name in wanted))
+        found = called(tuple(known), "\n".join(known[name] for name in wanted))
     return [own for name, own in known.items() if name in wanted]
 
 
 def in_pairs(text: str, target: str) -> bool:
     """Does the text call a function that, on these chips, may corrupt an element by its neighbor in a row?"""
-    return any("pack=2" in _made_for(target)[name] for name in _called(tuple(_made_for(target)), text))
+    return any("pack=2" in _made_for(target)[name] for name in called(tuple(_made_for(target)), text))
 
 
 def _made_for(target: str) -> Mapping[str, str]:
@@ -85,7 +85,8 @@ def _made_for(target: str) -> Mapping[str, str]:
     return functions(f"{target}_arithmetic") if target else {}
 
 
-def _called(names: tuple[str, ...], text: str) -> set[str]:
+def called(names: tuple[str, ...], text: str) -> set[str]:
+    """Which of these functions a text calls."""
     return set(_calls(names).findall(text)) if names else set()
 
 

@@ -31,8 +31,8 @@ INDENT = "    "
 # A function with its parameters on lines of their own. A mark, `!`, follows each number that Triton must not
 # specialize a kernel for.
 SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
-# the place of the device functions that a module calls, and the files that have them
-FUNCTIONS = re.compile("\1(.*)\1")
+# the place of the device functions that a module calls, and the files that have them; of names that it calls
+FUNCTIONS, NAMES = re.compile("\1(.*)\1"), re.compile("\2(.*)\2")
 COMMENT = re.compile("#.*")
 MARKED = re.compile(r"(\w+)!(?=,)")
 
@@ -147,6 +147,7 @@ def _environment() -> jinja2.Environment:
         captured=_captured,
         parameters=parameters,
         device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_tidy`
+        called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
     )
     return environment
@@ -276,6 +277,7 @@ def _tidy(text: str) -> str:
     """
     code = COMMENT.sub("", text)
     text = FUNCTIONS.sub(lambda files: prelude.called_by(code, *files[1].split()) or NO_LINE, text)
+    text = NAMES.sub(lambda names: ", ".join(sorted(prelude.called(tuple(names[1].split()), text))), text)
     lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
     return SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")
