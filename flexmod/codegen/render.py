@@ -31,7 +31,7 @@ INDENT = "    "
 # A function with its parameters on lines of their own. A mark, `!`, follows each number that Triton must not
 # specialize a kernel for.
 SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
-# the place of the device functions that a module calls, and the files that have them; of names that it calls
+# stands for the device functions of some files that the module calls, and for the names that it calls of some
 FUNCTIONS, NAMES = re.compile("\1(.*)\1"), re.compile("\2(.*)\2")
 COMMENT = re.compile("#.*")
 MARKED = re.compile(r"(\w+)!(?=,)")
@@ -63,7 +63,7 @@ def render(
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
     texts = (score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
     mods = [mod.text for mod in texts if mod]
-    return _tidy(
+    return _finished(
         _environment()
         .get_template(template)
         .render(
@@ -93,7 +93,7 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
     `elements_kernel`.
     """
     texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
-    return _tidy(
+    return _finished(
         _environment()
         .get_template("block_mask_module.jinja")
         .render(
@@ -146,7 +146,7 @@ def _environment() -> jinja2.Environment:
         in_parts=_in_parts,
         captured=_captured,
         parameters=parameters,
-        device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_tidy`
+        device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
         called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
     )
@@ -270,7 +270,7 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     return lines
 
 
-def _tidy(text: str) -> str:
+def _finished(text: str) -> str:
     """A module with the device functions that it calls, and without marks.
 
     No trailing blanks, no more than two blank lines together, one newline at the end.
