@@ -17,6 +17,7 @@ from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.runtime.plan import (
     MASK,
     Allocate,
+    Binding,
     Call,
     Keep,
     Launch,
@@ -56,7 +57,8 @@ class Bound:
             from flexmod.runtime import launch
 
             kinds, self._hooked = {**_STEPS, Launch: launch.BoundLaunch}, launch.hooked
-        steps = [kinds[type(step)](step, slots, known, device) for step in plan.steps]
+        to = Binding(slots, known, device)
+        steps = [kinds[type(step)](step, to) for step in plan.steps]
         self._steps = [step.run for step in steps]
         self._watched = [step.watched for step in steps]
         self._results = [None if place is None else slots[place.name] for place in plan.results]
@@ -93,14 +95,12 @@ def _slots(plan: Plan) -> dict[str, int]:
 
 
 class _Allocated:
-    def __init__(
-        self, step: Allocate, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
+    def __init__(self, step: Allocate, to: Binding) -> None:
         place = step.place
-        self._slot, self._zeros = slots[place.name], step.zeros
-        self._like = values_of(place.shape, known), values_of(place.strides, known)
-        self._dtype, self._device = place.dtype, device
-        self._quick = quick_empty_strided(device.type)
+        self._slot, self._zeros = to.slots[place.name], step.zeros
+        self._like = values_of(place.shape, to.extents), values_of(place.strides, to.extents)
+        self._dtype, self._device = place.dtype, to.device
+        self._quick = quick_empty_strided(to.device.type)
 
     def run(self, room: Room, mask: Any) -> None:
         index = self._device.index
@@ -117,12 +117,10 @@ class _Allocated:
 
 
 class _Viewed:
-    def __init__(
-        self, step: View, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
-        self._slot, self._of = slots[step.place.name], slots[step.of.name]
-        self._like = values_of(step.place.shape, known), values_of(step.place.strides, known)
-        self._offset = value_of(step.offset, known)
+    def __init__(self, step: View, to: Binding) -> None:
+        self._slot, self._of = to.slots[step.place.name], to.slots[step.of.name]
+        self._like = values_of(step.place.shape, to.extents), values_of(step.place.strides, to.extents)
+        self._offset = value_of(step.offset, to.extents)
 
     def run(self, room: Room, mask: Any) -> None:
         of = room[self._of]
@@ -132,12 +130,10 @@ class _Viewed:
 
 
 class _Called:
-    def __init__(
-        self, step: Call, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
+    def __init__(self, step: Call, to: Binding) -> None:
         self._function = step.function
-        self._arguments = _filler(step.arguments, slots, known)
-        self._slots = [None if place is None else slots[place.name] for place in step.makes]
+        self._arguments = _filler(step.arguments, to)
+        self._slots = [None if place is None else to.slots[place.name] for place in step.makes]
 
     def run(self, room: Room, mask: Any) -> None:
         self._fill(room, self._function(*self._arguments(room, mask)))
@@ -153,13 +149,11 @@ class _Called:
 class _Kept(_Called):
     """A `Keep` step. Each stream has its own results, since another stream could read them too early."""
 
-    def __init__(
-        self, step: Keep, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
-        super().__init__(step, slots, known, device)
-        self._device = device
-        self._reads = [slots[place.name] for place in _places(step.arguments)]
-        self._key = (step.function.__name__, _plain(step.arguments, known))
+    def __init__(self, step: Keep, to: Binding) -> None:
+        super().__init__(step, to)
+        self._device = to.device
+        self._reads = [to.slots[place.name] for place in _places(step.arguments)]
+        self._key = (step.function.__name__, _plain(step.arguments, to.extents))
 
     def run(self, room: Room, mask: Any) -> None:
         kept = None if mask is None else mask.derived
@@ -188,20 +182,20 @@ _STEPS: dict[type, Any] = {
 }  # fmt: skip
 
 
-def _filler(value: Any, slots: Mapping[str, int], known: Mapping[str, int]) -> Callable[[Room, Any], Any]:
+def _filler(value: Any, to: Binding) -> Callable[[Room, Any], Any]:
     """Returns a function that puts a run's tensors and mask into nested arguments."""
     if isinstance(value, Place):
-        slot = slots[value.name]
+        slot = to.slots[value.name]
         return lambda room, mask: room[slot]
     if value is MASK:
         return lambda room, mask: mask
     if type(value) in (list, tuple):
-        kind, parts = type(value), [_filler(part, slots, known) for part in value]
+        kind, parts = type(value), [_filler(part, to) for part in value]
         return lambda room, mask: kind([part(room, mask) for part in parts])
     if type(value) is dict:
-        named = {key: _filler(part, slots, known) for key, part in value.items()}
+        named = {key: _filler(part, to) for key, part in value.items()}
         return lambda room, mask: {key: part(room, mask) for key, part in named.items()}
-    number = value_of(value, known)
+    number = value_of(value, to.extents)
     return lambda room, mask: number
 
 

@@ -25,7 +25,7 @@ from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
 from flexmod.runtime.lazy_imports import lazy_imports
-from flexmod.runtime.plan import Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
+from flexmod.runtime.plan import Binding, Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
 from flexmod.runtime.private_triton import OutOfResources
 
 # kernel_options for AMD, which pass to Triton unchanged
@@ -229,22 +229,20 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
 class BoundLaunch:
     """A launch with computed grid and numbers."""
 
-    def __init__(
-        self, step: Launch, slots: Mapping[str, int], known: Mapping[str, int], device: torch.device
-    ) -> None:
-        self._step, self._device = step, device
-        self._grid = (value_of(step.grid, known),)
+    def __init__(self, step: Launch, to: Binding) -> None:
+        self._step, self._device = step, to.device
+        self._grid = (value_of(step.grid, to.extents),)
         self._fixed: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
         self._descriptors: dict[str, Callable[[Tensor], TensorDescriptor]] = {}
         for name, value in {**step.arguments, **rung_arguments(step)}.items():
             if isinstance(value, Descriptor):
-                self._slots[name] = slots[value.base.name]
-                self._descriptors[name] = _describer(value, known)
+                self._slots[name] = to.slots[value.base.name]
+                self._descriptors[name] = _describer(value, to.extents)
             elif isinstance(value, (Place, RunNumber)):
-                self._slots[name] = slots[value.name]
+                self._slots[name] = to.slots[value.name]
             else:
-                self._fixed[name] = value_of(value, known)
+                self._fixed[name] = value_of(value, to.extents)
         self._direct: Direct | None = None
 
     def run(self, room: list[Any], mask: Any) -> None:

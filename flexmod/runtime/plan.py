@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -285,6 +285,14 @@ class Keep(Call):
 
 
 Step = Allocate | View | Launch | Call
+
+
+class Binding(NamedTuple):
+    """What the steps of a plan are bound to. `slots` numbers the places of a run by name."""
+
+    slots: Mapping[str, int]
+    extents: Extents
+    device: torch.device
 
 
 def _said(value: Any) -> str:
