@@ -19,6 +19,9 @@ from flexmod.ir.source import place_of, user_frame
 
 TRUTH = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
 SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+WITHOUT_GRADIENT = (
+    "leave it out, since gradients flow through all of a mod; for a constant, capture tensor.detach()."
+)
 LARGEST = {"max": ("torch.maximum", "min"), "min": ("torch.minimum", "max")}
 ALL = {"all": ("&", "and_"), "any": ("|", "or_")}
 LOGICAL = {ast.BitAnd: "&", ast.BitOr: "|", ast.And: "&", ast.Or: "|"}
@@ -201,6 +204,8 @@ def of_operation(name: str, table: str = "table") -> str:
     """For a torch function that no kernel has; `table` names the captured tensor that it was given."""
     if name in LOOKUPS:
         return f"index it: {table}[q_idx]."
+    if name == "detach":
+        return WITHOUT_GRADIENT
     if name in OF_SETS:
         return f"make a table before the call, {OF_SETS[name].format(table=table)}"
     return "write it with elementwise operations; flexmod/ir/ops.py is the table of those there are."

@@ -340,17 +340,19 @@ def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
 
 def flowing_captures(result: Node) -> tuple[int, ...]:
     """The numbers of the captures whose values reach the result as floats, not by comparisons or indices."""
-    found: set[Node] = set()
+    return used_captures(flowing(result))
+
+
+def flowing(result: Node) -> set[Node]:
+    """The nodes whose values reach the result as floats, and the result itself."""
     seen, queue = {result}, [result]
     while queue:
         node = queue.pop()
-        if node.op == "load":  # its arguments are indices
-            found.add(node)
-        else:
+        if node.op != "load":  # its arguments are indices
             ways = {arg for arg in node.args if _is_float(arg.dtype)} - seen
             seen |= ways
             queue += ways
-    return used_captures(found)
+    return seen
 
 
 def as_int(value: object) -> int | None:

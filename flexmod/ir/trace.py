@@ -21,7 +21,17 @@ import torch
 from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir import advice, torch_calls
-from flexmod.ir.graph import POSITIONS, Capture, DType, ExpectedSize, Graph, GraphBuilder, Node, dtype_name
+from flexmod.ir.graph import (
+    POSITIONS,
+    Capture,
+    DType,
+    ExpectedSize,
+    Graph,
+    GraphBuilder,
+    Node,
+    dtype_name,
+    flowing,
+)
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF
 from flexmod.ir.proxy import CaptureView, Proxy
 from flexmod.ir.source import (
@@ -116,9 +126,10 @@ def watching(tracer: Tracer) -> Iterator[None]:
     """Sends torch functions on traced values to the tracer, in every state of torch.
 
     A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
-    switched off. A mode of the caller must not see traced values.
+    switched off. A mode of the caller must not see traced values. Gradients are on in
+    every state of the caller, so that a mod that turns them off is noticed.
     """
-    with enable_torch_function(), Watch(tracer):
+    with enable_torch_function(), torch.enable_grad(), Watch(tracer):
         yield
 
 
@@ -136,6 +147,7 @@ class Tracer:
         self.read: dict[int, torch.Tensor] = {}
         self.computed: dict[int, object] = {}  # results that torch computed from tensors during the trace
         self.expected: dict[ExpectedSize, None] = {}
+        self._without_gradient: dict[Node, Where | None] = {}  # made while the mod had turned gradients off
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
 
@@ -182,7 +194,14 @@ class Tracer:
         return tuple(map(capture_of, names, self.tensors))
 
     def load(self, number: int, indices: Sequence[Node]) -> Node:
-        return self.builder.node("load", tuple(indices), self.tensors[number].dtype, number, self.where())
+        return self._add("load", indices, self.tensors[number].dtype, number)
+
+    def _add(self, op: str, args: Sequence[Node], dtype: DType, value: object = None) -> Node:
+        where = self.where()
+        node = self.builder.node(op, args, dtype, value, where)
+        if not torch.is_grad_enabled():
+            self._without_gradient.setdefault(node, where)
+        return node
 
     def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy:
         """Copies a graph into this one, with these tensors as captures and these values as inputs."""
@@ -287,7 +306,7 @@ class Tracer:
                 operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
                 where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
             )  # fmt: skip
-        return Proxy(self, self.builder.node(row.name, nodes, dtype, None, self.where()))
+        return Proxy(self, self._add(row.name, nodes, dtype))
 
     def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None:
         """Raises OperationArgumentError, as torch does, for a number beyond the limits of a dtype.
@@ -321,7 +340,7 @@ class Tracer:
         wraps = dtype == torch.int32 and node.op not in ("load", CAST)
         if node.dtype == dtype and not wraps:
             return Proxy(self, node)
-        return Proxy(self, self.builder.node(CAST, (node,), dtype, dtype, self.where()))
+        return Proxy(self, self._add(CAST, (node,), dtype, dtype))
 
     def result(self, value: Any, kind: str) -> Node:
         """Converts the user's result to a Node: bool for a mask, float32 for a score."""
@@ -337,9 +356,21 @@ class Tracer:
             raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=node.where)
         if kind == "score" and is_bool:
             raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=node.where)
+        if kind == "score" and self._without_gradient:
+            self._check_gradient(node)
         if is_bool or node.dtype == torch.float32:
             return node
         return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
+
+    def _check_gradient(self, result: Node) -> None:
+        """Raises UnknownOperationError if a gradient would flow through what the mod computed without one."""
+        ways = flowing(result)
+        for node in self._without_gradient:
+            if node in ways and any(n.op == "load" or n.value == "score" for n in flowing(node)):
+                raise errors.UnknownOperationError(
+                    operation="a part without gradient (torch.no_grad, autograd.Function)",
+                    where=self._without_gradient[node], advice=advice.WITHOUT_GRADIENT,
+                )  # fmt: skip
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a torch function or method with a traced value among its arguments."""

@@ -34,14 +34,17 @@ sparse = torch.eye(8).to_sparse()
 
 @dataclass(frozen=True)
 class Row:
-    """A mod and what becomes of it: `what`, the marked line (None: no line is named), `instead`."""
+    """A mod and what becomes of it: `what`, the marked line, `instead`.
+
+    `line`: False if no line is named, or the function with the marked line.
+    """
 
     mod: Callable[..., Any]
     error: type[errors.FlexmodError]
     what: str
     instead: str
     kind: str = "mask"
-    line: bool = True
+    line: bool | Callable[..., Any] = True
 
 
 def marked_line(mod: Callable[..., Any]) -> str:
@@ -512,6 +515,52 @@ def gathered(b, h, q, k):
 )  # fmt: skip
 def in_a_set(b, h, q, k):
     return torch.isin(q, doc)  # <-
+
+
+# parts without gradient
+
+WITHOUT_GRADIENT = (
+    "a part without gradient (torch.no_grad, autograd.Function) is not an operation that flexmod can trace.",
+    "leave it out, since gradients flow through all of a mod; for a constant, capture tensor.detach().",
+)
+
+
+@row(errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score")
+def under_no_grad(s, b, h, q, k):
+    with torch.no_grad():
+        doubled = s * 2  # <-
+    return s + doubled
+
+
+@row(errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score")
+def in_inference_mode(s, b, h, q, k):
+    with torch.inference_mode():
+        bias = table[h, q]  # <-
+    return s + bias
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x)  # <-
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+ROWS["a derivative of the user's own"] = Row(
+    lambda s, b, h, q, k: Rounding.apply(s), errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score",
+    line=Rounding.forward,
+)  # fmt: skip
+
+
+@row(
+    errors.UnknownOperationError, "torch.detach is not an operation that flexmod can trace.",
+    WITHOUT_GRADIENT[1], kind="score",
+)  # fmt: skip
+def detached(s, b, h, q, k):
+    return s + (torch.round(s) - s).detach()  # <-
 
 
 # captures that are no tensors
@@ -1144,12 +1193,34 @@ ROWS["not a function"] = Row(
 
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_message(case: Row) -> None:
-    at = [f"  at {marked_line(case.mod)}"] if case.line else []
+    at = [f"  at {marked_line(case.mod if case.line is True else case.line)}"] if case.line else []
     with pytest.raises(case.error) as caught:
         trace(case.mod, case.kind)
     if caught.value.where is not None and not case.line:  # the line that asked for the trace
         at = [f"  at {caught.value.where}"]
     assert str(caught.value) == "\n".join([case.what, *at, f"  Instead: {case.instead}"])
+
+
+def test_what_has_no_gradient_may_turn_gradients_off() -> None:
+    def mod(s, b, h, q, k):
+        with torch.no_grad():
+            distance, positive = (q - k).float().abs(), table[h, q] > 0
+        return torch.where(positive, s, s - distance)
+
+    def mask(b, h, q, k):
+        with torch.no_grad():
+            return table[h, q] + 1 > k
+
+    trace(mod, "score"), trace(mask, "mask")
+
+
+@pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_missed_in_every_state_of_the_caller(state: Callable[[], Any]) -> None:
+    """The trace of an evaluation may serve a training step later."""
+    with state():
+        trace(lambda s, b, h, q, k: s * 2 + table[h, q], "score")
+        with pytest.raises(errors.UnknownOperationError, match="a part without gradient"):
+            trace(ROWS["under_no_grad"].mod, "score")
 
 
 def test_unknown_keywords_of_composed_functions() -> None:
