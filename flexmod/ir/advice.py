@@ -19,6 +19,7 @@ from flexmod.ir.source import place_of, user_frame
 
 TRUTH = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
 SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+ELEMENTWISE = "write it with elementwise operations; docs/operations.md lists those there are."
 WITHOUT_GRADIENT = (
     "leave it out, since gradients flow through all of a mod; for a constant, capture tensor.detach()."
 )
@@ -124,9 +125,11 @@ def _compared(node: ast.Compare) -> str | None:
     if len(node.ops) == 1:
         items = operands[1].elts if _is_sequence(operands[1]) else ()  # type: ignore[attr-defined]
         equal = " | ".join(f"({ast.unparse(operands[0])} == {ast.unparse(item)})" for item in items)
-        if isinstance(node.ops[0], ast.In):
-            return equal or None
-        return f"~({equal})" if equal and isinstance(node.ops[0], ast.NotIn) else None
+        if isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            each = f"[{ast.unparse(operands[0])} == item for item in {ast.unparse(operands[1])}]"
+            equal = equal or f"functools.reduce(operator.or_, {each})"
+            return equal if isinstance(node.ops[0], ast.In) else f"~({equal})"
+        return None
     text, left = "", operands[0]
     for number, (op, right) in enumerate(zip(node.ops, operands[1:], strict=True)):
         last = number == len(node.ops) - 1
@@ -192,23 +195,59 @@ def _found(frame: FrameType, node: ast.expr) -> object:
     return None
 
 
-LOOKUPS = ("gather", "index_select", "embedding", "take", "take_along_dim", "select", "index")
+# of lookups and of searches in sets: the places of the table and of the traced index among the arguments
+LOOKUPS = {
+    "gather": (0, 2), "index_select": (0, 2), "select": (0, 2), "embedding": (1, 0), "take": (0, 1),
+    "take_along_dim": (0, 1),
+}  # fmt: skip
 OF_SETS = {
-    "isin": "keep = torch.isin(torch.arange(LENGTH), {table}), and index that: keep[q_idx].",
-    "bucketize": "buckets = torch.bucketize(torch.arange(LENGTH), {table}), and index that: buckets[q_idx].",
-    "searchsorted": "at = torch.searchsorted({table}, torch.arange(LENGTH)), and index that: at[q_idx].",
+    "isin": ("keep", "torch.isin(torch.arange(LENGTH), {table})", (1, 0)),
+    "bucketize": ("buckets", "torch.bucketize(torch.arange(LENGTH), {table})", (1, 0)),
+    "searchsorted": ("at", "torch.searchsorted({table}, torch.arange(LENGTH))", (0, 1)),
 }
+SHAPES = (
+    "view", "reshape", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze",
+    "flatten", "ravel", "repeat", "tile", "permute", "transpose", "movedim", "swapaxes", "t",
+)  # fmt: skip
+MODULES = ("torch", "F", "torch.nn.functional", "nn.functional")
 
 
-def of_operation(name: str, table: str = "table") -> str:
-    """For a torch function that no kernel has; `table` names the captured tensor that it was given."""
+def of_operation(name: str, where: Where | None, table: str = "table") -> str:
+    """For a torch function that no kernel has; `table` names the captured tensor that it was given.
+
+    Quotes the table and the index as the user's line has them.
+    """
     if name in LOOKUPS:
-        return f"index it: {table}[q_idx]."
+        table, index = _operands_in(where, name, LOOKUPS[name]) or (table, "q_idx")
+        return f"index it: {table}[{index}]."
+    if name in OF_SETS:
+        result, call, places = OF_SETS[name]
+        table, index = _operands_in(where, name, places) or (table, "q_idx")
+        made = f"{result} = {call.format(table=table)}"
+        return f"make a table before the call, {made}, and index that: {result}[{index}]."
+    if name in SHAPES:
+        return "leave it out for a scalar, which has no dimensions; shape a captured tensor before the call."
     if name == "detach":
         return WITHOUT_GRADIENT
-    if name in OF_SETS:
-        return f"make a table before the call, {OF_SETS[name].format(table=table)}"
-    return "write it with elementwise operations; flexmod/ir/ops.py is the table of those there are."
+    return ELEMENTWISE
+
+
+def _operands_in(where: Where | None, name: str, places: tuple[int, int]) -> list[str] | None:
+    """The texts of two arguments of a call; of a method's, the object is the first."""
+    for node in _nodes(where):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+            owner = [] if ast.unparse(node.func.value) in MODULES else [node.func.value]
+            arguments = [*owner, *node.args]
+            if len(arguments) > max(places) and _along_first(name, arguments):
+                return [ast.unparse(arguments[place]) for place in places]
+    return None
+
+
+def _along_first(name: str, arguments: Sequence[ast.expr]) -> bool:
+    """Does a lookup that takes a dimension take the first one?"""
+    return LOOKUPS.get(name) != (0, 2) or (
+        isinstance(arguments[1], ast.Constant) and arguments[1].value == 0
+    )
 
 
 def check_container(*kinds: type) -> None:

@@ -198,6 +198,9 @@ def _install_operators() -> None:
         def refuse(self: Proxy, *args: Any) -> Any:
             if name == "index":
                 advice.check_container(list, tuple, str, range)
+            if name == "contains":  # the line's `in` asks for the traced value's own elements
+                where = user_line()
+                raise errors.ConcreteValueError(operation=f"{name}()", where=where, advice=advice.SYMBOLIC)
             raise _needs_value(f"{name}()")
 
         return refuse

@@ -231,7 +231,7 @@ def _check_known(name: str) -> None:
     if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
         raise errors.UnknownOperationError(
             operation=f"torch.{name}",
-            advice="write it with elementwise operations; flexmod/ir/ops.py is the table of those there are.",
+            advice=advice.ELEMENTWISE,
         )
 
 

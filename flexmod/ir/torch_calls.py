@@ -36,7 +36,7 @@ def call(
     """Translates a call of a torch function or method with a traced value among its arguments."""
     name = getattr(func, "__name__", str(func))
     refuse_impure(name, kwargs)
-    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "out")}
     if name == "__getitem__":
         return tracer.index(*args)
     bare = name.strip("_")
@@ -70,8 +70,9 @@ def call(
     if bare in CONCRETE:
         raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line(), advice=advice.SYMBOLIC)
     tables = [tracer.name_of(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
+    where = user_line()
     raise errors.UnknownOperationError(
-        operation=f"torch.{bare}", where=user_line(), advice=advice.of_operation(bare, *tables[:1])
+        operation=f"torch.{bare}", where=where, advice=advice.of_operation(bare, where, *tables[:1])
     )
 
 
@@ -129,12 +130,16 @@ def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs:
     if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
         raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
     if len(operands) != arity or any(v is not None for v in options.values()):
-        problem = f"the argument {min(options)!r}" if options else f"{len(operands)} operands"
+        problem = f"the argument {min(options)!r}" if options else _operand_count(len(operands))
         raise errors.OperationArgumentError(
             operation=f"torch.{name}", problem=problem, where=user_line(),
-            advice=f"give it {arity} scalar operand{'s' if arity > 1 else ''} and nothing else.",
+            advice=f"give it {_operand_count(arity, 'scalar ')} and nothing else.",
         )  # fmt: skip
     return tracer.apply(name, operands)
+
+
+def _operand_count(count: int, kind: str = "") -> str:
+    return f"{count} {kind}operand{'s' if count != 1 else ''}"
 
 
 def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:

@@ -206,7 +206,12 @@ def call(tracer: AbstractTracer, name: str, args: Sequence[Any], kwargs: dict[st
     named.pop("p", None) if named.get("p", 2) in (2, "fro") else None
     dims, keepdim = (rest or [named.pop("dim", None)])[0], named.pop("keepdim", False)
     dtype = named.pop("dtype", None)
-    if named or len(rest) > 1 or (name in ("max", "min") and dims is not None):
+    if name in ("max", "min") and dims is not None:
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem="a dimension, along which it gives indices too",
+            advice=f"write x.a{name}({dims}), which gives the values alone.", where=user_line(),
+        )  # fmt: skip
+    if named or len(rest) > 1:
         raise refusal
     vector = _vector(tracer, first, name)
     dims = range(vector.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims

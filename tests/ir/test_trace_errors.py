@@ -30,6 +30,8 @@ doc = torch.arange(8)
 table = torch.zeros(4, 8)
 complex_table = torch.zeros(8, dtype=torch.complex64)
 sparse = torch.eye(8).to_sparse()
+embeddings = torch.nn.Embedding(8, 4)
+steps, dim = [1, 3], 0
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def asserted(b, h, q, k):
     return q >= k
 
 
-@row(errors.ControlFlowError, *TRUTH)
+@row(errors.ControlFlowError, TRUTH[0], "write functools.reduce(operator.or_, [q == item for item in few]).")
 def in_a_variable(b, h, q, k):
     few = (1, 2)
     return q in few  # <-
@@ -312,7 +314,10 @@ def any_of_a_long_row(b, h, q, k):
     return LONG[h].any()  # <-
 
 
-@row(errors.ReductionError, *reduces("torch.max"))
+@row(
+    errors.OperationArgumentError, "torch.max was called with a dimension, along which it gives indices too.",
+    "write x.amax(-1), which gives the values alone.",
+)  # fmt: skip
 def max_over_a_dimension(b, h, q, k):
     return table[h].max(-1) > q  # <-
 
@@ -473,7 +478,7 @@ def relu_in_place(s, b, h, q, k):
 
 # unknown operations
 
-TABLE = "write it with elementwise operations; flexmod/ir/ops.py is the table of those there are."
+TABLE = "write it with elementwise operations; docs/operations.md lists those there are."
 
 
 @row(
@@ -486,7 +491,10 @@ def unknown_function(s, b, h, q, k):
     return torch.erfinv(s)  # <-
 
 
-@row(errors.UnknownOperationError, "torch.unsqueeze is not an operation that flexmod can trace.", TABLE)
+@row(
+    errors.UnknownOperationError, "torch.unsqueeze is not an operation that flexmod can trace.",
+    "leave it out for a scalar, which has no dimensions; shape a captured tensor before the call.",
+)  # fmt: skip
 def unknown_method(b, h, q, k):
     return q.unsqueeze(0) > k  # <-
 
@@ -502,7 +510,7 @@ def unknown_attribute(b, h, q, k):
 
 @row(
     errors.UnknownOperationError, "torch.gather is not an operation that flexmod can trace.",
-    "index it: doc[q_idx].",
+    "index it: doc[q].",
 )  # fmt: skip
 def gathered(b, h, q, k):
     return torch.gather(doc, 0, q) == k  # <-
@@ -511,10 +519,60 @@ def gathered(b, h, q, k):
 @row(
     errors.UnknownOperationError, "torch.isin is not an operation that flexmod can trace.",
     "make a table before the call, keep = torch.isin(torch.arange(LENGTH), doc), and index that: "
-    "keep[q_idx].",
+    "keep[q + 1].",
 )  # fmt: skip
 def in_a_set(b, h, q, k):
-    return torch.isin(q, doc)  # <-
+    return torch.isin(q + 1, doc)  # <-
+
+
+@row(
+    errors.UnknownOperationError, "torch.searchsorted is not an operation that flexmod can trace.",
+    "make a table before the call, at = torch.searchsorted(torch.tensor([2, 5]), torch.arange(LENGTH)), and "
+    "index that: at[k].",
+)  # fmt: skip
+def between_bounds(b, h, q, k):
+    return torch.searchsorted(torch.tensor([2, 5]), k) == 1  # <-
+
+
+EMBEDDING = "torch.embedding is not an operation that flexmod can trace."
+
+
+@row(errors.UnknownOperationError, EMBEDDING, "index it: table[q - k + 4].", kind="score")
+def embedded(s, b, h, q, k):
+    return s + F.embedding(q - k + 4, table)[h]  # <-
+
+
+@row(errors.UnknownOperationError, EMBEDDING, "index it: weight[q_idx].", kind="score")
+def embedded_by_a_module(s, b, h, q, k):
+    return s + embeddings(q)[h]  # <-
+
+
+@row(
+    errors.UnknownOperationError, "torch.select is not an operation that flexmod can trace.",
+    "index it: table[q_idx].", kind="score",
+)  # fmt: skip
+def selected_along_another_dimension(s, b, h, q, k):
+    return s + table[h].select(dim, q)  # <-
+
+
+numbers = {1, 2}
+
+
+@row(
+    errors.ConcreteValueError,
+    "a lookup in a dict or set needs the value of a traced scalar, which has none while the mod is compiled.",
+    "write functools.reduce(operator.or_, [h == item for item in numbers]).",
+)
+def in_a_named_set(b, h, q, k):
+    return h in numbers  # <-
+
+
+@row(
+    errors.ControlFlowError, TRUTH[0],
+    "write ~(functools.reduce(operator.or_, [q - k == item for item in steps])).",
+)  # fmt: skip
+def not_in_a_named_list(b, h, q, k):
+    return q - k not in steps  # <-
 
 
 # parts without gradient
@@ -549,10 +607,9 @@ class Rounding(torch.autograd.Function):
         return grad
 
 
-ROWS["a derivative of the user's own"] = Row(
-    lambda s, b, h, q, k: Rounding.apply(s), errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score",
-    line=Rounding.forward,
-)  # fmt: skip
+@row(errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score", line=Rounding.forward)
+def derivative_of_ones_own(s, b, h, q, k):
+    return Rounding.apply(s)
 
 
 @row(
@@ -889,7 +946,7 @@ def integer_to_a_negative_power(s, b, h, q, k):
 
 @row(
     errors.OperationArgumentError,
-    "torch.where was called with 1 operands.",
+    "torch.where was called with 1 operand.",
     "give it 3 scalar operands and nothing else.",
 )
 def where_of_one(b, h, q, k):

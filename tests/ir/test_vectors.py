@@ -32,6 +32,7 @@ Made = Callable[[dict[str, Tensor]], Callable[..., Tensor]]
 SCORES: dict[str, Made] = {
     "distance": lambda t: lambda s, b, h, q, k: s - (t["place"][q] - t["place"][k]).pow(2).sum(-1),
     "norm": lambda t: lambda s, b, h, q, k: s - (t["place"][q] - t["place"][k]).norm(),
+    "torch.norm": lambda t: lambda s, b, h, q, k: s - torch.norm(t["place"][q] - t["place"][k], dim=-1),
     "vector norm": lambda t: lambda s, b, h, q, k: s + torch.linalg.vector_norm(t["place"][q], dim=-1),
     "dot": lambda t: lambda s, b, h, q, k: s + torch.dot(t["place"][q], t["place"][k]),
     "@": lambda t: lambda s, b, h, q, k: s * (t["place"][q] @ t["weight"]),
