@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from flexmod.ir.source import (
     SCORE_ARGUMENTS,
     capture_names,
     check_arity,
+    is_users,
     line_of,
     mod_name,
     near,
@@ -57,6 +60,7 @@ VALUE_DTYPES = (
 # all others it wraps
 CONVERTING = ("where", "minimum", "maximum")
 NUMPY_RANDOM = "numpy.random"
+TRACED_CLASS = re.compile(r"\b(Proxy|CaptureView)\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +94,7 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
     arguments = [tracer.position(name) for name in names]
     before = _random_states(mod)
-    with watching(tracer):
+    with watching(tracer), _translated_errors():
         node = tracer.result(mod(*arguments), kind)
     after = _random_states(mod)
     if NUMPY_RANDOM in after and NUMPY_RANDOM not in before:  # the mod imported it, and perhaps drew
@@ -102,6 +106,26 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
     beside = (tuple(tensors.values()) for tensors in (tracer.described, tracer.read))
     return Traced(graph, tuple(tracer.tensors), tracer.eager, *beside)
+
+
+@contextmanager
+def _translated_errors() -> Iterator[None]:
+    """Raises UnknownOperationError for Python's or torch's own error on the class of a traced value.
+
+    torch.vmap, a scripted function, `divmod` and "%d" take tensors or numbers, and dispatch to no one.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, errors.FlexmodError) or not TRACED_CLASS.search(str(error)):
+            raise
+        steps = traceback.walk_tb(error.__traceback__)
+        lines = [Where(frame.f_code.co_filename, number) for frame, number in steps]
+        inside = [line for line in lines if is_users(line.file)]
+        raise errors.UnknownOperationError(
+            operation="what is called here", where=inside[-1] if inside else user_line(),
+            advice=f"use operators and the functions in docs/operations.md ({str(error).splitlines()[0]}).",
+        ) from error  # fmt: skip
 
 
 def _random_states(mod: Callable[..., Any]) -> dict[str, object]:

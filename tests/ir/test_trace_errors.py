@@ -575,6 +575,43 @@ def not_in_a_named_list(b, h, q, k):
     return q - k not in steps  # <-
 
 
+# functions that torch does not dispatch
+
+CALLED = "what is called here is not an operation that flexmod can trace."
+
+
+def called(problem: str) -> tuple[str, str]:
+    return CALLED, f"use operators and the functions in docs/operations.md ({problem})."
+
+
+@row(errors.UnknownOperationError, *called("unsupported operand type(s) for divmod(): 'Proxy' and 'int'"))
+def quotient_and_rest(b, h, q, k):
+    return divmod(q, 4)[0] == k  # <-
+
+
+@row(errors.UnknownOperationError, *called("%d format: a real number is required, not Proxy"))
+def percent_format(b, h, q, k):
+    return len("%d" % q) > k  # <-  # noqa: UP031
+
+
+@row(
+    errors.UnknownOperationError,
+    *called("Thing passed to transform API must be Tensor, got <class 'flexmod.ir.proxy.Proxy'>"),
+    kind="score",
+)
+def transform_of_a_score(s, b, h, q, k):
+    return torch.func.grad(torch.tanh)(s)  # <-
+
+
+@row(
+    errors.UnknownOperationError,
+    *called("Expected pred to be bool or tensor, but got Proxy(ge: bool)."),
+    kind="score",
+)
+def cond_of_torch(s, b, h, q, k):
+    return torch.cond(q >= k, torch.tanh, torch.sin, (s,))  # <-
+
+
 # parts without gradient
 
 WITHOUT_GRADIENT = (
@@ -1256,6 +1293,22 @@ def test_message(case: Row) -> None:
     if caught.value.where is not None and not case.line:  # the line that asked for the trace
         at = [f"  at {caught.value.where}"]
     assert str(caught.value) == "\n".join([case.what, *at, f"  Instead: {case.instead}"])
+
+
+def test_a_mod_that_is_vmapped_itself() -> None:
+    vmapped = torch.vmap(lambda s, b, h, q, k: s, in_dims=(0, None, None, None, None))
+    with pytest.raises(errors.FlexmodError) as caught:
+        trace(functools.partial(lambda mod, s, b, h, q, k: mod(s, b, h, q, k), vmapped), "score")
+    assert str(caught.value).startswith(CALLED)
+
+
+def test_an_error_of_the_users_own_is_left_alone() -> None:
+    def mod(s, b, h, q, k):
+        raise ValueError("no such head")
+
+    with pytest.raises(ValueError, match="no such head") as caught:
+        trace(mod, "score")
+    assert type(caught.value) is ValueError
 
 
 def test_what_has_no_gradient_may_turn_gradients_off() -> None:
