@@ -723,6 +723,18 @@ BLOCK_MASKS: list[Row] = [
         "  Instead: give H=query.shape[1], or None if the mask is the same for each.",
     ),
     (
+        errors.NoDeviceError,
+        lambda: create_block_mask(causal, None, None, 32, 32, device=3.5),  # type: ignore[arg-type]
+        "device is 3.5: it must be a torch.device, the name of one or None.\n"
+        "  Instead: name a device that is here, e.g. cpu, or give query.device.",
+    ),
+    (
+        errors.NoDeviceError,
+        lambda: mask().to(""),
+        "device is '': Device string must not be empty.\n"
+        "  Instead: name a device that is here, e.g. cpu, or give query.device.",
+    ),
+    (
         errors.BlockMaskIndexError,
         lambda: mask()[0, 0, 0, 0],
         "a block mask of (1, 1, 1) (batches, heads, rows of tiles) is indexed with (0, 0, 0, 0): too "

@@ -12,7 +12,7 @@ from named_mods import NAMED
 from flexmod import errors
 from flexmod.errors.commands import UnknownModName
 from flexmod.tools.comparison import compare
-from flexmod.tools.mod_names import usual_setting
+from flexmod.tools.mod_names import ON_GPU, usual_setting
 from flexmod.tools.peers import Timing
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
@@ -155,4 +155,4 @@ def test_flex_wants_cuda() -> None:
 
 def test_the_usual_size_fits_the_device() -> None:
     assert str(usual_setting("cpu")) == "B=1 H=4 S=2048 D=64 float32 on cpu"
-    assert str(usual_setting("cuda")) == "B=4 H=16 S=8192 D=128 bfloat16 on cuda"
+    assert str(ON_GPU) == "B=4 H=16 S=8192 D=128 bfloat16 on cuda"

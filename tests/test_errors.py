@@ -10,8 +10,10 @@ from unittest import mock
 import call_error_rows
 import other_error_rows
 import pytest
+import torch
 from call_error_rows import call, captured_by_score, causal, x
 
+import flexmod
 from flexmod import create_block_mask, errors
 from flexmod.runtime import launch
 
@@ -107,3 +109,20 @@ def test_nothing_runs_before_the_checks() -> None:
     with mock.patch.object(launch, "start") as start, pytest.raises(errors.DeviceMismatch):
         captured_by_score("bias", x(4, device="meta"), kernel_options={"BACKEND": "INTERPRET"})
     start.assert_not_called()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda device: create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device),
+        lambda device: flexmod.create_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device),
+        lambda device: create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, "cpu").to(device),
+        lambda device: flexmod.compare("causal", device=device),
+    ],
+    ids=["create_block_mask", "create_mask", "to", "compare"],
+)
+def test_a_device_that_is_not_there(mistake: Callable[[str], Any]) -> None:
+    for device in ("cuda", "gpu"):
+        with pytest.raises(errors.NoDeviceError, match=f"device is '{device}': "):
+            mistake(device)

@@ -12,7 +12,7 @@ from flexmod.block_mask import in_graph
 from flexmod.block_mask.combine import Dense
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.in_graph import check_captures, find_tiles
-from flexmod.block_mask.parts import MaskMod, block_pair, length, noop_mask, positive, trace_mask
+from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.errors import DenseMaskError, MaskExtentError
@@ -65,10 +65,10 @@ def create_block_mask(
     for all, alone or as `flexmod.Offset(values, bound)`. None is 0. A call with this mask gives its score_mod
     the same positions. After a write to such a tensor, the next use finds the tiles again.
 
-    Raises LengthError, MaskExtentError, BlockSizeError, OffsetTypeError, OffsetValueError, OffsetShapeError,
-    OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of tracing.
-    DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError if a
-    kernel cannot read one.
+    Raises LengthError, MaskExtentError, BlockSizeError, NoDeviceError, OffsetTypeError, OffsetValueError,
+    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of
+    tracing. DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError
+    if a kernel cannot read one.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -82,7 +82,7 @@ def create_block_mask(
         device = mask_mod.device if device is None else device
         mask_mod, (B, H, Q_LEN, KV_LEN) = _dense(mask_mod, (B, H, Q_LEN, KV_LEN))
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
-    here = _device(device)
+    here = device_of(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
     layout = MaskLayout(sizes, block, here, separate_full_blocks)
     if torch.compiler.is_compiling():
@@ -146,7 +146,8 @@ def create_mask(
     """The dense mask of a mask_mod, bool [B, H, Q_LEN, KV_LEN]. A score_mod masks where it turns 0 into -inf.
 
     Allocates the whole mask, so it is for pictures and comparisons at small sizes. `B`, `H` and `device` are
-    as in create_block_mask. Raises LengthError, MaskExtentError, DeviceMismatch, and every error of tracing.
+    as in create_block_mask. Raises LengthError, MaskExtentError, NoDeviceError, DeviceMismatch, and every
+    error of tracing.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -156,7 +157,7 @@ def create_mask(
         assert keep.sum() == 100 * 101 / 2
     """
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
-    here = _device(device)
+    here = device_of(device)
     kind = mod_kind(mod_fn)
     traced = trace(mod_fn, kind, here)
     check_captures(traced, here)
@@ -187,12 +188,3 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int | None, KV_LEN: int | None) 
             raise MaskExtentError(name=name, value=value, axis=axis)
         counts.append(count)
     return counts[0], counts[1], length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN)
-
-
-def _device(device: Device) -> torch.device:
-    """The device with its index, as tensors report it: "cuda" becomes cuda:0."""
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    if isinstance(device, torch.device) and device.index is not None:
-        return device
-    return torch.empty(0, device=device).device

@@ -23,6 +23,7 @@ from flexmod.block_mask.parts import (
     check_grid,
     check_values,
     checked_lists,
+    device_of,
     length,
     length_pair,
     noop_mask,
@@ -302,10 +303,14 @@ class BlockMask(MaskData):
 
     @outside_of_graphs
     def to(self, device: torch.device | str) -> BlockMask:
-        """A mask with its tiles on another device. Tensors that mask_mod captures do not move."""
+        """A mask with its tiles on another device. Tensors that mask_mod captures do not move.
+
+        Raises NoDeviceError.
+        """
+        device = device_of(device)
         mask = fresh(self)
         mask_mod = moved(mask.as_made(), device) if isinstance(mask.mask_mod, Derived) else mask.mask_mod
-        traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, torch.device(device))
+        traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, device)
         new = mask.of_storage(
             mask.storage.to(device),
             mask.seq_lengths,

@@ -16,6 +16,7 @@ from flexmod.errors import (
     DeviceMismatch,
     LengthError,
     MaskCaptureGradientError,
+    NoDeviceError,
 )
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
@@ -34,6 +35,21 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
             advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
         )  # fmt: skip
     return pair[0], pair[1]
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """The device with its index, as tensors report it: "cuda" becomes cuda:0. Raises NoDeviceError."""
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
+    try:
+        return torch.empty(0, device=device).device
+    except TypeError:
+        problem = "it must be a torch.device, the name of one or None"
+    except (AssertionError, RuntimeError) as error:  # torch's own, for a device that is not there
+        problem = str(error).splitlines()[0].rstrip(".")
+    raise NoDeviceError(device=repr(device), problem=problem)
 
 
 def length(name: str, value: SupportsIndex | None) -> int:

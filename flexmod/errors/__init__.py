@@ -19,7 +19,7 @@ __all__ = [
     "FlexmodError", "Where",
     # calls.py
     "NotFourDimensional", "LayoutError", "NotATensor", "EmptyHeadDim", "ExtentError", "NotStrided",
-    "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch",
+    "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch", "NoDeviceError",
     "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "QuantizeGradientError", "HeadDimMismatch",
     "OffsetTypeError", "OffsetValueError", "OffsetShapeError", "OffsetMismatchError",
     "Float8MixedError", "Float8HeadDimError", "Float8GradientError", "OutDtypeError", "ScalesTypeError",

@@ -98,6 +98,11 @@ class DeviceMismatch(FlexmodError, ValueError, RuntimeError):
         return cls(first=first, first_device=str(device), second=second, second_device=str(other), name=name)
 
 
+class NoDeviceError(FlexmodError, TypeError, RuntimeError, AssertionError):
+    what = "device is {device}: {problem}."
+    instead = "name a device that is here, e.g. cpu, or give query.device."
+
+
 class UnsupportedDevice(FlexmodError, ValueError):
     what = "query is on {device}; flexmod runs on cuda and cpu."
     instead = "move query, key and value to one of them."

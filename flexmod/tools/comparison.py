@@ -129,8 +129,8 @@ def compare(
     SDPA with the materialized mask checks a mask; flexmod's dense reference checks a score_mod. Times are
     medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
 
-    Raises UnknownModName for an unknown name, FlexOnCpuError for `flex` without CUDA, and the errors of
-    create_block_mask and flex_attention.
+    Raises UnknownModName for an unknown name, FlexOnCpuError for `flex` without CUDA, NoDeviceError, and the
+    errors of create_block_mask and flex_attention.
 
     Source: the comparison of the FlexAttention notebook, 2024.
 

@@ -19,7 +19,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flexmod import masks, mods
 from flexmod.block_mask.build import noop_mask
+from flexmod.block_mask.parts import device_of
 from flexmod.errors.commands import (
     ModExpressionError,
     ModFileError,
@@ -72,12 +73,15 @@ class Mods(NamedTuple):
     score: Mod | None = None
 
 
+# Default sizes: large on a GPU; on the CPU a comparison takes seconds.
+ON_CPU = Setting(batch=1, heads=4, seq=2048, dim=64, dtype=torch.float32, device=torch.device("cpu"))
+ON_GPU = Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, device=torch.device("cuda"))
+
+
 def usual_setting(device: torch.device | str | None = None) -> Setting:
-    """Returns default sizes: large on a GPU; on the CPU a comparison takes seconds."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cpu":
-        return Setting(batch=1, heads=4, seq=2048, dim=64, dtype=torch.float32, device=place)
-    return Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, device=place)
+    """Returns the default sizes on a device. Raises NoDeviceError."""
+    place = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return replace(ON_CPU if place.type == "cpu" else ON_GPU, device=place)
 
 
 def device_name(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from flexmod.tools.mod_names import Setting, usual_setting
+from flexmod.tools.mod_names import ON_GPU, Setting, usual_setting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -53,5 +53,5 @@ def setting_of(device: str | None, **given: Any) -> Setting:
 
 def kernel_setting(dim: int | None, dtype: torch.dtype | None, seq: int | None = None) -> Setting:
     """A setting for what compiles and does not run: on the CPU, with sizes as on a GPU."""
-    usual = replace(usual_setting("cuda"), device=torch.device("cpu"))
+    usual = replace(ON_GPU, device=torch.device("cpu"))
     return replace(usual, dim=dim or usual.dim, dtype=dtype or usual.dtype, seq=seq or usual.seq)
