@@ -643,6 +643,12 @@ BLOCK_MASKS: list[Row] = [
     ),
     (
         errors.BlockSizeError,
+        lambda: mask(BLOCK_SIZE="128"),  # type: ignore[arg-type]
+        "BLOCK_SIZE '128' is neither a positive integer nor a pair of them.\n"
+        "  Instead: use BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys).",
+    ),
+    (
+        errors.BlockSizeError,
         lambda: call(block_mask=mask(BLOCK_SIZE=8), kernel_options={"BACKEND": "INTERPRET"}),
         "BLOCK_SIZE (8, 8) is no multiple of 16 on both sides.\n  Instead: use multiples of 16, e.g. 128.",
     ),

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flexmod import errors, explain, masks, mods
 from flexmod.calls import prepared
 from flexmod.runtime import target
 from flexmod.runtime.offline import Report
-from flexmod.tools import ahead
+from flexmod.tools import ahead, standalone
 
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32}
 
@@ -58,6 +59,26 @@ def test_the_derivative_by_what_is_learned() -> None:
 
 
 # Modules
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"dtype": "bf16"}, "give torch.float16, torch.bfloat16 or torch.float32."),
+        ({"dtype": torch.float64}, "give torch.float16, torch.bfloat16 or torch.float32."),
+        ({"head_dim": 0}, "give a whole number above 0, e.g. 64."),
+        ({"head_dim": "64"}, "give a whole number above 0, e.g. 64."),
+        ({"value_dim": 0}, "give a whole number above 0, e.g. 64."),
+        ({"block_size": None}, "give e.g. 128 or (128, 64)."),
+        ({"block_size": (64,)}, "give e.g. 128 or (128, 64)."),
+    ],
+)
+def test_arguments_of_what_describes_a_variant(given: dict[str, Any], advice: str, tmp_path: Path) -> None:
+    ((name, value),) = given.items()
+    for describe in (flexmod.explain, partial(standalone.save, tmp_path / "attention.py")):
+        with pytest.raises(errors.ArgumentTypeError) as caught:
+            describe(None, masks.causal(), **given)
+        assert str(caught.value) == f"{name} is {value!r}.\n  Instead: {advice}"
 
 
 def test_modules_are_those_that_run() -> None:

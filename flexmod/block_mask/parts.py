@@ -31,7 +31,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     pair = [n for n in map(positive, given) if n is not None]
     if len(given) != 2 or len(pair) != 2:
         raise BlockSizeError(
-            block_size=block_size, problem="is neither a positive integer nor a pair of them",
+            block_size=repr(block_size), problem="is neither a positive integer nor a pair of them",
             advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
         )  # fmt: skip
     return pair[0], pair[1]

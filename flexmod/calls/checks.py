@@ -11,13 +11,12 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends.options import USUAL, Layout
 from flexmod.block_mask.storage import MaskSnapshot
-from flexmod.codegen.spec import FLOAT8, SMALLEST_TILE
+from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LONGEST = 2**30  # the sum of two lengths, and of some tiles beyond, is an int32
 MOST_PROGRAMS = 2**31 - 1
 DTYPES = {

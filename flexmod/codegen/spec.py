@@ -25,6 +25,7 @@ from flexmod.ir.ops import HALF
 Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
 
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # the positions that share a scale of float8 by block
 SCALE_BLOCK = 128

@@ -14,7 +14,8 @@ import torch
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.prelude import Family
-from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
+from flexmod.errors import ArgumentTypeError
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
 
@@ -80,11 +81,30 @@ def variant(
     """Traces and lowers the mods. Without a mask_mod, the score_mod's -inf branches become a mask.
 
     `extents`: the largest B, Hq, M and N for index arithmetic. `facts`: further fields of the KernelSpec.
-    Raises what tracing raises.
+    Raises ArgumentTypeError for an invalid dtype, dimension or block size, and what tracing raises.
     """
+    _check(dtype, head_dim, value_dim, block_size)
     spec = spec_for(dtype, head_dim, value_dim, block_size, **facts)
     traced = trace(score_mod, "score") if score_mod else None
     return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
+
+
+def _check(dtype: object, head_dim: object, value_dim: object, block_size: object) -> None:
+    sides = block_size if isinstance(block_size, tuple) and len(block_size) == 2 else (block_size,)
+    dtypes = "give torch.float16, torch.bfloat16 or torch.float32"
+    size = "give a whole number above 0, e.g. 64"
+    for name, value, is_right, advice in (
+        ("dtype", dtype, dtype in (*KERNEL_DTYPES, *FLOAT8), dtypes),
+        ("head_dim", head_dim, _is_size(head_dim), size),
+        ("value_dim", value_dim, value_dim is None or _is_size(value_dim), size),
+        ("block_size", block_size, all(map(_is_size, sides)), "give e.g. 128 or (128, 64)"),
+    ):
+        if not is_right:
+            raise ArgumentTypeError(name=name, given=repr(value), advice=advice)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def spec_for(

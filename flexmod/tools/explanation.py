@@ -92,8 +92,8 @@ def explain(
         block_size  of the mask's tiles, in positions: one number or (queries, keys)
 
     The backward includes gradients of captured tensors that require them. The result prints the graphs; its
-    `source` is the portable module of kernels, its `sources` are modules of other families. Raises what
-    tracing raises.
+    `source` is the portable module of kernels, its `sources` are modules of other families. Raises
+    ArgumentTypeError for an invalid dtype, dimension or block_size, and what tracing raises.
 
     Example:
 

@@ -12,8 +12,7 @@ import torch
 
 from flexmod import errors
 from flexmod.backends.options import USUAL, KernelOptions, Layout
-from flexmod.calls.checks import KERNEL_DTYPES
-from flexmod.codegen.spec import FLOAT8, KernelSpec
+from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, KernelSpec
 from flexmod.codegen.variant import EXTENTS, Variant, of_traces, spec_for
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
