@@ -145,6 +145,9 @@ def test_a_comparison_that_differs(
         (["build", "causal", "--target", "sm_9000"], "--target"),
         (["causal"], "Error: No such command 'causal'. For a mask: flexmod show causal"),
         (["shwo"], "Error: No such command 'shwo'. Did you mean 'show'?"),
+        (["show", "causal", "--plot", "mask.foo"], "'mask.foo' is no image; name one that ends in .png, "),
+        (["show", "causal", "--plot", "mask"], "'mask' is no image; name one that ends in .png, "),
+        (["bench", "causal", "--plot", "none/x.png"], "'none/x.png': there is no folder 'none'."),
     ],
 )
 def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

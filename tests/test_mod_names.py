@@ -57,6 +57,8 @@ SAME: list[tuple[str, Any]] = [
     ),
     ("~prefix_lm(7) | causal", lambda b, h, q, k: ~((k < 7) | (q >= k)) | (q >= k)),
     ("noop", lambda b, h, q, k: q >= 0),
+    ("causal & noop", masks.causal()),
+    ("by_head([0, 1, 0, 1], noop, causal)", lambda b, h, q, k: (h % 2 == 0) | (q >= k)),
 ]
 
 

@@ -37,6 +37,7 @@ from flexmod.errors.commands import (
     ModPlaceError,
     UnknownModName,
 )
+from flexmod.ir.composed import and_masks
 from flexmod.ir.source import mod_kind
 
 Mod = Callable[..., Any]
@@ -226,6 +227,8 @@ class _Reader:
         return torch.tensor(value, device=self.setting.device) if isinstance(value, list) else value
 
     def _made(self, name: str, given: list[Any] | None, named: dict[str, Any]) -> tuple[Mod, str]:
+        if name == NOTHING and not given and not named:
+            return and_masks(), "mask"
         kind = "mask" if name in MASKS else "score"
         function = MASKS.get(name) or SCORES.get(name)
         if function is None:

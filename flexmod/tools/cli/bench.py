@@ -10,7 +10,7 @@ import click
 
 from flexmod.tools.bench import bench as bench_mods
 from flexmod.tools.bench import count
-from flexmod.tools.cli.options import POSITIVE, score_option, setting_of, size_options
+from flexmod.tools.cli.options import IMAGE, POSITIVE, score_option, setting_of, size_options
 from flexmod.tools.terminal import hint, show
 
 ON_GPU = (1024, 2048, 4096, 8192, 16384)
@@ -25,7 +25,7 @@ ON_CPU = (512, 1024)
 @click.option("--masked", is_flag=True, help="SDPA with the materialized mask too.")
 @click.option("--flex", is_flag=True, help="torch's compiled flex_attention too (CUDA).")
 @click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
-@click.option("--plot", metavar="FILE", help="Draw times over lengths to an image.")
+@click.option("--plot", type=IMAGE, metavar="FILE", help="Draw times over lengths to an image.")
 def bench(
     masks: tuple[str, ...],
     score: str | None,

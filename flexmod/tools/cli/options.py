@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -19,6 +20,24 @@ DTYPES = {
 }  # fmt: skip
 KERNEL_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype is not torch.float64)
 POSITIVE = click.IntRange(min=1)
+IMAGES = (".png", ".svg", ".pdf", ".jpg")
+
+
+class ImageFile(click.ParamType):
+    """A file that can be drawn to, checked before a command works for minutes."""
+
+    name = "image"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = Path(value)
+        if path.suffix.lower() not in IMAGES:
+            self.fail(f"{value!r} is no image; name one that ends in {', '.join(IMAGES)}.", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"{value!r}: there is no folder {str(path.parent)!r}.", param, ctx)
+        return str(value)
+
+
+IMAGE = ImageFile()
 
 mask_argument = click.argument("mask", metavar="MASK")
 score_option = click.option("--score", metavar="SCORE", help="A score mod beside the mask, such as alibi:16.")

@@ -9,7 +9,7 @@ import torch
 
 from flexmod.block_mask.build import create_block_mask
 from flexmod.tools import terminal
-from flexmod.tools.cli.options import POSITIVE, mask_argument
+from flexmod.tools.cli.options import IMAGE, POSITIVE, mask_argument
 from flexmod.tools.mod_names import Setting, choose_mask, fitting
 from flexmod.tools.terminal import hint
 
@@ -23,7 +23,7 @@ from flexmod.tools.terminal import hint
 @click.option("--block", type=POSITIVE, default=128, show_default=True, help="Queries and keys of a tile.")
 @click.option("--size", type=POSITIVE, default=20, show_default=True, help="Rows of the picture, at most.")
 @click.option("--color/--no-color", default=None, help="Colors; by default, on a terminal.")
-@click.option("--plot", metavar="FILE", help="Draw it to an image, .png or .svg, as well.")
+@click.option("--plot", type=IMAGE, metavar="FILE", help="Draw it to an image, .png or .svg, as well.")
 def show(
     mask: str,
     seq: int,
