@@ -951,8 +951,16 @@ MODS: list[Row] = [
     (
         errors.NotCallable,
         lambda: or_masks(causal, None),  # type: ignore[arg-type]
-        "None is a NoneType, which cannot be called.\n"
-        "  Instead: pass a function of scalars, e.g. lambda b, h, q_idx, kv_idx: q_idx >= kv_idx.",
+        "mask_mod is a NoneType, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "
+        "return q_idx >= kv_idx.",
+    ),
+    (
+        errors.NotCallable,
+        lambda: flexmod.and_masks(causal, mask()),  # type: ignore[arg-type]
+        "mask_mod is a BlockMask, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "
+        "return q_idx >= kv_idx, and the BlockMask as block_mask=block_mask.",
     ),
     (
         errors.CaptureBoundsError,
@@ -1047,6 +1055,12 @@ OPTION_MISTAKES: list[Row] = [
         errors.UnknownOption,
         lambda: options(fwd_BLOCKM=64),
         "kernel_options has no option 'fwd_BLOCKM'. Did you mean 'BLOCK_M'?\n"
+        f"  Instead: use some of: {', '.join(OPTIONS)}.",
+    ),
+    (
+        errors.UnknownOption,
+        lambda: options(block_m=64),
+        "kernel_options has no option 'block_m'. Did you mean 'BLOCK_M'?\n"
         f"  Instead: use some of: {', '.join(OPTIONS)}.",
     ),
     (

@@ -171,8 +171,9 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         bare = name[4:] if name.startswith(PREFIXES) else name
         option = OPTIONS.get(bare)
         if option is None or (bare == "BACKEND" and bare != name):
-            near = difflib.get_close_matches(bare, OPTIONS, 1, 0.6)
-            close = f" Did you mean {near[0]!r}?" if near else ""
+            known = {known.lower(): known for known in OPTIONS}
+            near = difflib.get_close_matches(bare.lower(), known, 1, 0.6)
+            close = f" Did you mean {known[near[0]]!r}?" if near else ""
             raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
         if not option.check(value):
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from flexmod.errors import NotCallable
 from flexmod.ir.replay import CopiesByAttribute, Replay, for_pickle, replay, traced_for_pickle
 from flexmod.ir.source import check_arity, mod_name
 
@@ -159,7 +158,8 @@ def _any_of(mask_mods: Sequence[MaskMod], b: Any, h: Any, q_idx: Any, kv_idx: An
 
 def _joined(join: Callable[..., Any], mask_mods: Sequence[MaskMod], sign: str, without: str) -> Mask:
     """The mask of several, without nesting: a long a | b | c | ... would exceed Python's recursion limit."""
-    _check_callable(mask_mods)
+    for mask_mod in mask_mods:
+        check_arity(mask_mod, "mask")
     parts = tuple([part for mask_mod in mask_mods for part in _parts(mask_mod, join)])
     name = f"({sign.join(map(mod_name, parts))})" if parts else without
     return Mask(partial(join, parts), name)
@@ -170,17 +170,6 @@ def _parts(mask_mod: MaskMod, join: Callable[..., Any]) -> tuple[MaskMod, ...]:
     if isinstance(function, partial) and function.func is join:
         return function.args[0]
     return (mask_mod,)
-
-
-def _check_callable(mask_mods: Sequence[object]) -> None:
-    for mask_mod in mask_mods:
-        if not callable(mask_mod):
-            raise NotCallable(
-                mod=repr(mask_mod),
-                type=type(mask_mod).__name__,
-                expected="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
-            )
-        check_arity(mask_mod, "mask")
 
 
 class Movable:
