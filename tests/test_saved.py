@@ -372,11 +372,13 @@ def test_lists_that_do_not_fit_are_refused_by_the_call(mode: str, backend: str) 
     """Also where the new list lies at the place of an old one that is gone."""
     case = Case(mode, backend, "lists")
     case.warm()
-    for wrong in (99, 1, -1):
-        case.mask.kv_indices = torch.full_like(case.mask.kv_indices, wrong)
-        if wrong == 1:
+    right = case.mask.kv_indices.clone()
+    for wrong in (99, None, -1, 1):
+        if wrong is None:
+            case.mask.kv_indices = right.clone()
             case.forward()
             continue
+        case.mask.kv_indices = torch.full_like(right, wrong)
         with pytest.raises(errors.BlockMaskPartsError):
             case.forward()
     with pytest.raises(errors.BlockMaskPartsError):

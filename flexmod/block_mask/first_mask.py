@@ -89,7 +89,8 @@ def is_first(traced: Traced, layout: MaskLayout) -> bool:
 
 
 def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
-    waits = is_captured(layout.device) or torch.cuda.get_sync_debug_mode()
-    if threads() == 1 or config.check_bounds() or waits:
+    if threads() == 1 or config.check_bounds():
+        return False
+    if is_captured(layout.device) or torch.cuda.get_sync_debug_mode():  # torch waits for the device
         return False
     return math.prod((*generated.groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES
