@@ -89,8 +89,8 @@ def is_first(traced: Traced, layout: MaskLayout) -> bool:
 
 
 def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
-    if threads() == 1 or config.check_bounds():
+    if threads() == 1 or config.check_bounds() or is_captured(layout.device):
         return False
-    if is_captured(layout.device) or torch.cuda.get_sync_debug_mode():  # torch waits for the device
+    if torch.cuda.get_sync_debug_mode():
         return False
     return math.prod((*generated.groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES
