@@ -16,7 +16,7 @@ WATCHED = (
     ("flexmod.backends.generated:Generated.forward", "plan"),
     ("flexmod.backends.generated:Generated.backward", "plan"),
     ("flexmod.backends.generated:Generated.backward_compiler", "plan ahead"),
-    ("flexmod.codegen.render:_tidy", "tidy text"),
+    ("flexmod.codegen.render:_finished", "tidy text"),
     ("flexmod.codegen.cache:load", "load text"),
     ("flexmod.block_mask.generated:compile_ahead", "mask's kernels"),
     ("flexmod.runtime.private_triton:start_compiler", "start Triton"),
