@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import long_but
+from torch.utils.weak import WeakIdKeyDictionary
 
 import flexmod
 from benchmarks import long_run
@@ -66,7 +67,7 @@ LIMITS = {
     "codegen.cache._users": cache.KEPT,
     "codegen.cache._dead": cache.KEPT,
 }
-WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, WeakIdKeyDictionary)
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from flexmod.block_mask import refine
 from flexmod.block_mask.format import BlockMask
@@ -265,7 +264,7 @@ def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> Til
 
 
 # By the memory of a mask's runs: the tiles that replaced them last, and what those were found from.
-_found_again: WeakKeyDictionary[Any, tuple[SourceStates, TileStorage]] = WeakKeyDictionary()
+_found_again = WeakIdKeyDictionary()
 
 
 def present_tiles(

@@ -8,10 +8,11 @@ from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flexmod.ir.fingerprint import global_names, tensor_key
 from flexmod.ir.graph import Graph
@@ -93,8 +94,8 @@ def _memory_of(tensor: Tensor) -> object:
     return None if tensor_key(tensor) is None else ref(tensor.untyped_storage())
 
 
-# By the memory of a result.
-_sources: WeakKeyDictionary[Any, SourceStates] = WeakKeyDictionary()
+# By the memory of a result. Python's own weak dictionaries would have TorchDynamo compile their callbacks.
+_sources = WeakIdKeyDictionary()
 
 
 def computed_from(result: Tensor, sources: SourceStates) -> None:
@@ -104,7 +105,8 @@ def computed_from(result: Tensor, sources: SourceStates) -> None:
 
 def sources_of(result: Tensor) -> SourceStates | None:
     """The recorded sources of a result."""
-    return _sources.get(result.untyped_storage())
+    found: SourceStates | None = _sources.get(result.untyped_storage())
+    return found
 
 
 # on the paths to captured tensors: reads a part of an object, the part's name, its recorded value
