@@ -205,4 +205,5 @@ def may_change(mod: Callable[..., Any]) -> bool:
     if isinstance(mod, Derived):
         names = [field.name for field in fields(mod)]
         return any(may_change(getattr(mod, name)) for name in names if name in MODS)
-    return not isinstance(mod, Replay)
+    inner = mod.function if isinstance(mod, _OfFunction) else mod
+    return not isinstance(inner, Replay)
