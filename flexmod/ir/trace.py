@@ -387,14 +387,23 @@ class Tracer:
         return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
     def _check_gradient(self, result: Node) -> None:
-        """Raises UnknownOperationError if a gradient would flow through what the mod computed without one."""
+        """Raises UnknownOperationError if a gradient would flow through what the mod computed without one.
+
+        None flows to a captured tensor without requires_grad. `tensor_key` has that, so a change of it has
+        the mod traced again.
+        """
         ways = flowing(result)
         for node in self._without_gradient:
-            if node in ways and any(n.op == "load" or n.value == "score" for n in flowing(node)):
+            if node in ways and any(map(self._takes_gradient, flowing(node))):
                 raise errors.UnknownOperationError(
                     operation="a part without gradient (torch.no_grad, autograd.Function)",
                     where=self._without_gradient[node], advice=advice.WITHOUT_GRADIENT,
                 )  # fmt: skip
+
+    def _takes_gradient(self, node: Node) -> bool:
+        if node.op == "load":
+            return self.tensors[node.value].requires_grad  # type: ignore[call-overload]
+        return node.value == "score"
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a torch function or method with a traced value among its arguments."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexmod import errors
+from flexmod import compile, errors, flex_attention
 from flexmod.ir import ops
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.source import mod_kind
@@ -28,6 +28,7 @@ from flexmod.ir.trace import trace
 MARK = "# <-"
 doc = torch.arange(8)
 table = torch.zeros(4, 8)
+learned = torch.zeros(4, 8, requires_grad=True)
 complex_table = torch.zeros(8, dtype=torch.complex64)
 sparse = torch.eye(8).to_sparse()
 embeddings = torch.nn.Embedding(8, 4)
@@ -630,7 +631,7 @@ def under_no_grad(s, b, h, q, k):
 @row(errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score")
 def in_inference_mode(s, b, h, q, k):
     with torch.inference_mode():
-        bias = table[h, q]  # <-
+        bias = learned[h, q]  # <-
     return s + bias
 
 
@@ -1314,14 +1315,31 @@ def test_an_error_of_the_users_own_is_left_alone() -> None:
 def test_what_has_no_gradient_may_turn_gradients_off() -> None:
     def mod(s, b, h, q, k):
         with torch.no_grad():
-            distance, positive = (q - k).float().abs(), table[h, q] > 0
-        return torch.where(positive, s, s - distance)
+            distance, positive = (q - k).float().abs(), learned[h, q] > 0
+            rate = table[h, q] * 2
+        return torch.where(positive, s * rate, s - distance)
 
     def mask(b, h, q, k):
         with torch.no_grad():
             return table[h, q] + 1 > k
 
     trace(mod, "score"), trace(mask, "mask")
+
+
+@pytest.mark.parametrize("of", [lambda mod: functools.partial(flex_attention, score_mod=mod), compile])
+def test_a_capture_without_gradient_may_get_one_later(of: Callable[..., Any]) -> None:
+    slopes, x = torch.ones(2), torch.randn(1, 2, 16, 16, requires_grad=True)
+
+    def mod(s, b, h, q, k):
+        with torch.no_grad():
+            rate = slopes[h] * 2
+        return s * rate
+
+    call = of(mod)
+    call(x, x, x).sum().backward()
+    slopes.requires_grad_()
+    with pytest.raises(errors.UnknownOperationError, match="a part without gradient"):
+        call(x, x, x)
 
 
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])
