@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_a_write_to_what_a_mask_captures_reaches_its_tiles(monkeypatch: pytest.M
             call()
             assert not searches
         as_argument.check(*inputs(), later)
+
+
+def test_tiles_found_again_are_of_the_mask_s_lengths() -> None:
+    """A copy of other lengths has the same memory."""
+    start, case = torch.tensor([3]), inputs(32)
+    mask = create_block_mask(lambda b, h, q, k: k >= start[0], None, None, 32, 32, "cpu", BLOCK_SIZE=16)
+    shorter = copy.copy(mask)
+    shorter.seq_lengths = 25, 25
+    compiled = torch.compile(lambda q, k, v, mask: attend(q, k, v, None, mask), backend="aot_eager")
+    start.fill_(30)
+    none = compiled(*[x[:, :, :25] for x in case], shorter)
+    assert none.eq(0).all()
+    close(compiled(*case, mask), attend(*case, lambda s, b, h, q, k: torch.where(k >= 30, s, -torch.inf)))
 
 
 def test_a_mask_from_a_graph_sees_writes_before_its_first_use() -> None:

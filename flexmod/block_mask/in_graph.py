@@ -263,7 +263,8 @@ def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> Til
     return TileStorage(layout.sizes[:2], layout.grid(), by_axis, {}, layout.separate)
 
 
-# By the memory of a mask's runs: the tiles that replaced them last, and what those were found from.
+# By the memory of a mask's runs: what the tiles that replaced them last were found from, their graph and
+# layout, and the tiles. Masks of other lengths may share the memory.
 _found_again = WeakIdKeyDictionary()
 
 
@@ -286,14 +287,14 @@ def present_tiles(
     known = sources_of(runs.rows)
     if known is not None and known.describe(traced.tensors):
         return storage
+    layout = MaskLayout((storage.batch[0], storage.batch[1], *lengths), block, device, storage.separate)
     last = _found_again.get(memory)
-    if last is not None and last[0].describe(traced.tensors):
-        return last[1]
+    if last is not None and last[1:3] == (traced.graph, layout) and last[0].describe(traced.tensors):
+        return last[3]
     sources = SourceStates(traced.tensors)  # before the search for tiles, so that a write during it counts
-    sizes = (storage.batch[0], storage.batch[1], *lengths)
-    found = find_tiles(traced, MaskLayout(sizes, block, device, storage.separate))
+    found = find_tiles(traced, layout)
     if outside and (known is not None or device.type == "cpu"):
-        _found_again[memory] = sources, found
+        _found_again[memory] = sources, traced.graph, layout, found
     return found
 
 
