@@ -294,8 +294,8 @@ def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor
 
 
 def _mask_of_dense(dense: Tensor) -> BlockMask:
-    forbidden = None if dense.dtype == torch.bool else torch.finfo(dense.dtype).min
-    return create_block_mask(dense if forbidden is None else dense.detach() > forbidden)
+    kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
+    return create_block_mask(kept)
 
 
 def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask:

@@ -266,8 +266,8 @@ def jagged(
         return same & mask_mod(
             as_position(sequence[query], query, last),
             h,
-            as_position(query - start[query], query, start.shape[0] - 1),
-            as_position(key - kv_start[key], key, kv_start.shape[0] - 1),
+            in_sequence(query, start),
+            in_sequence(key, kv_start),
         )
 
     return jagged_mask
@@ -282,3 +282,8 @@ def places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Ten
     positions = torch.arange(count, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]
+
+
+def in_sequence(index: Any, start: Tensor) -> Any:
+    """Returns the position in its own sequence, from the second result of `places`."""
+    return as_position(index - start[index], index, start.shape[0] - 1)

@@ -14,7 +14,7 @@ from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_float, check_packing, check_tensor
-from flexmod.masks.packed import places
+from flexmod.masks.packed import in_sequence, places
 
 
 def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
@@ -160,8 +160,8 @@ def jagged(
             score,
             as_position(sequence[query], query, last),
             h,
-            as_position(query - start[query], query, start.shape[0] - 1),
-            as_position(key - kv_start[key], key, kv_start.shape[0] - 1),
+            in_sequence(query, start),
+            in_sequence(key, kv_start),
         )
 
     return jagged_score
