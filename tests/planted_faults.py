@@ -111,7 +111,8 @@ FAULTS = (
     Fault("flexmod/codegen/cache.py", "if path.is_file() and path.read_bytes() == data:",
           "if path.is_file():", "tests/codegen/test_cache.py"),
     # templates
-    Fault("templates/statistics.jinja", "HQ!, M!, PITCH!,", "HQ!, M!, PITCH,", "tests/test_plan.py"),
+    Fault("templates/hopper_forward.jinja", "KV_B!, HQ!, HKV!, M!, N!,", "KV_B!, HQ!, HKV!, M!, N,",
+          "tests/test_plan.py"),
     Fault("templates/forward.jinja", "decay = tl.exp2(row_max2 - new_row_max2)",
           "decay = tl.exp2(new_row_max2 - row_max2)", "tests/test_large_scores.py"),
     Fault("templates/backward.jinja", "delta = tl.load(DELTA + statistics, mask=in_m, other=0.0)",

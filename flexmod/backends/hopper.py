@@ -70,6 +70,11 @@ SUMMED = 64
 # Up to this many programs on each processor a backward starts long ones first. With more programs, neighbours
 # that share queries in the L2 matter more: see docs/measurements.md.
 ORDERED = 16
+# Parameters of `steps_kernel` for a mask of runs and for one of lists, of which a mask has one.
+NO_BLOCKS: Arguments = {
+    **dict.fromkeys(("KV_ROWS", "KV_RUNS", "KV_NUM_BLOCKS", "KV_INDICES")), "kv_slots": 0,
+    **dict.fromkeys(("FULL_KV_NUM_BLOCKS", "FULL_KV_INDICES")), "full_kv_slots": 0,
+}  # fmt: skip
 
 
 def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
@@ -171,6 +176,7 @@ def _values(writer: PlanWriter, kernels: HopperKernels, v: Place, block_n: int) 
     batch, heads, keys, dim = v.shape
     by_keys = writer.empty("value_by_keys", (batch, heads, dim, cdiv(keys, 128) * 128), v.dtype)
     arguments = {**strided("V", "v", "n", v), "V_BY_KEYS": by_keys, "HKV": heads, "N": keys}
+    arguments |= {"DV": dim, "DV_TILE": spec.value_tile}
     writer.launch(kernels, "values", grid(batch, heads, keys, 128), arguments)
     return tiles(by_keys, spec.value_tile, block_n)
 
@@ -182,10 +188,12 @@ def _blocks(writer: PlanWriter, kernels: HopperKernels, call: Operands, shape: A
         return given | _order(call.mask, "kv")
     rows: Any = given.get("KV_ROWS", given.get("KV_NUM_BLOCKS"))
     _, _, length, keys = call.extents
+    assert kernels.spec.mask_block is not None
     sizes = (*rows.shape[:2], cdiv(length, shape.block_m), 1 + cdiv(keys, shape.block_n))
     steps = writer.empty("steps", sizes, torch.int32)
-    arguments = {name: given[name] for name in given if not name.startswith("stride")}
-    arguments |= {"KV_STEPS": steps, "ROWS": rows.shape[2], "M": length, "N": keys}
+    blocks = {name: value for name, value in given.items() if not name.startswith("stride")}
+    arguments = {**NO_BLOCKS, **blocks, "KV_STEPS": steps, "ROWS": rows.shape[2], "M": length, "N": keys}
+    arguments |= dict(zip(("Q_BLOCK", "KV_BLOCK"), kernels.spec.mask_block, strict=True))
     arguments |= {"CONSUMERS": shape.consumers, "BLOCK_N": shape.block_n}
     writer.launch(kernels, "steps", product(sizes[:3]), arguments)
     return {"KV_STEPS": steps, **mask_strides(sizes[:3])}
@@ -265,6 +273,8 @@ def backward(
             "HQ": heads,
             "M": length,
             "PITCH": pitch,
+            "D": spec.head_dim,
+            "D_TILE": spec.head_tile,
         }
         writer.launch(kernels, "round", grid(batch, heads, length, SUMMED), rounding)
     beside: triton.Sums = {}

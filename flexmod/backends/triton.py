@@ -32,12 +32,12 @@ from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_eleme
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, KernelName, KernelSpec, statistics_rows
+from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, statistics_rows
 from flexmod.ir.derivative import Along
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
-# Results of `statistics_kernel` if scores may be large; None for kernels that read ROW_MAX and REST.
-NO_ROW_MAXIMA: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))
+# What `statistics_kernel` reads and writes besides DELTA, for kernels that weigh by the lse.
+NO_WEIGHTS: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"))
 
 
 Rungs = Mapping[Any, Any]
@@ -185,7 +185,7 @@ def backward(
         writer.launch(kernels, "delta", grid(batch, heads, length, tile.block_m), given, tile)
     else:
         programs, given = statistics_arguments(
-            kernels.spec, incoming, delta, length, weights if by_lse else NO_ROW_MAXIMA
+            kernels.spec, incoming, delta, length, weights if by_lse else {}
         )
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
@@ -305,7 +305,7 @@ def statistics_arguments(
 ) -> tuple[Extent, Arguments]:
     """Returns grid and arguments of the kernel that fills delta, [B, Hq, pitch] float32, and `weights`.
 
-    For small scores `weights` has LSE2 only, otherwise the names in NO_ROW_MAXIMA.
+    `weights` has some of the names in NO_WEIGHTS: for small scores LSE2 only.
     """
     batch, heads, length = incoming.lse.shape
     rows = statistics_rows(spec)
@@ -313,12 +313,16 @@ def statistics_arguments(
         **strided("OUT", "o", "m", incoming.out),
         **strided("GRAD_OUT", "g", "m", incoming.grad_out),
         "LSE": incoming.lse,
+        **NO_WEIGHTS,
         **weights,
         **grad_lse_arguments(incoming.grad_lse),
         "DELTA": delta,
         "HQ": heads,
         "M": length,
         "PITCH": pitch,
+        "DV": spec.value_dim,
+        "DV_TILE": spec.value_tile,
+        "FROM": LARGE,
         "BLOCK_M": rows,
     }
     return grid(batch, heads, pitch, rows), arguments

@@ -92,4 +92,4 @@ def called(names: tuple[str, ...], text: str) -> set[str]:
 
 @cache
 def _calls(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.])({'|'.join(names)})\(")
+    return re.compile(rf"(?<![\w.])(?<!def )({'|'.join(names)})\(")

@@ -19,7 +19,7 @@ from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.expressions import TRITON_DTYPES
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
-from flexmod.codegen.spec import LARGE, LARGEST_EXACT, KernelSpec, min_fixed_max
+from flexmod.codegen.spec import LARGEST_EXACT, KernelSpec, min_fixed_max
 from flexmod.runtime.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ def render(
             lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
             small_scores=score is not None and score.small,
             largest_exact=LARGEST_EXACT,
-            large=LARGE,
             **facts,
         )
     )
@@ -147,6 +146,7 @@ def _environment() -> jinja2.Environment:
         captured=_captured,
         parameters=parameters,
         device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
+        kernel=prelude.functions("whole_kernels").__getitem__,
         called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
     )

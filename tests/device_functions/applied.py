@@ -22,7 +22,7 @@ def run({outs}, {given}, COUNT, BLOCK: tl.constexpr):
     {results} = {call}
     {stores}
 """
-IMPORT = re.compile(r"from flexmod\.codegen\.device_functions\.(\w+) import .*\n")
+IMPORT = re.compile(r"from flexmod\.codegen\.device_functions\.(\w+) import (?:\([^)]*\)|.*)\n")
 BLOCK = 256
 
 

@@ -40,35 +40,6 @@ def tile_of_keys(HKV, N, TILE: tl.constexpr):
 
 
 @triton.jit
-def kinds_in_runs(blocks, row, ROWS, RUNS):
-    """What each of `blocks` is in a row of a mask of runs: 0 empty, 1 partial, 2 full."""
-    kinds = tl.zeros_like(blocks)
-    for full in tl.static_range(2):
-        of_row = ROWS + row * 6 + 3 * full
-        count = tl.load(of_row + 1)
-        runs = RUNS + tl.cast(tl.load(of_row + 2), tl.int64) * 2
-        for start in range(0, count, 32):
-            run = start + tl.arange(0, 32)
-            first = tl.load(runs + 2 * run, mask=run < count, other=0)
-            stop = tl.load(runs + 2 * run + 1, mask=run < count, other=0)
-            inside = (first[None, :] <= blocks[:, None]) & (blocks[:, None] < stop[None, :])
-            kinds = tl.maximum(kinds, tl.max(inside.to(tl.int32), 1) * (1 + full))
-    return kinds
-
-
-@triton.jit
-def are_listed(blocks, row, NUM_BLOCKS, INDICES, slots):
-    """1 for each of `blocks` that is in a row's list, else 0."""
-    found = tl.zeros_like(blocks)
-    count = tl.load(NUM_BLOCKS + row)
-    for start in range(0, count, 32):
-        place = start + tl.arange(0, 32)
-        listed = tl.load(INDICES + row * slots + place, mask=place < count, other=-1)
-        found = tl.maximum(found, tl.max((listed[None, :] == blocks[:, None]).to(tl.int32), 1))
-    return found
-
-
-@triton.jit
 def diagonal_of_tiles(HQ, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Batch entry and query head of this program, and its diagonal of tiles: start_n - start_m, its number,
     and the number of diagonals.
