@@ -2,9 +2,18 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flexmod.runtime.gluon import add_tile, stores_read
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers in shared memory. A phase is over after ARRIVALS and the bytes that are expected."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(made.index(place), count=ARRIVALS)
+    return made
 
 
 @gluon.jit
