@@ -181,7 +181,7 @@ def _rest(graph: Graph | None, ends: frozenset[Node], function: str) -> Rest:
     graph = rebuild(graph, change)
     builder = GraphBuilder()
     builder.adopt(graph.nodes)
-    number, factors = _product(graph, graph.result)
+    number, factors = _product(graph, graph.result) if graph.kind == "grad" else _last_factor(graph.result)
     derivative = _derivative(builder, function) if graph.kind == "grad" else []
     if not all(node in factors for node in derivative):
         derivative = []
@@ -195,6 +195,18 @@ def _rest(graph: Graph | None, ends: frozenset[Node], function: str) -> Rest:
     same = builder.input("grad" if graph.kind == "grad" else "score", torch.float32)
     graph = graph.of((left, *graph.results[1:]))
     return Rest(None if graph.results == (same,) else graph, number, function if derivative else "")
+
+
+def _last_factor(score: Node) -> tuple[float, list[Node]]:
+    """Returns the number by which a score was multiplied last, and what it was multiplied with.
+
+    A large score differs visibly from one with other roundings, so no other factors come together.
+    """
+    others = [a for a in score.args if not a.is_const]
+    if score.op != "mul" or len(others) != 1 or others[0].dtype != torch.float32:
+        return 1.0, [score]
+    number, *_ = (_number(a) for a in score.args if a.is_const)
+    return number, others
 
 
 def _product(graph: Graph, node: Node) -> tuple[float, list[Node]]:

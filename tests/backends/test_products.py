@@ -346,6 +346,13 @@ RESTS: dict[str, tuple[Any, list[tuple[list[str], float, str]]]] = {
             ),
         ],
     ),
+    "two factors": (  # a score keeps the roundings of both, and a gradient may have that of their product
+        lambda s, h, k: torch.abs(s) * 0.25 * 3.0,
+        [
+            (["%0: float32 = abs(score)", "%1: float32 = mul(%0, 0.25)", "return %1"], 3.0, ""),
+            (["%0: float32 = sign(score)", "%1: float32 = mul(grad, %0)", "return %1"], 0.75, ""),
+        ],
+    ),
     "whole numbers": (
         lambda s, h, k: (h * k) * 0.5,
         [
@@ -360,6 +367,20 @@ RESTS: dict[str, tuple[Any, list[tuple[list[str], float, str]]]] = {
 def test_rest(name: str) -> None:
     formula, wanted = RESTS[name]
     assert rests(formula) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_large_score_keeps_the_roundings_of_its_factors(dtype: torch.dtype) -> None:
+    """A rounding of -65504 in float32 is 0.004, which weights show."""
+    q, k, v = (torch.randn(1, 1, length, 4, dtype=dtype) for length in (9, 30, 30))
+
+    def far(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return (score - 65504.0) * 1e-30 * 1e30
+
+    found = flexmod.flex_attention(q, k, v, far, scale=1.0)
+    wanted = far(q @ k.mT, 0, 0, 0, 0).double().softmax(-1) @ v.double()
+    limit = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit)
 
 
 def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
