@@ -101,7 +101,7 @@ def test_every_command_has_a_section_and_a_file() -> None:
     for name in COMMANDS:
         assert f"\n## {name}\n" in page and f"| `{name}` |" in page
     files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")}
-    assert files - {*COMMANDS} == {"__init__", "options"}
+    assert files == {"__init__", "options", *(file for file, _ in COMMANDS.values())}
 
 
 def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
-"""Runs the command line, `flexmod` or `python -m flexmod`. Each file here is a command.
+"""Runs the command line, `flexmod` or `python -m flexmod`.
 
-A command's file is imported when the command runs: the others' imports and torch's take seconds.
+The file of a command is imported when the command runs: imports of torch and of other files take seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import click
 from flexmod.errors import FlexmodError
 from flexmod.runtime.lazy_imports import lazy_imports
 
-# Each command, and its line in `flexmod --help`.
+# Each command, its file, and its line in `flexmod --help`.
 COMMANDS = {
-    "show": "Draw a mask; print its sparsity and facts.",
-    "explain": "Print the graphs of mods, and which kernels serve them.",
-    "source": "Print the kernels, or write a file that runs without flexmod.",
-    "compare": "Compare results and times with SDPA's.",
-    "bench": "Time masks over lengths, beside SDPA.",
-    "build": "Compile kernels for chips; report registers and spills.",
-    "warm": "Fill a folder with compiled kernels to ship.",
-    "tune": "Search for the fastest tiles on this GPU.",
-    "doctor": "Check the installation; say which kernels run here.",
+    "show": ("masks", "Draw a mask; print its sparsity and facts."),
+    "explain": ("kernels", "Print the graphs of mods, and which kernels serve them."),
+    "source": ("kernels", "Print the kernels, or write a file that runs without flexmod."),
+    "compare": ("masks", "Compare results and times with SDPA's."),
+    "bench": ("masks", "Time masks over lengths, beside SDPA."),
+    "build": ("kernels", "Compile kernels for chips; report registers and spills."),
+    "warm": ("kernels", "Fill a folder with compiled kernels to ship."),
+    "tune": ("kernels", "Search for the fastest tiles on this GPU."),
+    "doctor": ("doctor", "Check the installation; say which kernels run here."),
 }
 
 
@@ -40,13 +40,14 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        file, _ = COMMANDS[cmd_name]
         with lazy_imports():
-            command: click.Command = getattr(import_module(f"flexmod.tools.cli.{cmd_name}"), cmd_name)
+            command: click.Command = getattr(import_module(f"flexmod.tools.cli.{file}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([*COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

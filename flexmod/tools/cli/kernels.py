@@ -1,0 +1,280 @@
+"""The commands about kernels: explain, source, build, warm and tune."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from shlex import quote
+from typing import Any, get_args
+
+import click
+import torch
+
+from flexmod.backends.options import PORTABLE, family_names
+from flexmod.codegen.compiled_kernels import COMPILED
+from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import variant
+from flexmod.errors.commands import NoSourceError
+from flexmod.runtime import config
+from flexmod.runtime.target import MEASURED, NAMES, OLDEST
+from flexmod.tools.ahead import Built, checked_folder, jobs
+from flexmod.tools.ahead import warm as fill
+from flexmod.tools.cli.options import (
+    DTYPES,
+    KERNEL_DTYPES,
+    POSITIVE,
+    dim_option,
+    dtype_option,
+    kernel_setting,
+    mask_argument,
+    score_option,
+    setting_of,
+    size_options,
+)
+from flexmod.tools.explanation import explain as explain_mods
+from flexmod.tools.mod_names import choose
+from flexmod.tools.standalone import standalone as standalone_text
+from flexmod.tools.terminal import hint, show, table
+from flexmod.tools.tune import check_device
+from flexmod.tools.tune import tune as tune_mods
+
+
+@click.command()
+@mask_argument
+@score_option
+@dim_option
+@dtype_option(KERNEL_DTYPES)
+def explain(mask: str, score: str | None, dim: int | None, dtype: torch.dtype | None) -> int:
+    """The graphs that a mask and a score mod are traced to, and on which template their kernels stand."""
+    setting = kernel_setting(dim, dtype)
+    mods = choose(mask, setting, score)
+    click.echo(str(explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)))
+    more = f" --score {quote(score)}" if score else ""
+    hint(f"flexmod source {quote(mask)}{more}")
+    return 0
+
+
+# by what the command calls a module, its family and direction
+TEMPLATES = {
+    f"{name}-{direction}": (name, direction)
+    for name in family_names()
+    if name != PORTABLE
+    for direction in get_args(Direction)
+}
+
+
+@click.command()
+@mask_argument
+@score_option
+@dim_option
+@dtype_option(KERNEL_DTYPES)
+@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+@click.option("--template", type=click.Choice([PORTABLE, *TEMPLATES]), default=PORTABLE, show_default=True)
+@click.option(
+    "--standalone", is_flag=True, help="A file that needs torch and triton alone and checks itself."
+)
+@click.option(
+    "--target", type=click.Choice(NAMES), default=OLDEST, show_default=True,
+    help="The chip that the tiles of --standalone are chosen for.",
+)  # fmt: skip
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="A file, not the screen."
+)
+def source(
+    mask: str,
+    score: str | None,
+    dim: int | None,
+    dtype: torch.dtype | None,
+    seq: int | None,
+    template: str,
+    standalone: bool,
+    target: str,
+    output: Path | None,
+) -> int:
+    """The module of kernels, forward and backward, as it runs; or a file of its own."""
+    setting = kernel_setting(dim, dtype, seq)
+    mods = choose(mask, setting, score)
+    if standalone:
+        text = standalone_text(
+            mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, target=target
+        )
+    else:
+        explanation = explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
+        text = explanation.source
+        if template != PORTABLE:
+            family, direction = TEMPLATES[template]
+            if f"{family} {direction}" not in explanation.sources:
+                why = next(line for line in explanation.templates if line.startswith(direction))
+                raise NoSourceError(template=template, why=why)
+            text = explanation.sources[f"{family} {direction}"]
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+        click.echo(f"{output}: {len(text.splitlines())} lines")
+        if standalone:
+            hint(f"python {output} on a GPU, or TRITON_INTERPRET=1 python {output}")
+    return 0
+
+
+REPORTED = ("target", "kernel", "template", "tile", "registers", "spills", "shared", "matrix", "")
+
+
+@click.command()
+@mask_argument
+@score_option
+@click.option(
+    "--target",
+    "targets",
+    type=click.Choice(NAMES),
+    multiple=True,
+    default=[OLDEST, MEASURED],
+    show_default=True,
+    help="A chip; may be given several times.",
+)
+@dim_option
+@dtype_option(KERNEL_DTYPES)
+@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
+def build(
+    mask: str,
+    score: str | None,
+    targets: tuple[str, ...],
+    dim: int | None,
+    dtype: torch.dtype | None,
+    seq: int | None,
+    as_json: bool,
+) -> int:
+    """Compile the kernels for chips, and report registers, spills and shared memory. No GPU is needed.
+
+    Spills and shared memory are in bytes. The exit status is 1 if a kernel does not fit a chip.
+    """
+    setting = kernel_setting(dim, dtype, seq)
+    mods = choose(mask, setting, score)
+    made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
+    work = [job for target in targets for job in jobs(made, target)]
+    with click.progressbar(work, label="compiling", file=sys.stderr) as bar:
+        built = [(job.target, job.compile()) for job in bar]
+    facts = [dict(zip(REPORTED, _row(target, each), strict=True)) for target, each in built]
+    if as_json:
+        click.echo(json.dumps([{**row, "problem": row.pop("")} for row in facts], indent=1))
+    else:
+        title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {str(setting.dtype)[6:]}\n"
+        rows = [[*map(_cell, row.values())] for row in facts]
+        show(title, table(REPORTED, rows, words=(0, 1, 2, 3, 7, 8)))
+        hint(f"flexmod warm {quote(mask)} --into kernels")
+    return 0 if all(each.fits for _, each in built) else 1
+
+
+def _row(target: str, built: Built) -> list[Any]:
+    first = [target, *_kernel_cells(built)]
+    report = built.report
+    if report is None:
+        return [*first, None, None, None, {}, built.problem]
+    matrix = dict(sorted(report.matrix_instructions.items()))
+    said = "; ".join([built.problem or "fits", *report.losses])
+    return [*first, report.registers, report.spills, report.shared, matrix, said]
+
+
+def _kernel_cells(built: Built) -> list[str]:
+    """The kernel, its template and its tile."""
+    return [built.kernel, built.template, "-" if built.tile is None else str(built.tile)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={count}" for name, count in value.items())
+    return "-" if value is None else str(value)
+
+
+FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
+
+
+@click.command()
+@mask_argument
+@score_option
+@click.option(
+    "--into", type=click.Path(path_type=Path), metavar="FOLDER",
+    help="The folder; else the cache folder of flexmod.",
+)  # fmt: skip
+@click.option(
+    "--target", "targets", type=click.Choice(NAMES), multiple=True, default=[MEASURED], show_default=True,
+    help="A chip; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--dim", "--head-dim", "dims", type=POSITIVE, multiple=True,
+    help="Head dimension; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--dtype", "dtypes", type=click.Choice(KERNEL_DTYPES), multiple=True, help="May be given several times."
+)
+@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+def warm(
+    mask: str,
+    score: str | None,
+    into: Path | None,
+    targets: tuple[str, ...],
+    dims: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    seq: int | None,
+) -> int:
+    """Compile kernels, forward and backward, into a folder that can be shipped. No GPU is needed.
+
+    A process with FLEXMOD_CACHE_DIR at the folder compiles none of them. Further kernels are added. The exit
+    status is 1 if a kernel does not fit a chip.
+    """
+    folder = checked_folder(config.cache_dir() if into is None else into)
+    rows, fits = [], True
+    kinds: tuple[torch.dtype | None, ...] = tuple(DTYPES[name] for name in dtypes) or (None,)
+    for dim, dtype in [(dim, dtype) for dim in dims or (None,) for dtype in kinds]:
+        setting = kernel_setting(dim, dtype, seq)
+        mods = choose(mask, setting, score)
+        work = fill(folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets)
+        for target, built in work:
+            click.echo(f"{target} {built.kernel}", file=sys.stderr)
+            sizes = [setting.dim, str(setting.dtype)[6:]]
+            rows.append([target, *sizes, *_kernel_cells(built), built.problem or "fits"])
+            fits &= built.fits
+    show(table(FILLED, rows, words=(0, 2, 3, 4, 5, 6)))
+    count = sum(1 for path in (folder / COMPILED).iterdir() if any(path.glob("*.json")))
+    click.echo(f"\n{folder}: {count} compiled kernels. To use them: {config.CACHE_DIR}={folder}")
+    return 0 if fits else 1
+
+
+# Steps of the bar for each kernel that tune searches.
+STEPS = 100
+KERNELS = 3
+
+
+@click.command()
+@mask_argument
+@score_option
+@size_options
+@click.option("--seq", type=POSITIVE)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
+    help="Of the search for each kernel; what is near to flexmod's own choice comes first.",
+)  # fmt: skip
+def tune(mask: str, score: str | None, seconds: float, device: str | None, **sizes: Any) -> int:
+    """Search the tiles of a variant on this device, and keep the fastest in the cache folder.
+
+    Calls use them where they ask for it, with kernel_options={"tuned": True}.
+    """
+    setting = setting_of(device, **sizes)
+    check_device(setting.device)
+    mods = choose(mask, setting, score)
+    name = f"{mask} with {score}" if score else mask
+    done: dict[str, int] = {}
+    with click.progressbar(length=STEPS * KERNELS, label="searching", file=sys.stderr) as bar:
+
+        def progress(kernel: str, number: int, count: int) -> None:
+            reached = STEPS * number // count
+            bar.update(reached - done.get(kernel, 0))
+            done[kernel] = reached
+
+        found = tune_mods(mods, setting, name=name, seconds=seconds, progress=progress)
+        bar.update(STEPS * (KERNELS - len(done)))
+    click.echo(str(found))
+    hint('flex_attention(..., kernel_options={"tuned": True})')
+    return 0
