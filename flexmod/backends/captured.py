@@ -5,21 +5,29 @@ the load's index does not read: one number for each head for slopes of heads, on
 of keys. Then these sums are added to the elements in a fixed order, so that two runs agree bit for bit.
 
 `CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums from kernels.
+`sums_along_diagonals` and `sums_of_elements` write the launches of kernels that make only such sums.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import Arguments, Operands, diagonal_count, grid, mask_strides
 from flexmod.backends.interface import Problem
+from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
+from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import Tile, option
 from flexmod.ir.derivative import Along, GradientTerm
 from flexmod.ir.evaluate import evaluate, wrapped
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents
+from flexmod.runtime.plan import Extent, Keep, Place, PlanWriter, bits
 
 Sums = Mapping[Along, Sequence[Tensor]]
 """What kernels make of terms, float32, for each term in order:
@@ -148,3 +156,174 @@ def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     missing = term.dim() - len(shape)
     same = [d for d in range(term.dim()) if d < missing or shape[d - missing] == 1]
     return term.sum(same, keepdim=True, dtype=dtype) if same else term
+
+
+# Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
+FIXED_BITS = 62
+
+
+def sums_along_diagonals(
+    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
+) -> list[Place]:
+    """Writes each term's sums by q_idx - kv_idx, [B, Hq, M + N - 1] float32.
+
+    `shared` has the arguments that do not depend on the tile.
+    """
+    text = kernels.captures.diagonal
+    assert text is not None
+    batch, heads, length, keys = call.extents
+    diagonals = diagonal_count(length, keys, tile.block_m, tile.block_n)
+    names = [f"{term.into}_by_diagonal" for term in text.terms]
+    shape = (batch, heads, diagonals, 2 * tile.block_m)
+    windows = [writer.empty(f"{name}_windows", shape) for name in names]
+    arguments = {
+        **shared,
+        **{name.upper(): window for name, window in zip(names, windows, strict=True)},
+        **_diagonal_lists(writer, call.mask, tile, diagonals),
+    }
+    writer.launch(kernels, "diagonal", grid(batch, heads, diagonals, 1), arguments, tile)
+    sums = [Place(name, (batch, heads, length + keys - 1), (0, 0, 1), torch.float32) for name in names]
+    for window, made in zip(windows, sums, strict=True):
+        writer.call(joined_windows, (window, tile.block_m, tile.block_n, length, keys), (made,))
+    return sums
+
+
+def joined_windows(windows: Tensor, block_m: int, block_n: int, length: int, keys: int) -> tuple[Tensor]:
+    """Adds the overlapping sums of neighboring diagonals of tiles: [B, Hq, M + N - 1]."""
+    batch, heads, count, width = windows.shape
+    parts = windows.view(batch, heads, count, width // block_n, block_n)
+    joined = windows.new_zeros((batch, heads, count + width // block_n - 1, block_n))
+    for number in range(width // block_n):
+        joined[:, :, number : number + count] += parts[:, :, :, number]
+    first = block_m + (tile_count(keys, block_n) - 1) * block_n  # minus the first window's least distance
+    return (joined.flatten(2)[:, :, first + 1 - keys : first + length],)
+
+
+def _diagonal_lists(
+    writer: PlanWriter, mask: MaskSnapshot | None, tile: Tile, diagonals: Extent
+) -> Arguments:
+    """Returns the mask's tiles on each diagonal, see `diagonal_lists`. The mask caches them."""
+    if mask is None:
+        return {}
+    storage, parts = mask.storage, mask.storage.by_row()
+    rows = tile_count(mask.seq_lengths[0], tile.block_m)
+    shape = (*_batch_of(parts), diagonals)
+    names = ["diagonal_counts", "diagonal_tiles"]
+    names += ["full_diagonal_counts", "full_diagonal_tiles"] if storage.separate else []
+    makes: list[Place] = []
+    for name in names:
+        sides = (*shape, rows) if name.endswith("tiles") else shape
+        makes.append(Place(name, sides, (), torch.int32))
+    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
+    layout = (storage.form, columns_of(storage, lengths, block), lengths, block, storage.separate)
+    writer.call(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes, Keep)
+    full: Sequence[Place | None] = makes[2:] or (None, None)
+    return {
+        "DIAGONAL_COUNTS": makes[0],
+        "DIAGONAL_TILES": makes[1],
+        "FULL_DIAGONAL_COUNTS": full[0],
+        "FULL_DIAGONAL_TILES": full[1],
+        "tile_slots": rows,
+        **mask_strides(shape),
+    }
+
+
+def _batch_of(parts: Sequence[Any]) -> tuple[Extent, ...]:
+    """Returns the tile table's batch entries and heads: 1 if all are the same, see `TileStorage.table`."""
+    return tuple(
+        1 if all(part.strides[dim] == 0 for part in parts) else parts[0].shape[dim] for dim in (0, 1)
+    )
+
+
+def diagonal_lists(
+    parts: Sequence[Tensor],
+    form: Form,
+    columns: int,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    separate: bool,
+    block_m: int,
+    block_n: int,
+) -> tuple[Tensor, ...]:
+    """Lists tiles of queries by diagonal: counts [.., diagonals], indices [.., diagonals, tiles], int32.
+
+    `parts` come from `TileStorage.by_row`. A diagonal has the tiles (m, m * block_m / block_n + constant);
+    constants descend, as in `diagonal_of_tiles`. Indices ascend. Separate full tiles come last. The function
+    does not wait for the device.
+    """
+    (length, keys), (q_block, kv_block) = lengths, block
+    rows, across = tile_count(length, block_m), tile_count(keys, block_n)
+    blocks = _table(parts, form, columns)
+    device = blocks.device
+    row = torch.arange(rows, device=device)
+    count = diagonal_count(length, keys, block_m, block_n)
+    diagonal = torch.arange(count, device=device)[:, None]  # type: ignore[arg-type]
+    column = across - 1 - diagonal + row * (block_m // block_n)
+    outside = (column < 0) | (column >= across)
+    block_row, block_column = row * block_m // q_block, column.clamp(0, across - 1) * block_n // kv_block
+    table = blocks[:, :, block_row, block_column].masked_fill_(outside, EMPTY)
+    return (*ordered(table == PARTIAL), *(ordered(table == FULL) if separate else ()))
+
+
+def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
+    if form == "runs":
+        return Runs(*parts).table(columns)
+    return TileStorage.of_lists({**dict.fromkeys(LISTS), **dict(zip(LISTS, parts, strict=False))}).table(
+        columns
+    )
+
+
+def sums_of_elements(
+    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
+) -> list[Place]:
+    """Writes the sums of all elements of each captured tensor with such terms, flat float32, and a 0.
+
+    Atomics add in float32. A deterministic result takes two passes: the first finds the largest term, the
+    second adds in a fixed-point format with room for that term, which needs no rounding.
+    """
+    text = kernels.captures.element
+    assert text is not None
+    batch, heads, length, keys = call.extents
+    tensors: Sequence[Any] = call.score_captured.tensors
+    counts: dict[str, Extent] = {term.into: tensors[term.capture].numel() + 1 for term in text.terms}
+    summands = batch * heads * length * keys * len(text.terms)
+    room = FIXED_BITS - bits(summands)
+    kinds = {"_BY_ELEMENT": torch.float32, "_FIXED": torch.int64, "_LARGEST": torch.int32}
+
+    def buffers(suffix: str, note: str = "") -> dict[str, Place]:
+        made = {}
+        for name, size in counts.items():
+            shape = (1 if suffix == "_LARGEST" else size,)
+            place = writer.empty((name + suffix + note).lower(), shape, kinds[suffix], zeros=True)
+            made[name.upper() + suffix] = place
+        return made
+
+    absent = {name.upper() + suffix: None for name in counts for suffix in kinds}
+
+    def add(made: Mapping[str, Place]) -> None:
+        """Writes one pass, which adds to the places in `made`."""
+        given = {**shared, **absent, **made, "room": room}
+        writer.launch(kernels, "scatter", grid(batch, heads, length, tile.block_m), given, tile)
+
+    if not (deterministic or option(kernels.options, "scatter", "deterministic", False)):
+        made = buffers("_BY_ELEMENT")
+        add(made)
+        return list(made.values())
+    largest = buffers("_LARGEST")
+    add(largest)
+    found = {**buffers("_BY_ELEMENT", "_first"), **buffers("_FIXED"), **largest}
+    add(found)
+    sums = []
+    for name, size in counts.items():
+        of = [found[name.upper() + suffix] for suffix in kinds]
+        made_sum = Place(f"{name}_by_element", (size,), (1,), torch.float32)
+        writer.call(sum_of_fixed, (*of, room), (made_sum,))
+        sums.append(made_sum)
+    return sums
+
+
+def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:
+    """Adds fixed-point sums and `rest` in float32. See `add_elements` in `device_functions`."""
+    shift = (room + 126 - (largest >> 23)).clamp(max=126)
+    unit = (1023 - shift.long() << 52).view(torch.float64)
+    return (rest + (fixed.double() * unit).float(),)

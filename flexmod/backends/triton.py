@@ -26,9 +26,9 @@ from flexmod.backends.arguments import (
     strided,
     value_scale_arguments,
 )
+from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.options import PORTABLE
-from flexmod.backends.triton_captured import sums_along_diagonals, sums_of_elements
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
