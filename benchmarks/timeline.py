@@ -33,7 +33,7 @@ WATCHED = (
     (f"{COMPILER}make_cubin", "ptxas"),
     ("triton.runtime.build:_build", "gcc"),
     ("triton.compiler.compiler:CompiledKernel._init_handles", "load kernel"),
-    ("flexmod.runtime.machine_code:losses", "judge"),
+    ("flexmod.runtime.compiler_bugs:losses", "judge"),
     ("flexmod.runtime.compiler_bugs:wrong", "judge"),
 )  # fmt: skip
 SHORTEST = 0.01  # seconds of a row

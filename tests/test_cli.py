@@ -18,7 +18,7 @@ import torch
 import flexmod
 from flexmod.errors import commands as command_errors
 from flexmod.runtime import config
-from flexmod.runtime.machine_code import SERIALIZED
+from flexmod.runtime.compiler_bugs import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
 from flexmod.tools import ahead, cli

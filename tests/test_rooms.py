@@ -51,7 +51,7 @@ codegen.compiled_kernels codegen.cache
 codegen.hopper
 codegen.compiler
 codegen.variant
-runtime.gluon runtime.dequantize runtime.direct runtime.machine_code runtime.compiler_bugs
+runtime.gluon runtime.dequantize runtime.direct runtime.compiler_bugs
 runtime.interpreter_corrections runtime.interpreter_language runtime.interpreter
 runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
@@ -88,12 +88,12 @@ CHIP = re.compile(r"hopper|blackwell|ampere|(?<![a-z])sm_?\d+|gfx\d+", re.IGNORE
 KNOW_CHIPS = {
     "runtime.target",  # the table of chips
     "codegen.prelude",  # the table of operations that a chip has text of its own for
-    "runtime.compiler_bugs",  # each with the chip that it is seen on
+    "runtime.compiler_bugs",  # each with the chip that it is seen on, and machine code for it
     "runtime.private_triton",  # a module of Triton is named for a chip
     # the registration of families
     "backends.options", "backends.families",
-    # the family of kernels made for Hopper: its kernels, its plans, what its kernels call, its machine code
-    "codegen.hopper", "backends.hopper", "runtime.gluon", "runtime.machine_code",
+    # the family of kernels made for Hopper: its kernels, its plans, what its kernels call
+    "codegen.hopper", "backends.hopper", "runtime.gluon",
     "codegen.device_functions.hopper", "codegen.device_functions.hopper_arithmetic",
     "codegen.device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
 }  # fmt: skip

@@ -361,7 +361,7 @@ class Verdict(NamedTuple):
     spills: int = 0
     """Registers that a thread spills to memory."""
     losses: tuple[str, ...] = ()
-    """Reasons why it is slow, in words, see `machine_code`. Its results are correct."""
+    """Reasons why it is slow, in words, see `compiler_bugs`. Its results are correct."""
     refusal: object = None
     """Why it cannot run: an error, or a class of errors; None if it can."""
 

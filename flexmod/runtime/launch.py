@@ -20,7 +20,7 @@ from torch import Tensor
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.spec import Chosen, KernelName, Tile, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits
-from flexmod.runtime import compiler_bugs, config, direct, machine_code
+from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct, hooked
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
@@ -111,7 +111,7 @@ def _faults(kernels: Made, compiled: Any) -> tuple[tuple[str, ...], WrongProduct
     if compiled not in _known_faults:
         # users may tell Triton to store machine code only: then the text is unknown
         asm = compiled.asm
-        slow = machine_code.losses(asm.get("ptx", ""), asm["cubin"]) if kernels.limits.by_code else ()
+        slow = compiler_bugs.losses(asm.get("ptx", ""), asm["cubin"]) if kernels.limits.by_code else ()
         _known_faults[compiled] = slow, compiler_bugs.wrong(kernels, asm)
     return _known_faults[compiled]
 
@@ -155,7 +155,7 @@ def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
 def refusal_in_words(refusal: object) -> str:
     """Returns the first line of the reason against a rung, from the compiler, the loader or flexmod."""
     if refusal is MisaddressedProductsError:
-        return machine_code.MISADDRESSED
+        return compiler_bugs.MISADDRESSED
     while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
         refusal = refusal.__cause__  # Triton's outer error has only the place
     said = getattr(refusal, "error_message", None) or str(refusal)

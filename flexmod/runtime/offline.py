@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.runtime import machine_code
+from flexmod.runtime import compiler_bugs
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
 from flexmod.runtime.private_triton import assembler, compile_for, disassembler
@@ -54,7 +54,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
     losses: tuple[str, ...] = ()
-    """What the machine code lacks of what its text asks for: see `machine_code`."""
+    """What the machine code lacks of what its text asks for: see `compiler_bugs`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Every stage by name: ttir, ttgir, llir, ptx, cubin, sass; amdgcn, hsaco."""
 
@@ -164,7 +164,7 @@ def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
     matrix = Counter(found)
-    losses = machine_code.losses(asm["ptx"], asm["cubin"])
+    losses = compiler_bugs.losses(asm["ptx"], asm["cubin"])
     return Report(
         target, shared, registers, sum(map(int, spills)), stack, matrix, tuple(sorted(lines)), losses, asm
     )

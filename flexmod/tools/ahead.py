@@ -47,7 +47,7 @@ from flexmod.errors import (
     RoundedProductsError,
 )
 from flexmod.errors.commands import WarmFolderError
-from flexmod.runtime import compiler_bugs, machine_code, offline
+from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
 from flexmod.runtime.launch import refusal_in_words
 from flexmod.runtime.offline import Report
@@ -60,7 +60,7 @@ from flexmod.tools.explanation import Named
 GIVES_WAY = "it spills so much that the portable template runs"
 WRONG: dict[object, str] = {
     RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
-    MisaddressedProductsError: machine_code.MISADDRESSED,
+    MisaddressedProductsError: compiler_bugs.MISADDRESSED,
 }
 NAME_A_CHIP = f"name a chip that need not be here, e.g. attend.ptx_for({MEASURED!r})"
 

@@ -25,7 +25,7 @@ from flexmod.codegen.spec import Verdict, statistics_rows
 from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 from flexmod.runtime import compiler_bugs, config, launch
-from flexmod.runtime.machine_code import SERIALIZED
+from flexmod.runtime.compiler_bugs import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools import ahead
@@ -185,7 +185,7 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(launch.machine_code, "losses", lambda *asm: ())
+    monkeypatch.setattr(launch.compiler_bugs, "losses", lambda *asm: ())
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"wrong")
 
     def settled(variant: str) -> Shape:
@@ -211,12 +211,12 @@ def test_what_a_compiled_shape_is_judged_by(kept: dict[str, str], monkeypatch: p
 
     monkeypatch.setattr(kernels, "module", SimpleNamespace(forward_kernel=SimpleNamespace(warmup=warmup)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(launch.machine_code, "losses", lambda *asm: asm)
+    monkeypatch.setattr(launch.compiler_bugs, "losses", lambda *asm: asm)
     said = (kept.get("ptx", ""), b"code")
     assert launch.verdict(kernels, "forward", CPU, {}) == Verdict(7, said)  # type: ignore
     monkeypatch.setattr(compiler_bugs, "misaddressed", lambda cubin: cubin == b"code")
     refused = launch.verdict(kernels, "forward", CPU, {}).refusal
-    assert launch.refusal_in_words(refused) == launch.machine_code.MISADDRESSED
+    assert launch.refusal_in_words(refused) == launch.compiler_bugs.MISADDRESSED
 
 
 def test_a_refusal_says_what_the_compiler_met() -> None:
