@@ -45,7 +45,7 @@ block_mask.data block_mask.combine block_mask.facts block_mask.pictures
 block_mask.format
 codegen.spec codegen.kernels
 codegen.prelude codegen.expressions
-codegen.triton_text codegen.term_text codegen.torch_text codegen.builder_text
+codegen.triton_text codegen.term_text codegen.builder_text
 codegen.render
 codegen.compiled_kernels codegen.cache
 codegen.hopper
@@ -59,7 +59,7 @@ codegen.device_functions
 backends
 tools.explanation
 tools.ahead
-tools.plan_text tools.standalone
+tools.standalone_text tools.standalone
 block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
 calls.quantized
 calls.checks

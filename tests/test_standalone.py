@@ -19,8 +19,8 @@ from flexmod.codegen.spec import KernelName, Tile
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools.ahead import Built
-from flexmod.tools.plan_text import example, quotes
 from flexmod.tools.standalone import save, standalone
+from flexmod.tools.standalone_text import example, quotes
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}

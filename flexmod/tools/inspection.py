@@ -20,7 +20,7 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.target import MEASURED, OLDEST, target_of
 from flexmod.tools.explanation import Named, graphs_of
-from flexmod.tools.plan_text import quotes
+from flexmod.tools.standalone_text import quotes
 
 # kernel_options that a standalone file, with portable kernels and a plain launcher, does not support
 NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")

@@ -27,7 +27,6 @@ from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import head_lines, render
 from flexmod.codegen.spec import Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
-from flexmod.codegen.torch_text import TorchText, write_torch
 from flexmod.codegen.variant import Variant, variant
 from flexmod.errors import NoTileFits
 from flexmod.ir.derivative import GradientTerm
@@ -37,7 +36,7 @@ from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools.ahead import first_tile, portable_kernels
-from flexmod.tools.plan_text import PlanText, example, quotes
+from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
 
 # A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
 EXTENTS: Extents = (1 << 10, 1 << 10, 1 << 20, 1 << 20)
