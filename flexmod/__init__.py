@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
     from flexmod.tools.comparison import compare
-    from flexmod.tools.explanation import explain
+    from flexmod.tools.inspection import explain
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _DEFINED_IN = {
     "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),
     "tools.comparison": ("compare",),
-    "tools.explanation": ("explain",),
+    "tools.inspection": ("explain",),
 }
 _MODULES = ("errors", "masks", "mods")
 _NEED_TRITON = ("ahead", "standalone")

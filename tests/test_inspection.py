@@ -180,14 +180,14 @@ def test_ptx_of_a_chip_by_name() -> None:
 
 def test_ptx_for_takes_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(ahead, "ptx", lambda variant, chip: asked.append((variant, chip)))
+    monkeypatch.setattr(ahead, "ptx", lambda variant, chip: asked.append((variant, chip)) or {})
     attend = flexmod.compile(scale=-1.0, kernel_options=SMALL)
     attend.ptx_for("sm_80", head_dim=16, dtype=torch.float16)
     attend(x(), x(), x())
     attend.ptx_for("sm_90", head_dim=32)
     attend.ptx_for("sm_90", value_dim=8, dtype=torch.bfloat16)
     monkeypatch.setattr(type(attend), "_chip", lambda _: "sm_86")
-    assert attend.ptx is None
+    assert attend.ptx == {}
     chips = [chip for _, chip in asked]
     specs = [(v.spec.q_dtype, v.spec.head_dim, v.spec.value_dim) for v, _ in asked]
     assert chips == ["sm_80", "sm_90", "sm_90", "sm_86"]
@@ -201,14 +201,14 @@ def test_ptx_for_takes_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_a_gpu")
 def test_ptx_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(ahead, "ptx", lambda variant, chip: asked.append((chip, variant.spec)))
+    monkeypatch.setattr(ahead, "ptx", lambda variant, chip: asked.append((chip, variant.spec)) or {})
     attend = flexmod.compile(dtype=torch.float16, head_dim=64)
     with pytest.raises(errors.NoPtxError):
         _ = attend.ptx
     attend.ptx_for("sm_90")
     attend.ptx_for("sm_90", value_dim=32, dtype=torch.bfloat16)
     monkeypatch.setattr(type(attend), "_chip", lambda _: "sm_80")
-    assert attend.ptx is None
+    assert attend.ptx == {}
     assert [(chip, spec.q_dtype, spec.head_dim, spec.value_dim) for chip, spec in asked] == [
         ("sm_90", torch.float16, 64, 64), ("sm_90", torch.bfloat16, 64, 32), ("sm_80", torch.float16, 64, 64),
     ]  # fmt: skip

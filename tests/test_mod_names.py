@@ -13,7 +13,7 @@ from named_mods import NAMED
 from flexmod import create_mask, masks, mods
 from flexmod.errors import FlexmodError, ModArityError, commands
 from flexmod.tools.bench import Benchmark
-from flexmod.tools.explanation import explain
+from flexmod.tools.inspection import explain
 from flexmod.tools.mod_names import KNOWN, Setting, choose, choose_mask, fitting
 
 SETTING = Setting(1, 4, 64, 16, torch.float32, torch.device("cpu"))

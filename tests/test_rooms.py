@@ -57,7 +57,6 @@ runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
 codegen.device_functions
 backends
-tools.explanation
 tools.ahead
 tools.standalone_text tools.standalone
 block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
@@ -100,9 +99,8 @@ KNOW_CHIPS = {
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {
     "tools.ahead": ['head_dim=128), "sm_90"):', 'targets=["sm_90"]):'],
-    "tools.explanation": ['such as "hopper forward"', '("hopper forward")'],
     "ir.formulas": ["(sm_75 and newer;"],
-    "tools.inspection": ['e.g. "sm_90".'],
+    "tools.inspection": ['such as "hopper forward"', '("hopper forward")', 'e.g. "sm_90".'],
 }
 
 

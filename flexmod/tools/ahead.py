@@ -55,7 +55,6 @@ from flexmod.runtime.plan import Launch
 from flexmod.runtime.private_triton import cache_folder, keeps_elsewhere
 from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED, family_of, named
-from flexmod.tools.explanation import Named
 
 GIVES_WAY = "it spills so much that the portable template runs"
 WRONG: dict[object, str] = {
@@ -126,7 +125,7 @@ def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
     return kernels_of(family, variant, direction, family_of(target))
 
 
-def ptx(variant: Variant, target: str) -> Named[str]:
+def ptx(variant: Variant, target: str) -> dict[str, str]:
     """Compiles `jobs` and returns their PTX by the kernel's name.
 
     Raises:
@@ -144,7 +143,7 @@ def ptx(variant: Variant, target: str) -> Named[str]:
                 advice="name another chip, or compile a handle with kernel_options={'TEMPLATE': 'portable'}",
             )  # fmt: skip
         texts[job.kernel] = built.report.asm["ptx"]
-    return Named(texts)
+    return texts
 
 
 def portable_kernels(kernels: Kernels, variant: Variant) -> tuple[KernelName, ...]:

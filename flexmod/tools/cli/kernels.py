@@ -32,7 +32,7 @@ from flexmod.tools.cli.options import (
     setting_of,
     size_options,
 )
-from flexmod.tools.explanation import explain as explain_mods
+from flexmod.tools.inspection import explain as explain_mods
 from flexmod.tools.mod_names import choose
 from flexmod.tools.standalone import standalone as standalone_text
 from flexmod.tools.terminal import hint, show, table
