@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from flexmod.block_mask.format import BlockMask
     from flexmod.calls.attention import AuxOutput, AuxRequest, flex_attention
     from flexmod.calls.compiled import CompiledAttention, compile
-    from flexmod.calls.float8 import Scales
+    from flexmod.calls.float8 import Scales, quantize
     from flexmod.calls.packed import apply_sink, nested_attention, varlen_attention
-    from flexmod.calls.quantized import quantize
     from flexmod.ir.formulas import tanh_approximate
     from flexmod.ir.offsets import Offset
     from flexmod.tools.comparison import compare
@@ -61,9 +60,8 @@ _DEFINED_IN = {
     "block_mask.format": ("BlockMask",),
     "calls.attention": ("AuxOutput", "AuxRequest", "flex_attention"),
     "calls.compiled": ("CompiledAttention", "compile"),
-    "calls.float8": ("Scales",),
+    "calls.float8": ("Scales", "quantize"),
     "calls.packed": ("apply_sink", "nested_attention", "varlen_attention"),
-    "calls.quantized": ("quantize",),
     "ir.formulas": ("tanh_approximate",),
     "ir.offsets": ("Offset",),
     "tools.comparison": ("compare",),

@@ -60,7 +60,6 @@ backends
 tools.ahead
 tools.standalone_text tools.standalone
 block_mask.generated block_mask.first_mask block_mask.in_graph block_mask.build
-calls.quantized
 calls.checks
 calls.float8
 calls.autograd
