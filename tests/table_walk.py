@@ -149,7 +149,7 @@ def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
     rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
     rows = [row for row in rows if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
-    own = prelude.functions("hopper_arithmetic")
+    own = prelude.functions("chip_arithmetic")
     return [r for r in rows if r.name in own] if source == "score on sm_90" else rows
 
 

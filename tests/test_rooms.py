@@ -92,8 +92,7 @@ KNOW_CHIPS = {
     "backends.options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call
     "codegen.hopper", "backends.hopper", "runtime.gluon",
-    "codegen.device_functions.hopper", "codegen.device_functions.hopper_arithmetic",
-    "codegen.device_functions.nvidia_arithmetic",  # says from which chip on there is an instruction
+    "codegen.device_functions.hopper",
 }  # fmt: skip
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {

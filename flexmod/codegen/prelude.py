@@ -15,6 +15,8 @@ from typing import Literal
 
 # families of chips: NVIDIA's from sm_75 on, or any chip and the interpreter
 Family = Literal["nvidia", ""]
+# for each name in `target`, the functions of `arithmetic` that these chips have instructions for
+CHIP_FUNCTIONS = {"nvidia": ("tanh_approximate",), "hopper": ("tanh_approximate", "tanh", "logistic")}
 
 FOLDER = Path(__file__).resolve().parent / "device_functions"
 PACKAGE = "flexmod.codegen.device_functions."
@@ -82,7 +84,7 @@ def in_pairs(text: str, target: str) -> bool:
 
 def _made_for(target: str) -> Mapping[str, str]:
     """The functions of `arithmetic` in these chips' versions."""
-    return functions(f"{target}_arithmetic") if target else {}
+    return {name: functions("chip_arithmetic")[name] for name in CHIP_FUNCTIONS[target]} if target else {}
 
 
 def called(names: tuple[str, ...], text: str) -> set[str]:

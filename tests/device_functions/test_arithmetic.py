@@ -236,9 +236,9 @@ def test_float32_kernels_have_the_better_tanh(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("file", "name", "function", "relative", "absolute"),
     [
-        ("nvidia_arithmetic", "tanh_approximate", torch.tanh, 2.0**-11, 1e-7),
-        ("hopper_arithmetic", "tanh", torch.tanh, 0.0, 5e-7),
-        ("hopper_arithmetic", "logistic", lambda x: 1 / (1 + torch.exp2(x)), 2e-6, 1e-18),
+        ("chip_arithmetic", "tanh_approximate", torch.tanh, 2.0**-11, 1e-7),
+        ("chip_arithmetic", "tanh", torch.tanh, 0.0, 5e-7),
+        ("chip_arithmetic", "logistic", lambda x: 1 / (1 + torch.exp2(x)), 2e-6, 1e-18),
     ],
 )
 def test_functions_of_chips(

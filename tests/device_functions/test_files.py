@@ -82,8 +82,8 @@ def run(OUT, X, BLOCK: tl.constexpr):
     [
         ("arithmetic", "tanh_relative", "ex2.approx"),
         ("float32_arithmetic", "tanh", "ex2.approx"),
-        ("nvidia_arithmetic", "tanh_approximate", "tanh.approx"),
-        ("hopper_arithmetic", "logistic", "rcp.approx"),
+        ("chip_arithmetic", "tanh_approximate", "tanh.approx"),
+        ("chip_arithmetic", "logistic", "rcp.approx"),
         ("attention", "exponential", "ex2.approx"),
     ],
 )

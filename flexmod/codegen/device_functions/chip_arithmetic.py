@@ -1,9 +1,15 @@
-"""Functions of `arithmetic` with faster instructions for Hopper."""
+"""Functions of `arithmetic` with instructions of chips: `CHIP_FUNCTIONS` in `prelude.py` says of which."""
 
 import triton
 import triton.language as tl
 
-from flexmod.codegen.device_functions.nvidia_arithmetic import tanh_approximate as tanh_approximate
+
+@triton.jit
+def tanh_approximate(x):
+    """The chip's own tanh, with a relative error of up to 2^-11."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x.to(tl.float32)], tl.float32, is_pure=True, pack=1
+    ).to(x.dtype)
 
 
 @triton.jit
