@@ -92,7 +92,7 @@ KNOW_CHIPS = {
     "backends.options", "backends.families",
     # the family of kernels made for Hopper: its kernels, its plans, what its kernels call
     "codegen.hopper", "backends.hopper", "runtime.gluon",
-    "codegen.device_functions.hopper",
+    "codegen.device_functions.hopper", "codegen.device_functions.hopper_kernels",
 }  # fmt: skip
 # Examples in docstrings, each as often as it stands there.
 EXAMPLES = {

@@ -146,7 +146,7 @@ def _environment() -> jinja2.Environment:
         captured=_captured,
         parameters=parameters,
         device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
-        kernel=prelude.functions("whole_kernels").__getitem__,
+        kernel=lambda file, name: prelude.functions(file)[name],
         called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
     )

@@ -281,3 +281,48 @@ def run(ALL, ANY, COUNTS, CORNERS, COUNT, N, BLOCK: tl.constexpr):
         low, high = corner[0] - corner[3] + keys - 1, corner[1] - corner[2] + keys - 1
         expected = holds[low : high + 1].bool()
         assert (all_hold, any_holds) == (expected.all().item(), expected.any().item())
+
+
+B, HQ, M = 2, 3, 70
+
+
+@pytest.mark.parametrize("dim, tile", [(16, 16), (24, 32)], ids=["whole", "padded"])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("grad_lse", [False, True])
+def test_statistics(dim: int, tile: int, large: bool, grad_lse: bool, device: torch.device) -> None:
+    """A dead row, rows past the last, and one head with a row whose lse is large."""
+    pitch = 80
+    out, grad_out = (torch.randn(B, M, HQ, dim, device=device).transpose(1, 2) for _ in range(2))
+    lse, grad = torch.randn(B, HQ, M, device=device), torch.randn(M, HQ, B, device=device).permute(2, 1, 0)
+    row_max, rest = torch.randn(B, HQ, M, device=device), torch.randn(B, HQ, M, device=device)
+    lse[0, 1, 3], lse[1, 2, 5], lse[1, 2, 6] = -INF, 5000.0, -5000.0
+    lse2, delta, maxima = (torch.full((B, HQ, pitch), NAN, device=device) for _ in range(3))
+    heads = torch.zeros(B, HQ, device=device)
+    kernel(loaded("attention", ""), "statistics_kernel", out)[(B * HQ * pitch // 16,)](
+        out, *out.stride(), grad_out, *grad_out.stride(), lse,
+        grad if grad_lse else None, *(grad.stride() if grad_lse else (0, 0, 0)), lse2, delta,
+        *((row_max, rest, maxima, heads) if large else (None,) * 4),
+        HQ, M, pitch, DV=dim, DV_TILE=tile, FROM=1000.0, BLOCK_M=16,
+    )  # fmt: skip
+    dead = lse == -INF
+    wanted = (out * grad_out).sum(-1) - (grad if grad_lse else 0.0)
+    torch.testing.assert_close(delta[..., :M], wanted.masked_fill(dead, 0.0))
+    assert torch.equal(delta[..., M:], torch.zeros_like(delta[..., M:]))
+    in_base_2 = (lse * math.log2(math.e)).masked_fill(dead, INF)
+    is_large = (lse.abs() > 4000) & ~dead
+    if large:
+        in_base_2 = torch.where(is_large, rest, in_base_2)
+        assert torch.equal(maxima[..., :M], row_max.masked_fill(~is_large, 0.0))
+        assert torch.equal(heads != 0, is_large.any(-1))
+    torch.testing.assert_close(lse2[..., :M], in_base_2)
+    assert torch.equal(lse2[..., M:], torch.full_like(lse2[..., M:], INF))
+
+
+def test_statistics_without_an_lse(device: torch.device) -> None:
+    out = torch.randn(B, HQ, M, 16, device=device)
+    lse, delta = torch.zeros(B, HQ, M, device=device), torch.full((B, HQ, M), NAN, device=device)
+    kernel(loaded("attention", ""), "statistics_kernel", out)[(B * HQ * 5,)](
+        out, *out.stride(), out, *out.stride(), lse, None, 0, 0, 0, None, delta, *(None,) * 4,
+        HQ, M, M, DV=16, DV_TILE=16, FROM=1000.0, BLOCK_M=16,
+    )  # fmt: skip
+    torch.testing.assert_close(delta, out.square().sum(-1))

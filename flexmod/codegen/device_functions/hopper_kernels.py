@@ -1,9 +1,8 @@
-"""Kernels whose text no mod, mask or dtype changes, launched beside the kernels that compute attention.
+"""Kernels that run before and after those for Hopper, and that no mod changes.
 
-    statistics_kernel    Before a backward: LSE2 and DELTA, one number each a query.
-    round_kernel         After Hopper's backward: dQ from its float32 sums.
-    values_kernel        Before Hopper's forward on float8: values by keys.
-    steps_kernel         Before Hopper's forward on float8 with a mask: the steps of each tile of queries.
+    round_kernel         After a backward: dQ from its float32 sums.
+    values_kernel        Before a forward on float8: values by keys.
+    steps_kernel         Before a forward on float8 with a mask: the steps of each tile of queries.
 
     B, HQ, HKV           Batch, query heads, heads of keys and values.
     M, N                 Number of queries, of keys.
@@ -15,74 +14,7 @@
 import triton
 import triton.language as tl
 
-from flexmod.codegen.device_functions.attention import LOG2E, tile_at, tile_of_keys, tile_of_queries
-
-
-@triton.jit
-def within(inside, DIMS: tl.constexpr, TILE: tl.constexpr):
-    """Which elements of a tile [rows, TILE] exist, if `inside` [rows] says so of rows. DIMS columns do."""
-    inside = inside[:, None]
-    if DIMS != TILE:
-        inside = inside & (tl.arange(0, TILE) < DIMS)[None, :]
-    return inside
-
-
-@triton.jit(do_not_specialize=["HQ", "M", "PITCH"])
-def statistics_kernel(
-    OUT, stride_ob, stride_oh, stride_om, stride_od,  # [B, HQ, M, DV]
-    GRAD_OUT, stride_gb, stride_gh, stride_gm, stride_gd,  # [B, HQ, M, DV]
-    LSE,  # [B, HQ, M] float32, natural logarithm
-    GRAD_LSE, stride_lb, stride_lh, stride_lm,  # [B, HQ, M] float32, or None
-    LSE2,  # [B, HQ, PITCH] float32, or None
-    DELTA,  # [B, HQ, PITCH] float32
-    ROW_MAX, REST,  # [B, HQ, M] float32, as the forward leaves them, or None
-    ROW_MAXIMA,  # [B, HQ, PITCH] float32, or None
-    LARGE,  # [B, HQ] float32, zeros at first; or None
-    HQ, M, PITCH,
-    DV: tl.constexpr,
-    DV_TILE: tl.constexpr,
-    FROM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """One number each a query.
-
-        LSE2        the lse in base 2, +inf for a dead row and past the last one
-        DELTA       rowsum(out * grad_out) - grad_lse, 0 there
-        ROW_MAXIMA  ROW_MAX of rows with an lse above FROM, for which one float32 has too few digits; else 0.
-                    The LSE2 of such a row is REST, which is smaller by it
-        LARGE       not 0 where a head has such a row; None, with the three above, if there can be none
-        PITCH       the distance of two heads in LSE2 and DELTA
-    """
-    batch, head, start_m = tile_of_queries(HQ, PITCH, BLOCK_M, LAST_FIRST=False)
-    rows = start_m + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    in_m = rows < M
-    out_tile = tile_at(
-        OUT, stride_ob, stride_oh, stride_om, stride_od, batch, head, start_m, BLOCK_M, DV_TILE
-    )
-    grad_tile = tile_at(
-        GRAD_OUT, stride_gb, stride_gh, stride_gm, stride_gd, batch, head, start_m, BLOCK_M, DV_TILE
-    )
-    out = tl.load(out_tile, mask=within(in_m, DV, DV_TILE), other=0.0)
-    grad_out = tl.load(grad_tile, mask=within(in_m, DV, DV_TILE), other=0.0)
-    # + 0.0 rounds the products, or two threads might fuse them differently
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32) + 0.0, 1)  # [BLOCK_M]
-
-    heads_before = tl.cast(batch, tl.int64) * HQ + head
-    lse2 = tl.load(LSE + heads_before * M + rows, mask=in_m, other=float("-inf")) * LOG2E
-    dead = lse2 == float("-inf")
-    if GRAD_LSE is not None:
-        base = tl.cast(batch, tl.int64) * stride_lb + tl.cast(head, tl.int64) * stride_lh
-        delta -= tl.load(GRAD_LSE + base + tl.cast(rows, tl.int64) * stride_lm, mask=in_m, other=0.0)
-    statistics = heads_before * PITCH + rows
-    tl.store(DELTA + statistics, tl.where(dead, 0.0, delta), mask=rows < PITCH)
-    if LSE2 is not None:
-        if LARGE is not None:
-            large = (tl.abs(lse2) > FROM) & (lse2 > float("-inf"))
-            row_max = tl.load(ROW_MAX + heads_before * M + rows, mask=large, other=0.0)
-            lse2 = tl.where(large, tl.load(REST + heads_before * M + rows, mask=large, other=0.0), lse2)
-            tl.store(ROW_MAXIMA + statistics, row_max, mask=rows < PITCH)
-            tl.store(LARGE + heads_before, 1.0, mask=tl.max(large.to(tl.int32), 0) > 0)
-        tl.store(LSE2 + statistics, tl.where(dead, float("inf"), lse2), mask=rows < PITCH)
+from flexmod.codegen.device_functions.attention import tile_at, tile_of_keys, tile_of_queries, within
 
 
 @triton.jit(do_not_specialize=["HQ", "M", "PITCH"])
