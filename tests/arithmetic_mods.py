@@ -68,6 +68,16 @@ def hashed_to_an_index(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return score + TURNS[mixed.abs() % 4].sign() + DIVISORS[mixed >> 30]
 
 
+def hashed_beside_positions(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    mixed = ((q * SPREAD).to(torch.int32) + k) * 0x45D9F3B
+    return score + mixed % 97 * 1e-2 + torch.where(q.int() * 70000 * k > 0, 0.3, 0.0)
+
+
+def seeded(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    mixed = SMALLEST[h % 4] + q * 48271 + k * SPREAD
+    return score + mixed % 97 * 1e-2 + torch.where(mixed > 0, 0.3, 0.0)
+
+
 def narrow_casts(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     small, byte, short = (q * 300).to(torch.int8), (k * 99).to(torch.uint8), (q * 7000).to(torch.int16)
     return score + (small + k) * 0.01 + byte * short * 1e-4
@@ -106,8 +116,8 @@ MODS: dict[str, Callable[..., Any]] = {
     mod.__name__: mod
     for mod in (
         divided, divided_by_a_key, rest, divided_number, smallest_by_minus_one, shifted,
-        hashed, hashed_in_steps, hashed_to_an_index, narrow_casts, compared_casts,
-        far_turns, few_turns, turns_of_the_score, denormal_divisor, huge_divisor, factors,
+        hashed, hashed_in_steps, hashed_to_an_index, hashed_beside_positions, seeded, narrow_casts,
+        compared_casts, far_turns, few_turns, turns_of_the_score, denormal_divisor, huge_divisor, factors,
     )
 }  # fmt: skip
 

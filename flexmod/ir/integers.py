@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, DType, Graph, GraphBuilder, Node, keep
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, keep
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, OPS, number, strong
 
@@ -69,12 +69,36 @@ def integer_bounds(
 
 
 def on_positions(graph: Graph) -> set[Node]:
-    """The int32 nodes that `widen` changes to int64: positions, and arithmetic on them up to a cast."""
+    """The int32 nodes that `widen` may change to int64: positions, and arithmetic on them up to a cast."""
     found: set[Node] = set()
+    from_cast: set[Node] = set()
     for node in graph.nodes:
-        of_one = node.op in OPS and any(a in found for a in node.args)
-        if strong(node.dtype) == torch.int32 and (node.op == "input" or of_one):
+        if strong(node.dtype) != torch.int32:
+            continue
+        # a cast without q_idx and kv_idx does not count: `ir/offsets.py` casts offsets, which int32 holds
+        of_cast = node.op in OPS and any(a in from_cast for a in node.args)
+        if of_cast or (node.op == CAST and not node.home <= UNIFORM):
+            from_cast.add(node)
+        elif node.op == "input" or node.op in OPS and any(a in found for a in node.args):
             found.add(node)
+    return found
+
+
+def dtypes_when_widened(graph: Graph, known: Mapping[Node, bounds.Bounds]) -> dict[Node, torch.dtype]:
+    """The dtypes of int32 arithmetic in the widened graph, where they do not follow from the arguments.
+
+    Arithmetic on positions is int64; arithmetic on casts and on captured integers wraps in int32. `known` are
+    the bounds of the graph's nodes. In arithmetic on positions only captured integers have no bounds, until
+    a mod limits them.
+    """
+    found: dict[Node, torch.dtype] = {}
+    judged = on_positions(graph)
+    for node in graph.nodes:
+        if node.op in OPS and strong(node.dtype) == torch.int32:
+            if node in judged and all(map(math.isfinite, known[node])):
+                found[node] = torch.int64
+            elif node.op in LEAVES_DTYPE:
+                found[node] = torch.int32
     return found
 
 

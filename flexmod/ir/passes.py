@@ -19,7 +19,7 @@ import torch
 
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.graph import COLUMN, POSITIONS, ROW, Graph, GraphBuilder, Node, rebuild
-from flexmod.ir.integers import integer_bounds, needs_int64
+from flexmod.ir.integers import dtypes_when_widened, integer_bounds, needs_int64
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
 
@@ -302,15 +302,20 @@ def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
     return found
 
 
-def widen(graph: Graph) -> Graph:
-    """Makes positions int64, and every integer dtype that follows from theirs. Casts stay as they are."""
+def widen(graph: Graph, dtypes: Mapping[Node, torch.dtype] | None = None) -> Graph:
+    """Makes positions int64, and every integer dtype that follows from theirs.
+
+    Casts stay as they are. `dtypes` are the dtypes of nodes where they do not follow from the arguments.
+    """
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "input" and node.dtype == torch.int32:
             return builder.input(node.value, torch.int64)  # type: ignore[arg-type]
         if node.op in OPS and not strong(node.dtype).is_floating_point:
-            dtype = OPS[node.op].dtype(*(a.dtype for a in args))
-            return builder.node(node.op, args, dtype, node.value, node.where)
+            follows = OPS[node.op].dtype(*(a.dtype for a in args))
+            wide = builder.node(node.op, args, follows, node.value, node.where)
+            dtype = (dtypes or {}).get(node, follows)
+            return wide if dtype == follows else builder.node(CAST, (wide,), dtype, dtype, node.where)
         return None
 
     return rebuild(graph, change)
@@ -332,7 +337,9 @@ def fitted(graph: Graph, extents: Extents, numbers: Places = ()) -> Graph:
     places = dict(zip(POSITIONS, extents, strict=True))
     wide = _without_wraps(graph)
     if needs_int64(wide, places, dict(numbers)):
-        wide = widen(graph) if needs_int64(graph, places, dict(numbers)) else graph
+        wide = graph
+        if needs_int64(graph, places, dict(numbers)):
+            wide = widen(graph, dtypes_when_widened(graph, integer_bounds(graph, places, dict(numbers))))
     return convert_terms(wide, integer_bounds(wide, places, dict(numbers)))
 
 
