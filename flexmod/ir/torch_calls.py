@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
-from flexmod.ir.ops import BY_TORCH_NAME, promote
+from flexmod.ir.ops import BY_TORCH_NAME, promote, strong
 from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, mentions_traced
 from flexmod.ir.source import user_line
 from flexmod.runtime.private_torch import TorchDispatchMode, tree_leaves
@@ -147,10 +147,17 @@ def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: 
     if isinstance(alpha, (int, float)) and alpha == 1:  # not a tensor: its value is unknown
         return operands
     nodes = [tracer.node(operand, name) for operand in operands]
-    common = promote(*(node.dtype for node in nodes))
-    tracer.check_held(name, tracer.node(alpha, name), common)
-    other = operands[1] if nodes[1].dtype is float else tracer.cast(operands[1], common)
-    return operands[0], tracer.apply("mul", (other, alpha))
+    common, factor = strong(promote(*(node.dtype for node in nodes))), tracer.node(alpha, name)
+    if strong(factor.dtype).is_floating_point and not common.is_floating_point:
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem="integers and a floating-point alpha", where=user_line(),
+            advice=f"multiply the operand yourself, e.g. torch.{name}(x, 0.5 * y).",
+        )  # fmt: skip
+    tracer.check_held(name, factor, common)
+    if nodes[1].dtype is float:
+        return operands[0], tracer.apply("mul", (operands[1], alpha))
+    product = tracer.apply("mul", (tracer.cast(operands[1], common), alpha))
+    return operands[0], tracer.cast(product, common) if common == torch.bool else product
 
 
 def _fill(

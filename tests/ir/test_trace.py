@@ -98,6 +98,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
         torch.add(q, k.to(torch.int8), alpha=1000) + torch.rsub(k.to(torch.int8), q, alpha=1000)
         + torch.add(k.to(torch.int8), 100, alpha=100) + torch.sub(k.to(torch.int16), 7, alpha=9999)
     ),
+    "alpha of bools": lambda x, q, k: (
+        x + torch.add(q > k, k > q, alpha=2) * 1.5 + torch.add(q > k, True, alpha=False)
+    ),
     "alpha beside other numbers": lambda x, q, k: (
         torch.rsub(x, np.float32(2), alpha=3) + torch.rsub(q, 0.5, alpha=2**40)
     ),

@@ -926,6 +926,15 @@ def a_factor_beyond_float32(s, b, h, q, k):
 
 @row(
     errors.OperationArgumentError,
+    "torch.sub was called with integers and a floating-point alpha.",
+    "multiply the operand yourself, e.g. torch.sub(x, 0.5 * y).",
+)
+def a_fraction_of_an_integer(b, h, q_idx, kv_idx):
+    return torch.sub(q_idx, kv_idx, alpha=0.5) > 3  # <-
+
+
+@row(
+    errors.OperationArgumentError,
     "torch.add was called with the argument 'alpha'.",
     "give it 2 scalar operands and nothing else.",
     kind="score",
