@@ -206,10 +206,35 @@ def _copysign(x: Any, sign: Any) -> Any:
     return torch.where(_signbit(sign) & (size == size), -size, size)
 
 
+def _root(x: Any) -> Any:
+    """sqrt(1 - x * x). Two roots, so that the derivative at 1 and -1 is infinite, not nan."""
+    return torch.sqrt(1.0 - x) * torch.sqrt(1.0 + x)
+
+
 def _asinh(x: Any) -> Any:
     size = torch.where(x < 0, -x, x) * 1.0  # unlike that of abs, its derivative at 0 is not 0
-    found = torch.log1p(size + size * (size / (1.0 + torch.hypot(size, torch.full_like(size, 1.0)))))
+    near = size.minimum(_far(size))
+    found = torch.log1p(near + near * (near / (1.0 + torch.hypot(near, torch.full_like(near, 1.0)))))
+    found = _log_of_twice(size, found)
     return torch.where(x < 0, -found, found)
+
+
+def _acosh(x: Any) -> Any:
+    x = x * 1.0
+    near = x.minimum(_far(x))
+    found = _log_of_twice(x, torch.log(near + torch.sqrt((near - 1.0) * (near + 1.0))))
+    return found + torch.where(x < 1, math.nan, 0.0)  # near -1e10 the sum rounds to 0
+
+
+def _log_of_twice(x: Any, near: Any) -> Any:
+    """log(2 * x) where x is so far from 1 that asinh and acosh equal it; elsewhere `near`."""
+    far = torch.log(x.maximum(_far(x))) + math.log(2.0)
+    return torch.where(x <= _far(x), near, far)
+
+
+def _far(x: Any) -> Any:
+    """A number whose square the dtype of x holds, while 1 is less than the square's rounding."""
+    return 200.0 if x.dtype == torch.float16 else 1e10
 
 
 def _digamma(x: Any) -> Any:
@@ -253,10 +278,10 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "hardswish": lambda x: torch.where(x <= -3, 0.0, torch.where(x < 3, x * (x + 3.0) / 6.0, x)),
-    "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) > lambd, x, 0.0),
+    "hardswish": lambda x: x * _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) <= lambd, 0.0, x),
     "softshrink": lambda x, lambd=0.5: torch.where(
-        x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, 0.0)
+        torch.abs(x) <= lambd, 0.0, torch.where(x < 0, x + lambd, x - lambd)
     ),
     "tanhshrink": lambda x: x - torch.tanh(x),
     "softsign": lambda x: x / (torch.abs(x) + 1.0),
@@ -272,10 +297,10 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "logit": _logit,
     "special_logit": _logit,
     "digamma": _digamma,
-    "asin": lambda x: torch.atan2(x, torch.sqrt((1.0 - x) * (1.0 + x))),
-    "acos": lambda x: torch.atan2(torch.sqrt((1.0 - x) * (1.0 + x)), x),
+    "asin": lambda x: torch.atan2(x, _root(x)),
+    "acos": lambda x: torch.atan2(_root(x), x),
     "asinh": _asinh,
-    "acosh": lambda x: torch.log(x + torch.sqrt((x - 1.0) * (x + 1.0))),
+    "acosh": _acosh,
     "atanh": lambda x: 0.5 * (torch.log1p(x) - torch.log1p(-x)),
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),

@@ -355,6 +355,44 @@ def test_composed_functions_and_their_derivatives(function: Callable[[Any], Any]
     torch.testing.assert_close(derivative_of(function, x.detach())[smooth], expected[smooth])
 
 
+EXTREMES = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e10, -1e10, 1e30, -1e30])
+
+
+@pytest.mark.parametrize("function", COMPOSED.values(), ids=COMPOSED)
+def test_composed_functions_of_extreme_numbers(function: Callable[[Any], Any]) -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return function(score) * 1.0
+
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 1))
+    graph = trace(mod, "score").graph
+    (found,) = evaluate(graph, (), b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=EXTREMES)
+    # torch's gelu of a long tensor makes nan of an infinity
+    expected = torch.stack([function(x) * 1.0 for x in EXTREMES])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["asinh", "acosh"])
+def test_inverse_functions_of_large_numbers(name: str, dtype: torch.dtype) -> None:
+    """The square of a number may be beyond its dtype."""
+    function, numbers = named_in_torch(name), torch.logspace(0, 4.5, 64, dtype=torch.float64)
+    numbers = (numbers if dtype == torch.float16 else numbers**8).to(dtype)
+    assert_traced(lambda s, b, h, q_idx, kv_idx: function(numbers[kv_idx]), function(numbers))
+
+
+ENDS = {
+    "asin": (-1.0, 1.0), "acos": (-1.0, 1.0),
+    "asinh": (-math.inf, 1e30, math.inf), "acosh": (1e30, math.inf),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_derivatives_at_the_ends(name: str) -> None:
+    x = torch.tensor(ENDS[name], dtype=torch.float64).requires_grad_()
+    (expected,) = torch.autograd.grad(named_in_torch(name)(x).sum(), x)
+    torch.testing.assert_close(derivative_of(named_in_torch(name), x.detach()), expected)
+
+
 def test_digamma_is_exact_in_float64() -> None:
     """Beside values of digamma(1/2 + n), from digamma(1/2) = -gamma - 2 log 2 and its recurrence."""
     graph = trace(lambda score, b, h, q_idx, kv_idx: torch.digamma(score), "score").graph
