@@ -140,7 +140,8 @@ ROWS: list[Row] = [
         errors.InGraphModError,
         behind_the_recorder,
         "TorchDynamo did something with a traced value that flexmod cannot see.\n"
-        "  Instead: write it as a torch function: torch.neg(x), torch.abs(x), torch.logical_not(x).",
+        "  Instead: write it as a function of torch itself: torch.neg(x), torch.abs(x), "
+        "torch.logical_not(x), torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional.",
     ),
     (
         errors.InGraphMaskError,

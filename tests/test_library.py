@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask import generated, in_graph
 from flexmod.block_mask.tiles import MaskLayout
+from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.record import REMEMBERED, graph_of, numbered, record, record_of
 from flexmod.ir.trace import trace
 
@@ -344,6 +347,43 @@ def test_a_record_is_traced_as_the_mod_itself(number: int) -> None:
     assert all(recorded.captured[place] is x for place, x in zip(places, traced.tensors, strict=True))
     case = [x.detach() for x in inputs(16)]
     compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
+
+
+OF_TORCH = [f for home in (torch, torch.nn.functional, torch.special) for f in vars(home).values()]
+
+
+def of_one_operand() -> Iterator[Callable[..., Any]]:
+    """Score mods that call a function of torch, by the function's name in its module."""
+    for function in OF_TORCH:
+        if getattr(function, "__name__", None) in {*COMPOSED, *BY_TORCH_NAME}:
+            mod = lambda score, b, h, q_idx, kv_idx, f=function: f(score).float()  # noqa: E731
+            with suppress(Exception):
+                function(torch.ones(()))
+                trace(mod, "score")
+                yield mod
+
+
+def test_functions_are_recorded_by_names_that_are_found() -> None:
+    """torch.nn.functional.logsigmoid has another `__name__`."""
+    mods = list(of_one_operand())
+    assert len(mods) > 60
+    for mod in mods:
+        recorded = record(mod, "score", CPU)
+        traced, _ = record_of(recorded.text).traced((), recorded.integers, recorded.reals, CPU)
+        assert traced.graph.reads == trace(mod, "score").graph.reads
+
+
+@pytest.mark.parametrize("name", ["ReLU", "ReLU6", "SELU", "CELU", "ELU", "SiLU", "LogSigmoid", "Tanh"])
+def test_modules_of_torch_in_a_mod(name: str) -> None:
+    """They call functions with `inplace`, by keyword or by position."""
+    module = getattr(nn, name)()
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return module(score)
+
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=True, backend="eager")
+    case = inputs(16)
     torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
 
 

@@ -99,7 +99,10 @@ class SlicedTorchMaskError(FlexmodError, ValueError):
 
 class InGraphModError(FlexmodError, NotImplementedError):
     what = "TorchDynamo did something with a traced value that flexmod cannot see."
-    instead = "write it as a torch function: torch.neg(x), torch.abs(x), torch.logical_not(x)."
+    instead = (
+        "write it as a function of torch itself: torch.neg(x), torch.abs(x), torch.logical_not(x), "
+        "torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional."
+    )
 
 
 class ConstantError(FlexmodError, TypeError):

@@ -47,6 +47,7 @@ METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
+PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
 # functions that a trace accepts in addition to its tables' operations
 TO = ("to", "type", "type_as", "tensor", "new_tensor", "as_tensor", "scalar_tensor")
 Numbers = tuple[Sequence[int], Sequence[float]]
@@ -218,8 +219,10 @@ def _function(name: str) -> Callable[..., Any]:
         return lambda value, other: turned(other, value)
     if name in FUNCTIONS:
         return FUNCTIONS[name]
-    for home in (torch, torch.nn.functional, torch.special, torch.linalg):
-        found = getattr(home, name.removeprefix("special_").removeprefix("linalg_"), None)
+    bare = PUBLIC_NAMES.get(name, name.removeprefix("special_").removeprefix("linalg_"))
+    # relu of torch.nn.functional takes `inplace`, unlike torch's
+    for home in (torch.nn.functional, torch, torch.special, torch.linalg):
+        found = getattr(home, bare, None)
         if callable(found):  # `torch.float` is a dtype, so the method is used
             return found
     method = "where" if name == METHOD_WHERE else name
