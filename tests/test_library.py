@@ -387,6 +387,26 @@ def test_modules_of_torch_in_a_mod(name: str) -> None:
     torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
 
 
+ROWS, ONE = torch.rand(LENGTH, 3), torch.tensor(0.7)
+VECTORS: dict[str, Callable[..., Any]] = {
+    "a captured scalar in a vector": lambda s, b, h, q, k: torch.stack([s, s * 2, ONE]).sum(),
+    "a captured row in a vector": lambda s, b, h, q, k: s + torch.cat([ROWS[q], ROWS[1]])[4] * s,
+    "the last dimension": lambda s, b, h, q, k: torch.stack([s, ROWS[q, 0], ONE], dim=-1).amax(-1),
+    "the first dimension": lambda s, b, h, q, k: s * ROWS[q].sum(0) + torch.stack(tensors=[s, ONE], dim=0)[1],
+    "len": lambda s, b, h, q, k: s * len(ROWS[q]) * (1 + s.dim()),
+    "size": lambda s, b, h, q, k: s * sum(ROWS[q][n] for n in range(ROWS[q].size(0))) * ROWS[q].dim(),
+    "a function that TorchDynamo hides": lambda s, b, h, q, k: nn.functional.tanh(torch.stack([s, s]).sum()),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_short_vectors_in_a_graph(name: str) -> None:
+    mod, case = VECTORS[name], inputs(16)
+    hidden = "hides" in name
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=not hidden, backend="eager")
+    torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
+
+
 def test_what_a_mod_may_not_do_keeps_its_class() -> None:
     """Where graphs may break, the call runs without one and says what is wrong; else TorchDynamo does."""
     noise = torch.zeros(LENGTH)

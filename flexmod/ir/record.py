@@ -48,6 +48,8 @@ GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the numbe
 SHAPE = (1,) * 12
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
+SIZES = ("size", "dim", "ndimension", "__len__")
+DIMS = ("dim", "axis", "tensors")
 # functions that a trace accepts in addition to its tables' operations
 TO = ("to", "type", "type_as", "tensor", "new_tensor", "as_tensor", "scalar_tensor")
 Numbers = tuple[Sequence[int], Sequence[float]]
@@ -90,12 +92,22 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__bool__":
             raise errors.ControlFlowError(advice=advice.TRUTH)
+        if name in SIZES and isinstance(args[0], Tensor):
+            return _size(name, args[0], *args[1:], **kwargs)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         self.steps.append((name, self.noted(args), noted))
         if name.strip("_") in PRODUCTS:  # torch would multiply the stand-ins' own dimensions
             result = args[0].new_empty(SHAPE)
+        elif name == "__getitem__":
+            result = _element(args[0], args[1])
+        elif name in OF_VECTORS:
+            operands = [_after_shape(value) for value in args]
+            options = {key: _after_shape(kwargs[key]) if key in DIMS else kwargs[key] for key in kwargs}
+            result = func(*operands, **options)
         else:
-            result = _element(args[0], args[1]) if name == "__getitem__" else func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dim() < len(SHAPE):  # of a reduction over all dimensions
+            result = result.new_empty(SHAPE)
         if _place(result, self.values) >= 0:  # a cast to its own dtype
             result = result.clone()
         self.values.append(result)
@@ -154,6 +166,29 @@ def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
         if other is tensor:
             return place
     return -1
+
+
+def _after_shape(value: Any) -> Any:
+    """Dimensions, and parts of a new vector, as they are after SHAPE."""
+    if isinstance(value, (tuple, list)):
+        return [_after_shape(entry) if isinstance(entry, int) else _stand_in(entry) for entry in value]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value + len(SHAPE)
+    return value
+
+
+def _stand_in(part: Tensor) -> Tensor:
+    return part if part.dim() >= len(SHAPE) else part.new_empty((*SHAPE, *part.shape))
+
+
+def _size(name: str, tensor: Tensor, dim: int | None = None) -> Any:
+    """What `size`, `dim` and `len` tell of a scalar or a short vector."""
+    shape = tensor.shape[len(SHAPE) :]
+    if name in ("dim", "ndimension"):
+        return len(shape)
+    if name == "__len__":
+        return shape[0]
+    return shape if dim is None else shape[dim]
 
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
