@@ -387,7 +387,7 @@ def test_modules_of_torch_in_a_mod(name: str) -> None:
     torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
 
 
-ROWS, ONE = torch.rand(LENGTH, 3), torch.tensor(0.7)
+ROWS, PAIRS, ONE = torch.rand(LENGTH, 3), torch.rand(LENGTH, 2, 4), torch.tensor(0.7)
 VECTORS: dict[str, Callable[..., Any]] = {
     "a captured scalar in a vector": lambda s, b, h, q, k: torch.stack([s, s * 2, ONE]).sum(),
     "a captured row in a vector": lambda s, b, h, q, k: s + torch.cat([ROWS[q], ROWS[1]])[4] * s,
@@ -395,6 +395,8 @@ VECTORS: dict[str, Callable[..., Any]] = {
     "the first dimension": lambda s, b, h, q, k: s * ROWS[q].sum(0) + torch.stack(tensors=[s, ONE], dim=0)[1],
     "len": lambda s, b, h, q, k: s * len(ROWS[q]) * (1 + s.dim()),
     "size": lambda s, b, h, q, k: s * sum(ROWS[q][n] for n in range(ROWS[q].size(0))) * ROWS[q].dim(),
+    "shape": lambda s, b, h, q, k: s * ROWS[q].shape[0] + (ROWS[k] * ROWS[q]).sum() / ROWS[k].shape[-1],
+    "shapes": lambda s, b, h, q, k: s * PAIRS[q].shape[1] + PAIRS[q].sum(0).shape[0] * PAIRS[q][1].mean() * s,
     "a function that TorchDynamo hides": lambda s, b, h, q, k: nn.functional.tanh(torch.stack([s, s]).sum()),
 }
 

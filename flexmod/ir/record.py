@@ -61,7 +61,8 @@ class Recorder(TorchFunctionMode):
     """Records a mod's operations on its arguments. Runs inside TorchDynamo, hence the plain lists and loops.
 
     The mod sees tensors of one element, known by their identity. They have more dimensions than any other
-    tensor, and so has every result that was computed from one without the recorder.
+    tensor, and so has every result that was computed from one without the recorder. A short vector has its
+    own dimensions before and after those: TorchDynamo reads `x.shape[0]` and `x.shape[-1]` by itself.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
@@ -93,9 +94,10 @@ class Recorder(TorchFunctionMode):
         if name == "__bool__":
             raise errors.ControlFlowError(advice=advice.TRUTH)
         if name in SIZES and isinstance(args[0], Tensor):
-            return _size(name, args[0], *args[1:], **kwargs)
+            return _size(name, _of_shape(args[0]), *args[1:], **kwargs)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         self.steps.append((name, self.noted(args), noted))
+        args, kwargs = _of_shape(args), {key: _of_shape(kwargs[key]) for key in kwargs}
         if name.strip("_") in PRODUCTS:  # torch would multiply the stand-ins' own dimensions
             result = args[0].new_empty(SHAPE)
         elif name == "__getitem__":
@@ -110,6 +112,9 @@ class Recorder(TorchFunctionMode):
             result = result.new_empty(SHAPE)
         if _place(result, self.values) >= 0:  # a cast to its own dtype
             result = result.clone()
+        if isinstance(result, Tensor) and result.dim() > len(SHAPE):
+            own = result.shape[len(SHAPE) :]
+            result = result.new_empty((*own, *SHAPE, *own))
         self.values.append(result)
         return result
 
@@ -166,6 +171,15 @@ def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
         if other is tensor:
             return place
     return -1
+
+
+def _of_shape(value: Any) -> Any:
+    """Short vectors with their own dimensions only after SHAPE, where torch broadcasts them."""
+    if isinstance(value, Tensor) and value.dim() > len(SHAPE):
+        return value.new_empty((*SHAPE, *value.shape[(value.dim() + len(SHAPE)) // 2 :]))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple([_of_shape(entry) for entry in value])
+    return [_of_shape(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _after_shape(value: Any) -> Any:
