@@ -16,6 +16,7 @@ from tiers import long_but
 
 from flexmod import and_masks, errors, masks, mods
 from flexmod.codegen.spec import KernelName, Tile
+from flexmod.ir.graph import expect_size
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools.ahead import Built
@@ -129,6 +130,89 @@ for batch, heads, queries, keys in ((0, 2, 5, 7), (1, 0, 5, 7), (1, 2, 0, 7), (1
     ] * 4, done.stderr  # fmt: skip
 
 
+REFUSED = """
+import runpy, sys, torch
+attention, build_mask = (runpy.run_path(sys.argv[1])[name] for name in ("attention", "build_mask"))
+
+
+def refused(call):
+    try:
+        call()
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        print(str(error).split(': [')[0])
+    else:
+        print("no error")
+
+
+def tensors(heads=2, length=70, **kind):
+    return [torch.randn(1, heads, length, 16, **kind) for _ in range(3)]
+
+
+ids, bias = torch.arange(70) // 40, torch.randn(2, 70)
+mask = build_mask(1, 2, 70, 70, ids, device="cpu")
+q, k, v = tensors()
+attention(q, k, v, mask, bias)
+refused(lambda: attention(*tensors(dtype=torch.float64), mask, bias))
+refused(lambda: attention(q, k, v, mask, bias.double()))
+refused(lambda: attention(q, k, v, mask, bias[0]))
+refused(lambda: attention(q, k, v, mask, bias[:, :69]))
+refused(lambda: attention(q, k, v, mask, bias[:1]))
+refused(lambda: attention(q, k, v, mask, bias.clone().requires_grad_()))
+refused(lambda: attention(q, k, v, mask, bias.to("meta")))
+refused(lambda: attention(q, k, v, mask, bias, scale=float("nan")))
+refused(lambda: build_mask(1, 2, 71, 70, ids, device="cpu"))
+refused(lambda: build_mask(1, 2, 70, 71, ids, device="cpu"))
+refused(lambda: build_mask(1, 2, 70, 70, ids.int(), device="cpu"))
+refused(lambda: attention(*tensors(heads=4), mask, torch.randn(4, 70)))
+
+q.requires_grad_()
+(grad,) = torch.autograd.grad(attention(q, k, v, mask, bias).square().sum(), q, create_graph=True)
+refused(lambda: torch.autograd.grad(grad.square().sum() + q.sum(), q))
+out = attention(q, k, v, mask, bias)
+ids.zero_()
+refused(lambda: torch.autograd.grad(out.sum(), q))
+"""
+
+
+def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
+    """Kernels read 0 past the end of a tensor, and know nothing of autograd's second derivatives."""
+    ids, bias = torch.arange(70) // 40, torch.randn(2, 70)
+
+    def by_key(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[expect_size(h, 2, "mods.by_key", "bias"), kv_idx]
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ids[q_idx] == ids[kv_idx]
+
+    path = save(tmp_path / "mine.py", by_key, same, head_dim=16, block_size=64, tiles=SMALL)
+    switches = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", REFUSED, str(path)]
+    done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == [
+        "q is torch.float64; this file is for torch.float16 and torch.bfloat16 and torch.float32",
+        "bias is torch.float64 of 2 dimensions; the kernels read torch.float32 of 2",
+        "bias is torch.float32 of 1 dimensions; the kernels read torch.float32 of 2",
+        "bias has the shape [2, 69], but the kernels read [2, 70]",
+        "bias has the shape [1, 70], but the kernels read [2, 70]",
+        "bias gets no gradient here: save the file with one that requires grad",
+        "q is on cpu, and another tensor is not",
+        "a batch of keys is q's or 1, scale is positive, sizes are up to 1048576",
+        "ids has the shape [70], but the kernels read [71]",
+        "ids has the shape [70], but the kernels read [71]",
+        "ids is torch.int32 of 1 dimensions; the kernels read torch.int64 of 1",
+        "mods.by_key is made for HQ=2, but the call has 4",
+        "this file has no second derivatives; dense_attention has them",
+        "one of the variables needed for gradient computation has been modified by an inplace operation",
+    ], done.stderr
+
+
+def test_its_check_has_the_sizes_that_mods_expect(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.py", mods.alibi(5), masks.block_diffusion(30, 6), head_dim=16, tiles=SMALL)
+    done = run(path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("B=2 HQ=5 HKV=1 M=60 N=60, ")
+
+
 def test_it_sees_a_wrong_kernel(tmp_path: Path) -> None:
     text = standalone(None, masks.causal(), head_dim=16, block_size=64, tiles=SMALL)
     wrong, count = re.subn(r"(\ndef mask_mod\(.*?\n    return q_idx) >=", r"\1 >", text, flags=re.DOTALL)
@@ -162,6 +246,11 @@ def test_tiles_are_chosen_for_a_chip(target: str) -> None:
 def test_an_unknown_chip() -> None:
     with pytest.raises(errors.UnknownTarget):
         standalone(None, masks.causal(), target="sm_9000")
+
+
+def test_float8_has_no_file() -> None:
+    with pytest.raises(errors.ArgumentTypeError, match=r"^dtype is torch.float8_e5m2"):
+        standalone(dtype=torch.float8_e5m2)
 
 
 def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.prelude import Family
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
+from flexmod.ir.graph import ExpectedSize
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
 
@@ -28,7 +29,8 @@ class Variant:
 
     The `spec` is for the backward, whose module includes the forward. `score_tensors` and `mask_tensors` are
     the mods' captured tensors, in the order of their graphs' captures. `learned` has the numbers of the
-    score_mod's captures that require grad.
+    score_mod's captures that require grad. `score_sizes` and `mask_sizes` are the sizes that the mods were
+    made for.
     """
 
     spec: KernelSpec
@@ -38,6 +40,8 @@ class Variant:
     mask_tensors: tuple[torch.Tensor, ...] = ()
     learned: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+    score_sizes: tuple[ExpectedSize, ...] = ()
+    mask_sizes: tuple[ExpectedSize, ...] = ()
 
     def spec_of(self, direction: Direction) -> KernelSpec:
         return replace(self.spec, backward=direction == "backward")
@@ -134,6 +138,7 @@ def of_traces(
 
     Its kernels quote the lines of these mods, even if equal mods came before.
     """
+    mask_sizes = of_mask.graph.expected if of_mask else ()
     score = lower(traced.graph.with_lines(), extents, split=of_mask is None) if traced else None
     if traced is not None and score is not None and score.split is not None:
         of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
@@ -148,4 +153,6 @@ def of_traces(
         of_mask.tensors if of_mask else (),
         tuple(n for n, tensor in enumerate(tensors) if tensor.requires_grad) if changes else (),
         options,
+        traced.graph.expected if traced else (),
+        mask_sizes,
     )

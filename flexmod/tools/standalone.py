@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -25,12 +25,14 @@ from flexmod.codegen.compiler import build, capture_grad, capture_terms
 from flexmod.codegen.expressions import fresh
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import head_lines, render
-from flexmod.codegen.spec import Direction, KernelName, KernelSpec, Tile
+from flexmod.codegen.spec import FLOAT8, Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.variant import Variant, variant
-from flexmod.errors import NoTileFits
+from flexmod.errors import ArgumentTypeError, NoTileFits
+from flexmod.ir import bounds
 from flexmod.ir.derivative import GradientTerm
-from flexmod.ir.graph import Graph, dtype_name, used_captures
+from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, dtype_name, used_captures
+from flexmod.ir.integers import integer_bounds
 from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
@@ -39,7 +41,7 @@ from flexmod.tools.ahead import first_tile, portable_kernels
 from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
 
 # A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
-EXTENTS: Extents = (1 << 10, 1 << 10, 1 << 20, 1 << 20)
+EXTENTS: Extents = (1 << 20, 1 << 20, 1 << 20, 1 << 20)
 # main()'s B, HQ, HKV, M and N on a GPU and in the interpreter; captured tensors may need smaller sizes.
 ON_GPU = (2, 8, 4, 2000, 2100)
 INTERPRETED = (2, 2, 1, 100, 130)
@@ -48,6 +50,9 @@ LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 NO_TILES: Mapping[KernelName, Tile] = {}
 # A tile that the file chooses.
 IN_THE_FILE: Any = Tile(Size("BLOCK_M"), Size("BLOCK_N"), 0, 0)  # type: ignore[arg-type]
+# The file's names for the sizes of a call, in attention() and in build_mask().
+CALL_SIZES = {"b": "B", "h": "HQ", "q_idx": "M", "kv_idx": "N"}
+MASK_SIZES = {"b": "batch", "h": "heads", "q_idx": "queries", "kv_idx": "keys"}
 # The file's names for a mask's lists.
 PARTS = {
     "{}_num_blocks": "counts", "{}_indices": "indices",
@@ -64,6 +69,7 @@ TAKEN = {
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
     "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E", "B", "HQ", "M", "N",
     "KV_B", "HKV", "_", "MASK_B", "MASK_H", "Q_BLOCKS", "KV_BLOCKS", "delta", "lse2", "meta",
+    "DTYPES", "check_captured", "check_size", "gradients", "Gradient", "tensor", "tensors",
     "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "build_mask", "dense_attention", "listed", "main",
     "times",
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
@@ -124,8 +130,12 @@ def standalone(
 
     The mods' captured tensors become arguments; the score_mod's captures that require grad get gradients.
     main() has the values of small tensors, and random values for others. Raises what tracing raises, and
-    UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
+    ArgumentTypeError, UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
+    if dtype in FLOAT8:
+        raise ArgumentTypeError(
+            name="dtype", given=str(dtype), advice="give torch.float16, torch.bfloat16 or torch.float32"
+        )
     made = variant(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
         extents=EXTENTS, mask_form="lists", shared_kv=True,
@@ -210,6 +220,9 @@ class _File:
             adds=any(term.place for tensor in learned for term in tensor.terms),
             captured_shapes=shapes(self.score, self.variant.score_tensors, self.score_names),
             tiles=self.chosen_tiles(),
+            score_checks=self.checks("score"),
+            mask_checks=self.checks("mask"),
+            fixed=[name for name in score_names if name not in places],
             examples=self.examples(),
             sizes={"gpu": self.sizes(ON_GPU), "interpreted": self.sizes(INTERPRETED)},
             dtype=spec.q_dtype,
@@ -300,16 +313,38 @@ class _File:
                 sums.append(SumText(buffer, term.along, place, given))
         return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
 
+    def checks(self, kind: Literal["score", "mask"]) -> list[str]:
+        """Returns statements that refuse captured tensors and sizes for which the mod was not traced."""
+        v = self.variant
+        graph, tensors, names, expected = {
+            "score": (self.score, v.score_tensors, self.score_names, v.score_sizes),
+            "mask": (self.mask, v.mask_tensors, self.mask_names, v.mask_sizes),
+        }[kind]
+        known = CALL_SIZES if kind == "score" else MASK_SIZES
+        found = []
+        for axis, size, owner, _, start in expected:
+            exact = ", exact=True" if axis in UNIFORM else ""
+            arguments = f"{owner!r}, {CALL_SIZES[axis]!r}, {known[axis]}, {size}, {start}{exact}"
+            found.append(f"check_size({arguments})")
+        for number, least in _least_shapes(graph, tensors).items():
+            name, dtype = names[number], tensors[number].dtype
+            sizes = [_largest_of([known.get(x, x) for x in size]) for size in least]
+            found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *sizes])})")
+        return found
+
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Returns main()'s B, HQ, HKV, M and N, limited by the sizes of captured tensors."""
+        """Returns main()'s B, HQ, HKV, M and N, as captured tensors and the library's mods need them."""
         v = self.variant
         limits = _limits(self.score, v.score_tensors)
         for name, size in _limits(self.mask, v.mask_tensors).items():
             limits[name] = min(size, limits.get(name, size))
+        for axis, size, _, _, start in (*v.score_sizes, *v.mask_sizes):
+            limits[axis] = min(size - start, limits.get(axis, size))
         batch, heads, shared, queries, keys = wanted
-        heads = min(heads, limits.get("h", heads))
+        exact = {axis: size for axis, size, *_ in (*v.score_sizes, *v.mask_sizes) if axis in UNIFORM}
+        heads = exact.get("h", min(heads, limits.get("h", heads)))
         return (
-            min(batch, limits.get("b", batch)),
+            exact.get("b", min(batch, limits.get("b", batch))),
             heads,
             math.gcd(heads, shared),
             min(queries, limits.get("q_idx", queries)),
@@ -356,6 +391,35 @@ def shapes(
 
 def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:
     return (("row", texts.row), ("column", texts.column), ("element", texts.element))
+
+
+def _least_shapes(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[int, list[set[str]]]:
+    """Returns for each dimension of each captured tensor what its size must reach: the call's size along a
+    position that indexes it, by the position's name, and numbers from the bounds of other indices, where they
+    are known.
+    """
+    if graph is None:
+        return {}
+    known = integer_bounds(graph, dict(zip(POSITIONS, EXTENTS, strict=True)))
+    found: dict[int, list[set[str]]] = {}
+    for node in graph.nodes:
+        if node.op != "load" or not isinstance(node.value, int):
+            continue
+        shape = tensors[node.value].shape
+        least = found.setdefault(node.value, [set() for _ in shape])
+        for index, size, needs in zip(node.args, shape, least, strict=True):
+            if index.op == "input":
+                needs.add(str(index.value))
+                continue
+            low, high = known.get(index, bounds.UNKNOWN)
+            if -size <= low and high < size:
+                needs.add(str(max(int(high) + 1, -int(low))))
+    return found
+
+
+def _largest_of(sizes: list[str]) -> str:
+    """Writes the largest of these expressions; 0 if there are none."""
+    return f"max({', '.join(sorted(sizes))})" if len(sizes) > 1 else "".join(sizes) or "0"
 
 
 def _limits(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
