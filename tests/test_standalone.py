@@ -304,6 +304,24 @@ def test_functions_and_numbers_of_a_partial_are_quoted() -> None:
     assert found[1][1] == "    return q_idx - kv_idx < window"
 
 
+def test_views_of_one_memory_are_several_arguments() -> None:
+    both = torch.randn(70, 70)
+    views = {"flipped": both.T, "half": both[:35, :35]}
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        flipped, half = views["flipped"], views["half"]
+        return score + flipped[q_idx, kv_idx] * half[q_idx // 2, kv_idx // 2]
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (both[q_idx, kv_idx] > 0) & (views["half"][q_idx // 2, kv_idx // 2] > 0)
+
+    text = standalone(score_mod, mask_mod, tiles=SMALL)
+    found = re.findall(r"^def (?:attention|build_mask)\((.*)\):$", text, re.MULTILINE)
+    assert found == [
+        'batch, heads, queries, keys, both, half, device="cuda"', "q, k, v, mask, flipped, half, scale=None"
+    ]  # fmt: skip
+
+
 def test_values_of_captured_tensors() -> None:
     assert example(torch.tensor([0.1, 0.2])) == "torch.tensor([0.1, 0.2], dtype=torch.float32, device=device)"
     runs = torch.arange(300) // 100

@@ -365,12 +365,14 @@ class FileNames:
 
     def __init__(self, sums: Sequence[str]) -> None:
         self._taken = {*TAKEN, *sums}
-        self._known: dict[int, str] = {}
+        self._known: dict[object, str] = {}
 
     def of(self, graph: Graph | None, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
         names = [capture.name for capture in graph.captures] if graph else []
         return tuple(
-            self._known.setdefault(tensor.data_ptr(), fresh(name, self._taken))
+            self._known.setdefault(
+                (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), fresh(name, self._taken)
+            )
             for name, tensor in zip(names, tensors, strict=True)
         )
 
