@@ -167,6 +167,16 @@ def test_files_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[s
         assert words in capsys.readouterr().err
 
 
+def test_an_exception_of_a_file_is_a_mistake(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The status 1 would be an answer."""
+    Path("broken.py").write_text("def near(b, h, q_idx, kv_idx):\n    raise LookupError('mine')\n")
+    Path("unready.py").write_text("import a_module_that_there_is_not\n")
+    for name, error in (("broken.py:near", "LookupError"), ("unready.py:near", "ModuleNotFoundError")):
+        assert main(["show", name]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("Traceback") and f"\n{error}: " in printed
+
+
 def test_show_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     for name in ("mask.png", "mask.svg"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,6 +109,36 @@ def test_functions_of_a_file(mine: Path) -> None:
     assert choose("causal", SETTING, f"{mine}:warm").score is not None
 
 
+def test_a_file_finds_itself_and_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_mods.py").write_text("window = 3\n")
+    file = tmp_path / "json.py"  # a name that another module has
+    file.write_text(
+        """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from neighbour_of_mods import window
+
+@dataclass
+class Near:
+    window: int
+    count: ClassVar[int] = 1
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx - kv_idx <= self.window
+
+near = Near(window)
+"""
+    )
+    before = [*sys.path], sys.modules["json"]
+    near = choose(f"{file}:near", SETTING)
+    assert torch.equal(dense(near.mask), dense(lambda b, h, q, k: q - k <= 3))
+    assert before == (sys.path, json)
+    file.write_text(file.read_text().replace("Near(window)", "Near(window - 1)"))
+    near = choose(f"{file}:near", SETTING)
+    assert torch.equal(dense(near.mask), dense(lambda b, h, q, k: q - k <= 2))
+
+
 def test_images_are_square() -> None:
     odd = Setting(1, 1, 150, 16, torch.float32, torch.device("cpu"))
     assert (fitting("natten", odd), fitting("natten((12, 12), 3)", odd), fitting("causal", odd)) == (
@@ -177,6 +209,13 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
     ),
     (
         commands.ModFileError,
+        lambda folder: exits(folder / "script.py"),
+        "'FOLDER/script.py:near': FOLDER/script.py ends the process, with the exit status 0. Let it do so "
+        'below if __name__ == "__main__" alone.\n'
+        "  Instead: write path/to/file.py:function, with a function of the file's own.",
+    ),
+    (
+        commands.ModFileError,
         lambda folder: choose(f"{folder}/none.py:near", SETTING),
         "'FOLDER/none.py:near': there is no file FOLDER/none.py.\n"
         "  Instead: write path/to/file.py:function, with a function of the file's own.",
@@ -211,6 +250,11 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
         "  Instead: pip install matplotlib, or take the numbers from --json.",
     ),
 ]
+
+
+def exits(file: Path) -> None:
+    file.write_text("import sys\nsys.exit(0)\n")
+    choose(f"{file}:near", SETTING)
 
 
 def plotted_without_matplotlib() -> None:

@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -257,13 +258,16 @@ def _shown(value: Any) -> str:
 
 
 def _of_file(text: str, path: Path, name: str) -> Mod:
-    """Runs the user's file, as an import would, and returns its function."""
+    """Runs the user's file, as an import from its folder would, and returns its function."""
     if not path.is_file():
         raise ModFileError(text=text, problem=f"there is no file {path}", close="")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = _imported(path)
+    except SystemExit as error:
+        raise ModFileError(
+            text=text, problem=f"{path} ends the process, with the exit status {error.code}",
+            close=' Let it do so below if __name__ == "__main__" alone.',
+        ) from None  # fmt: skip
     if not callable(getattr(module, name, None)):
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         near = difflib.get_close_matches(name, own, 1)
@@ -271,3 +275,22 @@ def _of_file(text: str, path: Path, name: str) -> Mod:
         raise ModFileError(text=text, problem=f"{path} has no function {name}", close=close)
     found: Mod = getattr(module, name)
     return found
+
+
+def _imported(path: Path) -> ModuleType:
+    """Runs a file as a new module, which finds its neighbours and itself (dataclasses look it up)."""
+    other = sys.modules.get(path.stem)
+    known = other is None or getattr(other, "__file__", None) == str(path.absolute())
+    spec = importlib.util.spec_from_file_location(path.stem if known else str(path), path.absolute())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(path.absolute().parent))
+    return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from shlex import quote
@@ -94,7 +95,8 @@ def flexmod() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake.
+    The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake, also
+    for an exception of the user's file.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -108,5 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (FlexmodError, OSError, SyntaxError) as error:  # a file that cannot be written, or read as Python
         import_module("flexmod.tools.terminal").complain(str(error))
+        return 2
+    except Exception:  # of the user's file: Python's own status for it, 1, would be an answer
+        traceback.print_exc()
         return 2
     return int(status or 0)
