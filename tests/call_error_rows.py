@@ -395,6 +395,13 @@ TENSORS: list[Row] = [
         "  Instead: build it again, outside of the FakeTensorMode.",
     ),
     (
+        errors.FakeTensorError,
+        lambda: fake_mask().sparsity(),
+        "block_mask has shapes without values, and its tiles are asked for.\n"
+        "  Instead: build it on a device, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "
+        "device=query.device), outside of a FakeTensorMode.",
+    ),
+    (
         errors.NoSignatureError,
         lambda: call(score_mod=dict),
         "score_mod is dict, and Python cannot tell what arguments it takes.\n"

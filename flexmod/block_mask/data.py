@@ -269,6 +269,11 @@ class MaskData:
         return self.storage.device
 
     @property
+    def has_no_values(self) -> bool:
+        """Are the tiles meta or fake tensors?"""
+        return any(map(has_no_values, self.storage.tensors()))
+
+    @property
     def q_offset(self) -> int | Tensor:
         """The position of the first query, a number or a tensor with one for each batch entry."""
         found = self.positions or NO_OFFSETS
@@ -389,8 +394,14 @@ def positions_in(block_mask: Any) -> Positions | None:
 
 
 def fresh(mask: AnyMask) -> AnyMask:
-    """The mask, with tiles for the present values of its captures."""
+    """The mask, with tiles for the present values of its captures. Raises FakeTensorError if it has none."""
     mask.refresh()
+    if mask.has_no_values:
+        raise FakeTensorError(
+            problem="block_mask has shapes without values, and its tiles are asked for",
+            advice="build it on a device, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "
+            "device=query.device), outside of a FakeTensorMode",
+        )
     return mask
 
 

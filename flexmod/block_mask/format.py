@@ -64,6 +64,9 @@ class BlockMask(MaskData):
     `mask_mod`, `seq_lengths` and `BLOCK_SIZE` may be assigned: later calls see the change, the backward of an
     earlier call does not. `traced` is the graph of `mask_mod` from its assignment.
 
+    A mask on the device meta, or from a FakeTensorMode, has shapes only: methods that read its tiles raise
+    FakeTensorError.
+
     A mask can be copied, pickled and sent by a DataLoader's worker. The pickle contains the graph, not the
     mask_mod, and the captured tensors; torch.load reads it with weights_only=False.
 
@@ -308,7 +311,8 @@ class BlockMask(MaskData):
         Raises NoDeviceError.
         """
         device = device_of(device)
-        mask = fresh(self)
+        mask = self if device == self.device else fresh(self)
+        mask.refresh()
         mask_mod = moved(mask.as_made(), device) if isinstance(mask.mask_mod, Derived) else mask.mask_mod
         traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, device)
         new = mask.of_storage(
@@ -350,9 +354,9 @@ class BlockMask(MaskData):
         """
         return pictures.svg(self._one(b, h))
 
-    def _repr_svg_(self) -> str:
-        """Notebooks show the mask's picture."""
-        return self.to_svg()
+    def _repr_svg_(self) -> str | None:
+        """Notebooks show the mask's picture, if it has tiles."""
+        return None if self.has_no_values else self.to_svg()
 
     def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
         """Draws one batch and head with matplotlib into `target`: a file's name, axes, or None for a new
@@ -383,12 +387,16 @@ class BlockMask(MaskData):
     @outside_of_graphs
     def __str__(self) -> str:
         """The mask as text, and its facts in a line."""
+        if self.has_no_values:
+            return repr(self)
         mask = fresh(self)
         head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
         head += "" if mask.positions is None else f"{mask.positions}, "
         return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
 
     def __repr__(self) -> str:
+        if self.has_no_values:
+            return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, without values)"
         mask = fresh(self)
         shapes = [(name, None if part is None else part.shape) for name, part in mask._parts(LISTS).items()]
         shown = [

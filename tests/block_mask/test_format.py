@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from block_mask.zoo import ZOO
 from flexmod import errors, flex_attention, masks
@@ -90,6 +92,26 @@ def test_to_device():
     moved = mask.to("meta")
     assert moved.kv_indices.device.type == moved.full_q_num_blocks.device.type == "meta"
     assert moved.mask_mod is mask.mask_mod and mask.kv_indices.device.type == "cpu"
+
+
+@pytest.mark.parametrize("how", ["built", "moved", "fake"])
+def test_a_mask_without_values(how):
+    """It has shapes, a text and copies; what reads its tiles says what it lacks."""
+    with FakeTensorMode() if how == "fake" else nullcontext():
+        device = "meta" if how == "built" else "cpu"
+        mask = create_block_mask(masks.causal(), 2, None, 100, 200, device, BLOCK_SIZE=32)
+    mask = mask.to("meta") if how == "moved" else mask
+    shown = "BlockMask(shape=(2, 1, 100, 200), BLOCK_SIZE=(32, 32), without values)"
+    assert repr(mask) == str(mask) == shown and mask._repr_svg_() is None
+    assert mask.to(mask.device).shape == mask.shape == (2, 1, 100, 200)
+    for method in (
+        lambda: mask & mask, lambda: ~mask, lambda: mask[0], lambda: mask._adjust(9, 9), mask.sparsity,
+        lambda: mask.resize(300, 300), mask.facts, mask.to_svg, mask.to_string, mask.plot,
+        lambda: BlockMask.cat([mask, mask]),
+        *([] if how == "fake" else [lambda: mask.to("cpu")]),
+    ):  # fmt: skip
+        with pytest.raises(errors.FakeTensorError, match="^block_mask has shapes without values, and its"):
+            method()
 
 
 def test_to_device_takes_the_tables_of_a_slice_along():
