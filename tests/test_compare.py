@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from named_mods import NAMED
 
 from flexmod import errors
 from flexmod.errors.commands import UnknownModName
+from flexmod.ir.graph import expect_size
 from flexmod.tools.comparison import compare
 from flexmod.tools.mod_names import ON_GPU, usual_setting
 from flexmod.tools.peers import Timing
@@ -86,6 +88,28 @@ def test_a_mask_and_a_score_mod_together() -> None:
     )
     assert comparison.reference == "the dense reference"
     assert comparison.agrees, str(comparison)
+
+
+@pytest.mark.parametrize("name", ["alibi", "sandwich", "by_entry"])
+def test_a_reference_of_few_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long sequence leaves memory for some heads of one batch entry, and mods may be made for all."""
+    monkeypatch.setattr(sys.modules["flexmod.tools.comparison"], "REFERENCE_BYTES", 1)
+    bias = torch.randn(3, 2)
+
+    def by_entry(score, b, h, q_idx, kv_idx):
+        return score + bias[expect_size(b, 3, "mods.by_entry", "bias"), h] * (q_idx - kv_idx)
+
+    comparison = compare(by_entry if name == "by_entry" else name, **{**SMALL, "batch": 3})
+    assert comparison.agrees, str(comparison)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch", 0), ("heads", -1), ("seq", 8.5), ("dim", "64"), ("dtype", "bf16"), ("dtype", torch.int8)],
+)
+def test_sizes_that_are_none(name: str, value: object) -> None:
+    with pytest.raises(errors.ArgumentTypeError, match=f"^{name} is {re.escape(repr(value))}"):
+        compare("causal", **{**SMALL, name: value})
 
 
 def test_rows_with_nothing_to_attend_to() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.format import BlockMask
-from flexmod.errors import FlexOnCpuError
+from flexmod.errors import ArgumentTypeError, FlexOnCpuError
+from flexmod.ir.graph import as_int
 from flexmod.ir.source import mod_kind
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
@@ -129,8 +130,8 @@ def compare(
     SDPA with the materialized mask checks a mask; flexmod's dense reference checks a score_mod. Times are
     medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
 
-    Raises UnknownModName for an unknown name, FlexOnCpuError for `flex` without CUDA, NoDeviceError, and the
-    errors of create_block_mask and flex_attention.
+    Raises UnknownModName for an unknown name, ArgumentTypeError for an invalid size or dtype, FlexOnCpuError
+    for `flex` without CUDA, NoDeviceError, and the errors of create_block_mask and flex_attention.
 
     Source: the comparison of the FlexAttention notebook, 2024.
 
@@ -139,6 +140,7 @@ def compare(
         compare("sliding_window", heads=2, seq=512)
     """
     given: dict[str, Any] = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "dtype": dtype}
+    _check(given)
     usual = usual_setting(device)
     setting = replace(usual, **{field: value for field, value in given.items() if value is not None})
     if isinstance(mod, str):
@@ -172,6 +174,17 @@ def compare(
     return comparison
 
 
+def _check(given: dict[str, Any]) -> None:
+    """Checks sizes and the dtype, as far as they are given. Raises ArgumentTypeError."""
+    for name, value in given.items():
+        if name == "dtype":
+            right, advice = value in TOLERANCE, f"give {', '.join(map(str, TOLERANCE))}"
+        else:
+            right, advice = (as_int(value) or 0) > 0, "give a whole number above 0, e.g. 64"
+        if value is not None and not right:
+            raise ArgumentTypeError(name=name, given=repr(value), advice=advice)
+
+
 def _name(mod: str | Mod) -> str:
     return mod if isinstance(mod, str) else getattr(mod, "__name__", type(mod).__name__)
 
@@ -192,7 +205,12 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Im
     real = torch.promote_types(setting.dtype, torch.float32)
     heads = max(1, min(setting.heads, REFERENCE_BYTES // (REFERENCE_MATRICES * matrix)))
     front = None if block_mask is None else block_mask[:1, :heads]
-    dense = flexmod_attention("the dense reference", score_mod, front, 1.0, BACKEND="REFERENCE")
+
+    def of_part(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        # a sum: a mod that was made for all heads refuses a call of fewer, but not numbers that it computed
+        return score_mod(score, b + 0, h + 0, q_idx, kv_idx)
+
+    dense = flexmod_attention("the dense reference", of_part, front, 1.0, BACKEND="REFERENCE")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dense.call(*(tensor[:1, :heads].to(real) for tensor in (q, k, v)))
