@@ -507,6 +507,11 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
         ),
         (lambda: masks.document(lengths=LENGTHS, total=0), "document: total is 0", "an integer of 1 or more"),
         (
+            lambda: masks.vision_cross(torch.zeros(4, 3, dtype=torch.int64), torch.arange(8)),
+            "vision_cross: intervals is torch.int64 [4, 3]",
+            "an integer tensor of shape [images, 2]",
+        ),
+        (
             lambda: masks.tree(torch.tensor([-1, 2, 1])),
             "tree: parents is such that node 1 has no root",
             "a forest",

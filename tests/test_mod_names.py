@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,6 +80,16 @@ def test_lists_are_integer_tensors() -> None:
 def test_every_name_alone_is_sized_by_the_setting(name: str) -> None:
     found = choose(name, SETTING)
     assert explain(found.score, found.mask).source
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3, 7, 9, 31])
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_alone_fits_a_short_sequence(name: str, seq: int) -> None:
+    setting = replace(SETTING, seq=seq)
+    setting = replace(setting, seq=fitting(name, setting))
+    mask = choose(name, setting).mask
+    if mask is not None:
+        assert create_mask(mask, 1, 4, setting.seq, setting.seq, device="cpu").any()
 
 
 def test_every_function_of_the_library_has_a_name() -> None:

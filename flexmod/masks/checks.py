@@ -43,10 +43,13 @@ def check_image(function: str, height: Any, width: Any) -> tuple[int, int]:
     return check_number(function, "height", height, least=1), check_number(function, "width", width, least=1)
 
 
-def check_tensor(function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str) -> Tensor:
-    """Returns `value` if it is an integer tensor of one of these ranks."""
+def check_tensor(
+    function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str, last: int | None = None
+) -> Tensor:
+    """Returns `value` if it is an integer tensor of one of these ranks, and of the `last` size, if given."""
+    fits = isinstance(value, Tensor) and value.dtype in INTEGERS
     return check_kind(
-        function, name, value, ranks, isinstance(value, Tensor) and value.dtype in INTEGERS,
+        function, name, value, ranks, fits and (last is None or value.shape[-1:] == (last,)),
         rule=f"an integer tensor of shape {shapes}",
         advice="convert it, e.g. torch.as_tensor(values, dtype=torch.int32, device=query.device)",
     )  # fmt: skip

@@ -287,7 +287,7 @@ def vision_cross(intervals: Tensor, image_idx: Tensor) -> Mask:
         ....####
         ....####
     """
-    check_tensor("vision_cross", "intervals", intervals, ranks=(2,), shapes="[images, 2]")
+    check_tensor("vision_cross", "intervals", intervals, ranks=(2,), shapes="[images, 2]", last=2)
     check_tensor("vision_cross", "image_idx", image_idx, ranks=(1,), shapes="[KV]")
 
     @Mask

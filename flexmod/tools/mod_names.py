@@ -97,21 +97,26 @@ def _eight_documents(setting: Setting) -> Tensor:
 
 # Default parameters by name; they follow from the sizes.
 USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
-    "sliding_window": lambda s: (s.seq // 8,),
-    "dilated_window": lambda s: (s.seq // 32, 4),
-    "global_window": lambda s: (s.seq // 8, 4),
+    "sliding_window": lambda s: (max(1, s.seq // 8),),
+    "dilated_window": lambda s: (max(1, s.seq // 32), 4),
+    "global_window": lambda s: (max(1, s.seq // 8), 4),
     "prefix_lm": lambda s: (s.seq // 4,),
     "document": lambda s: (_eight_documents(s), True),
-    "block_diffusion": lambda s: (s.seq // 2, max(1, s.seq // 32)),
+    "block_diffusion": lambda s: (max(1, s.seq // 2), max(1, s.seq // 32)),
     "standalone_window": lambda s: (s.side, s.side, 8),
-    "natten": lambda s: ((s.side, s.side), 7),
+    "natten": lambda s: ((s.side, s.side), min(7, s.side - 1 + s.side % 2)),
     "alibi": lambda s: (s.heads,),
     "sandwich": lambda s: (s.heads, s.seq, 128, s.device),
     "softcap": lambda s: (30.0,),
     "temperature": lambda s: (2.0,),
 }
-# Names without parameters whose sequence is a square image.
-IMAGES = ("standalone_window", "natten")
+# The largest length up to `seq` of names without parameters that do not take every length: square images, and
+# two copies of a sequence.
+LENGTHS: Mapping[str, Callable[[Setting], int]] = {
+    "standalone_window": lambda s: s.side**2,
+    "natten": lambda s: s.side**2,
+    "block_diffusion": lambda s: max(2, s.seq - s.seq % 2),
+}
 # A score mod that hides scores by itself.
 WITHOUT_MASK = ("causal_score",)
 NOTHING = "noop"
@@ -170,8 +175,8 @@ def choose_mask(text: str, setting: Setting) -> Mod:
 
 
 def fitting(text: str, setting: Setting) -> int:
-    """Returns a sequence length for the mods: `seq`, or the pixels of the largest square image that fits."""
-    return setting.side**2 if text in IMAGES else setting.seq
+    """Returns a sequence length for the mods: `seq`, or the largest below it that a named mask takes."""
+    return LENGTHS[text](setting) if text in LENGTHS else setting.seq
 
 
 class _Reader:
