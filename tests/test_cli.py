@@ -361,6 +361,19 @@ def test_doctor_sees_trouble(
     assert "trouble: TRITON_INTERPRET=1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["source --standalone", "build", "warm --into kernels"])
+def test_what_compiles_says_that_the_interpreter_is_on(command: str, folder: Path) -> None:
+    name, *options = command.split()
+    line = [sys.executable, "-m", "flexmod", name, "noop", *options, "--target", "sm_80", "--dim", "16"]
+    switches = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(line, env=switches, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "environment variable TRITON_INTERPRET is '1'.\n  Instead: set it to 0 to compile kernels; "
+        "kernel_options={'BACKEND': 'INTERPRET'} interprets without it.\n"
+    )
+
+
 def test_python_dash_m() -> None:
     command = [sys.executable, "-m", "flexmod", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

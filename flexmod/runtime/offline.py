@@ -6,6 +6,7 @@ assembly's metadata. Triton's package includes these tools.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 
+from flexmod.errors import EnvironmentSwitchError
 from flexmod.runtime import compiler_bugs
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
@@ -122,7 +125,14 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
 
     None and the integer 1 are constants. Other integers and pointers count as multiples of 16 or not. A
     parameter in the kernel's `do_not_specialize` counts by type only, a tensor by dtype.
+
+    Raises EnvironmentSwitchError where TRITON_INTERPRET=1: such a process compiles no kernel.
     """
+    if not isinstance(kernel, JITFunction):
+        raise EnvironmentSwitchError(
+            name="TRITON_INTERPRET", value=os.environ.get("TRITON_INTERPRET"),
+            accepted="0 to compile kernels; kernel_options={'BACKEND': 'INTERPRET'} interprets without it",
+        )  # fmt: skip
     fixed = set(kernel.do_not_specialize)
     signature: dict[str, str] = {}
     constants: dict[str, object] = {}
