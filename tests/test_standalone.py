@@ -206,6 +206,27 @@ def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
     ], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("size", "index", "least", "interpreted"),
+    [
+        (60, lambda b, h, i, j: i + 5, "M + 5", (2, 2, 1, 55, 130)),
+        (279, lambda b, h, i, j: i - j + 139, "max(M + 139, N - 140)", (2, 2, 1, 100, 130)),
+        (279, lambda b, h, i, j: 2 * i + j, "2 * M + N - 2", (2, 2, 1, 50, 65)),
+        (60, lambda b, h, i, j: -1 - j, "N", (2, 2, 1, 25, 32)),
+        (60, lambda b, h, i, j: i // 4, "((M - 1) // 4) + 1", (2, 2, 1, 100, 130)),
+        (60, lambda b, h, i, j: (i - j).clamp(-4, 4) + 4, "9", (2, 2, 1, 100, 130)),
+        (60, lambda b, h, i, j: (i * j) % 7, "7", (2, 2, 1, 100, 130)),
+        (60, lambda b, h, i, j: i * j, "0", (2, 2, 1, 6, 8)),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_call_needs(size: int, index: Any, least: str, interpreted: Any) -> None:
+    bias = torch.randn(size)
+    text = standalone(lambda s, b, h, i, j: s + bias[index(b, h, i, j)], head_dim=16, tiles=SMALL)
+    found = re.findall(r"^    check_captured\('bias', bias, torch.float32, (.*)\)$", text, re.MULTILINE)
+    assert found == [least]
+    assert f"keys = {interpreted} if interpreted else (" in text
+
+
 def test_its_check_has_the_sizes_that_mods_expect(tmp_path: Path) -> None:
     path = save(tmp_path / "mine.py", mods.alibi(5), masks.block_diffusion(30, 6), head_dim=16, tiles=SMALL)
     done = run(path, TRITON_INTERPRET="1")

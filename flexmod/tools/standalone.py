@@ -29,15 +29,14 @@ from flexmod.codegen.spec import FLOAT8, Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.variant import Variant, variant
 from flexmod.errors import ArgumentTypeError, NoTileFits
-from flexmod.ir import bounds
 from flexmod.ir.derivative import GradientTerm
-from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, dtype_name, used_captures
-from flexmod.ir.integers import integer_bounds
+from flexmod.ir.graph import UNIFORM, Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools.ahead import first_tile, portable_kernels
+from flexmod.tools.needed_sizes import fit, least_shapes, positions_in
 from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
 
 # A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
@@ -326,30 +325,30 @@ class _File:
             exact = ", exact=True" if axis in UNIFORM else ""
             arguments = f"{owner!r}, {CALL_SIZES[axis]!r}, {known[axis]}, {size}, {start}{exact}"
             found.append(f"check_size({arguments})")
-        for number, least in _least_shapes(graph, tensors).items():
+        for number, least in least_shapes(graph, tensors, EXTENTS, known).items():
             name, dtype = names[number], tensors[number].dtype
-            sizes = [_largest_of([known.get(x, x) for x in size]) for size in least]
-            found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *sizes])})")
+            found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *least])})")
         return found
 
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Returns main()'s B, HQ, HKV, M and N, as captured tensors and the library's mods need them."""
         v = self.variant
-        limits = _limits(self.score, v.score_tensors)
-        for name, size in _limits(self.mask, v.mask_tensors).items():
-            limits[name] = min(size, limits.get(name, size))
+        loads = (self.score, v.score_tensors), (self.mask, v.mask_tensors)
+        limits: dict[str, int] = {}
+        for graph, tensors in loads:
+            for name, size in positions_in(graph, tensors, EXTENTS).items():
+                limits[name] = min(size, limits.get(name, size))
         for axis, size, _, _, start in (*v.score_sizes, *v.mask_sizes):
             limits[axis] = min(size - start, limits.get(axis, size))
         batch, heads, shared, queries, keys = wanted
         exact = {axis: size for axis, size, *_ in (*v.score_sizes, *v.mask_sizes) if axis in UNIFORM}
         heads = exact.get("h", min(heads, limits.get("h", heads)))
-        return (
-            exact.get("b", min(batch, limits.get("b", batch))),
-            heads,
-            math.gcd(heads, shared),
-            min(queries, limits.get("q_idx", queries)),
-            min(keys, limits.get("kv_idx", keys)),
-        )
+        batch = exact.get("b", min(batch, limits.get("b", batch)))
+        queries = min(queries, limits.get("q_idx", queries))
+        keys = min(keys, limits.get("kv_idx", keys))
+        while max(queries, keys) > 1 and not all(fit(*load, (batch, heads, queries, keys)) for load in loads):
+            queries, keys = max(1, queries // 2), max(1, keys // 2)
+        return batch, heads, math.gcd(heads, shared), queries, keys
 
     def examples(self) -> list[tuple[str, str]]:
         """Returns Python for an example of each captured tensor, by name."""
@@ -393,45 +392,3 @@ def shapes(
 
 def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:
     return (("row", texts.row), ("column", texts.column), ("element", texts.element))
-
-
-def _least_shapes(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[int, list[set[str]]]:
-    """Returns for each dimension of each captured tensor what its size must reach: the call's size along a
-    position that indexes it, by the position's name, and numbers from the bounds of other indices, where they
-    are known.
-    """
-    if graph is None:
-        return {}
-    known = integer_bounds(graph, dict(zip(POSITIONS, EXTENTS, strict=True)))
-    found: dict[int, list[set[str]]] = {}
-    for node in graph.nodes:
-        if node.op != "load" or not isinstance(node.value, int):
-            continue
-        shape = tensors[node.value].shape
-        least = found.setdefault(node.value, [set() for _ in shape])
-        for index, size, needs in zip(node.args, shape, least, strict=True):
-            if index.op == "input":
-                needs.add(str(index.value))
-                continue
-            low, high = known.get(index, bounds.UNKNOWN)
-            if -size <= low and high < size:
-                needs.add(str(max(int(high) + 1, -int(low))))
-    return found
-
-
-def _largest_of(sizes: list[str]) -> str:
-    """Writes the largest of these expressions; 0 if there are none."""
-    return f"max({', '.join(sorted(sizes))})" if len(sizes) > 1 else "".join(sizes) or "0"
-
-
-def _limits(graph: Graph | None, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Returns by position the smallest dimension of a captured tensor that the position itself indexes."""
-    limits: dict[str, int] = {}
-    for node in graph.nodes if graph else ():
-        if node.op == "load":
-            sizes = tensors[node.value].shape  # type: ignore[call-overload]
-            for index, size in zip(node.args, sizes, strict=True):
-                if index.op == "input":
-                    name = str(index.value)
-                    limits[name] = min(size, limits.get(name, size))
-    return limits
