@@ -171,6 +171,7 @@ refused(lambda: torch.autograd.grad(grad.square().sum() + q.sum(), q))
 out = attention(q, k, v, mask, bias)
 ids.zero_()
 refused(lambda: torch.autograd.grad(out.sum(), q))
+refused(lambda: attention(q, k, v, mask, bias))
 """
 
 
@@ -203,6 +204,7 @@ def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
         "mods.by_key is made for HQ=2, but the call has 4",
         "this file has no second derivatives; dense_attention has them",
         "one of the variables needed for gradient computation has been modified by an inplace operation",
+        "a tensor that the mask captures was written to: build the mask again",
     ], done.stderr
 
 
