@@ -129,6 +129,9 @@ def standalone(
         tiles       tiles by kernel, instead of chosen ones
 
     The mods' captured tensors become arguments; the score_mod's captures that require grad get gradients.
+    The file refuses other dtypes, captured tensors and sizes that its kernels would read wrongly, a mask
+    whose tensors were written to, and second derivatives.
+
     main() has the values of small tensors, and random values for others. Raises what tracing raises, and
     ArgumentTypeError, UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
