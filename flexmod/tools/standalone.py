@@ -9,6 +9,7 @@ The file has the portable kernels, a plain launcher, and a main() that checks th
 from __future__ import annotations
 
 import builtins
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
+from flexmod.tools import standalone_functions
 from flexmod.tools.ahead import first_tile, portable_kernels
 from flexmod.tools.needed_sizes import fit, least_shapes, positions_in
 from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
@@ -68,8 +70,8 @@ TAKEN = {
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
     "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E", "B", "HQ", "M", "N",
     "KV_B", "HKV", "_", "MASK_B", "MASK_H", "Q_BLOCKS", "KV_BLOCKS", "delta", "lse2", "meta",
-    "DTYPES", "check_captured", "check_size", "gradients", "Gradient", "captured", "writes", "writes_to",
-    "tensor", "tensors",
+    "DTYPES", "check_captured", "check_size", "gradients", "FirstDerivative", "captured", "writes",
+    "writes_to", "tensor", "tensors",
     "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "build_mask", "dense_attention", "listed", "main",
     "times",
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
@@ -209,6 +211,7 @@ class _File:
         return render(
             spec, kernels.score, kernels.mask, kernels.grad, self.captures, "standalone.jinja",
             head=self.head(),
+            shared=lambda name: inspect.getsource(getattr(standalone_functions, name)),
             quotes=self.quoted,
             usual_scale=self.scale,
             of_score=self.score and write_torch(self.score, "score_mod_in_torch", self.score_names),

@@ -1,0 +1,80 @@
+"""What all standalone files share, as ordinary Python. `standalone.py` copies the text of each part.
+
+It needs torch and triton alone. Shapes: rows and columns of a mask's blocks; B, HQ, M and N of a call.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """The blocks of each row (or column) of blocks in which there is anything to compute, ascending."""
+
+    counts: Tensor  # int32 [.., rows]: partial blocks: kernels evaluate the mask for each pair
+    indices: Tensor  # int32 [.., rows, columns]
+    full_counts: Tensor  # full blocks: the mask keeps all pairs
+    full_indices: Tensor
+
+
+def listed(partial, full):
+    """Blocks from truth values [batch, heads, rows, columns]."""
+    lists = []
+    for kind in (partial, full):
+        lists.append(kind.sum(3, dtype=torch.int32).contiguous())
+        order = kind.to(torch.int8).argsort(dim=3, descending=True, stable=True)
+        lists.append(order.to(torch.int32).contiguous())
+    return Blocks(*lists)
+
+
+def writes_to(tensors):
+    """How often each tensor was written to, as far as torch counts."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_captured(name, tensor, dtype, *least):
+    """Refuses a captured tensor that the kernels would read wrongly. `least` has the sizes that they read."""
+    if tensor.dtype != dtype or tensor.dim() != len(least):
+        given = f"{tensor.dtype} of {tensor.dim()} dimensions"
+        raise ValueError(f"{name} is {given}; the kernels read {dtype} of {len(least)}")
+    if any(size < most for size, most in zip(tensor.shape, least, strict=True)):
+        raise ValueError(f"{name} has the shape {list(tensor.shape)}, but the kernels read {list(least)}")
+
+
+def check_size(owner, name, given, whole, start=0, exact=False):
+    """Refuses another number than a mod was made for. A call may have the first of its positions."""
+    if given + start > whole or (exact and given < whole):
+        raise ValueError(f"{owner} is made for {name}={whole}, but the call has {given + start}")
+
+
+class FirstDerivative(torch.autograd.Function):
+    """The gradients as a node of autograd. Differentiating them raises an error."""
+
+    @staticmethod
+    def forward(ctx, gradients, *inputs):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("this file has no second derivatives; dense_attention has them")
+
+
+def add_at(grad, sums, along, index, *captured):
+    """Adds sums [B, HQ, M] by "row" or [B, HQ, N] by "column" to the elements that `index` names for each."""
+    b, h, position = (torch.arange(size, dtype=torch.int32, device=sums.device) for size in sums.shape)
+    positions = (position, position[:1]) if along == "row" else (position[:1], position)
+    places = index(b[:, None, None], h[:, None], *positions, *captured)
+    places = places if isinstance(places, tuple) else (places,)
+    grad.index_put_(tuple(place.expand(sums.shape) for place in places), sums, accumulate=True)
+
+
+def times(call, operands, grad_out):
+    """Prints the medians of the forward and of the backward in milliseconds."""
+    out = call()
+    forward = triton.testing.do_bench(call, return_mode="median")
+    backward = triton.testing.do_bench(
+        lambda: torch.autograd.grad(out, operands, grad_out, retain_graph=True), return_mode="median"
+    )
+    print(f"forward {forward:.3f} ms, backward {backward:.3f} ms")
