@@ -151,6 +151,12 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
     return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x))
 
 
+def _hardswish(x: Any) -> Any:
+    # x * 6 may leave float16, x + 3 may round to 6; and -inf * 0 is nan, as in torch
+    near = _hardtanh(x, -3.0, 3.0)
+    return torch.where(x <= -3, x * 0.0, torch.where(x < 3, near * (near + 3.0) / 6.0, x * 1.0))
+
+
 def _log_sigmoid(x: Any) -> Any:
     return x.minimum(0.0) - torch.log1p(torch.exp(-torch.abs(x)))
 
@@ -221,9 +227,11 @@ def _asinh(x: Any) -> Any:
 
 def _acosh(x: Any) -> Any:
     x = x * 1.0
-    near = x.minimum(_far(x))
-    found = _log_of_twice(x, torch.log(near + torch.sqrt((near - 1.0) * (near + 1.0))))
-    return found + torch.where(x < 1, math.nan, 0.0)  # near -1e10 the sum rounds to 0
+    above = x.minimum(_far(x)) - 1.0  # exact near 1, where log would lose digits
+    # Two roots, as in `_root`. The derivative below 1 is finite, since a `where` multiplies it by 0.
+    root = torch.sqrt(torch.where(above < 0, -above, above)) * torch.sqrt(torch.abs(above + 2.0))
+    found = _log_of_twice(x, torch.log1p(above + root))
+    return found + torch.where(x < 1, math.nan, 0.0)
 
 
 def _log_of_twice(x: Any, near: Any) -> Any:
@@ -278,7 +286,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "hardswish": lambda x: x * _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardswish": _hardswish,
     "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) <= lambd, 0.0, x),
     "softshrink": lambda x, lambd=0.5: torch.where(
         torch.abs(x) <= lambd, 0.0, torch.where(x < 0, x + lambd, x - lambd)

@@ -380,9 +380,32 @@ def test_inverse_functions_of_large_numbers(name: str, dtype: torch.dtype) -> No
     assert_traced(lambda s, b, h, q_idx, kv_idx: function(numbers[kv_idx]), function(numbers))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_hardswish_of_a_half_type(dtype: torch.dtype) -> None:
+    """6 * 60000 is beyond float16; 2.984375 + 3 is 6 in bfloat16."""
+    numbers = torch.tensor([-60000.0, -2.984375, 2.984375, 12000.0, 60000.0], dtype=dtype)
+    numbers = numbers.repeat(13)[:64]
+    assert_traced(lambda s, b, h, q_idx, kv_idx: F.hardswish(numbers[kv_idx]), F.hardswish(numbers))
+    numbers = numbers[:5]
+    slope = derivative_of(lambda x: F.hardswish(x.to(dtype)), numbers.double())
+    expected = torch.tensor([0.0, -0.4947916, 1.4947916, 1.0, 1.0], dtype=slope.dtype)
+    torch.testing.assert_close(slope, expected, rtol=0, atol=4 * min(1e-2, torch.finfo(dtype).eps) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_acosh_near_its_end(dtype: torch.dtype) -> None:
+    numbers = 1 + torch.arange(64, dtype=torch.float64) * 2.0**-23
+    expected = torch.acosh(numbers).to(dtype)
+    table = numbers.to(dtype)
+    graph = trace(lambda s, b, h, q_idx, kv_idx: torch.acosh(table[kv_idx]), "score").graph
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 64))
+    (found,) = evaluate(graph, (table,), b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+    torch.testing.assert_close(found.flatten(), expected.float(), rtol=1e-6, atol=0)
+
+
 ENDS = {
     "asin": (-1.0, 1.0), "acos": (-1.0, 1.0),
-    "asinh": (-math.inf, 1e30, math.inf), "acosh": (1e30, math.inf),
+    "asinh": (-math.inf, 1e30, math.inf), "acosh": (1.0, 1e30, math.inf),
 }  # fmt: skip
 
 
