@@ -78,6 +78,21 @@ def seeded(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return score + mixed % 97 * 1e-2 + torch.where(mixed > 0, 0.3, 0.0)
 
 
+def seeded_in_steps(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    mixed = ((SMALLEST[h % 4] ^ q * SPREAD) & 0xFFFF) * 0x45D9F3B + k
+    return score + mixed % 97 * 1e-2 + torch.where((NARROW[k % 4] + q) * 0x45D9F3B > 0, 0.3, 0.0)
+
+
+def seeded_by_head(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    mixed = ((h * 40503 + 977).to(torch.int32) + q) * 0x45D9F3B
+    return score + ((mixed ^ k * SPREAD) >> 16) % 97 * 1e-2
+
+
+def seeded_beside_a_cast(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    mixed = q.to(torch.int32) * 70000 ^ (k + 1) * SPREAD
+    return score + mixed % 97 * 1e-2 + torch.where(mixed > 0, 0.3, 0.0)
+
+
 def narrow_casts(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     small, byte, short = (q * 300).to(torch.int8), (k * 99).to(torch.uint8), (q * 7000).to(torch.int16)
     return score + (small + k) * 0.01 + byte * short * 1e-4
@@ -115,9 +130,10 @@ def factors(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 MODS: dict[str, Callable[..., Any]] = {
     mod.__name__: mod
     for mod in (
-        divided, divided_by_a_key, rest, divided_number, smallest_by_minus_one, shifted,
-        hashed, hashed_in_steps, hashed_to_an_index, hashed_beside_positions, seeded, narrow_casts,
-        compared_casts, far_turns, few_turns, turns_of_the_score, denormal_divisor, huge_divisor, factors,
+        divided, divided_by_a_key, rest, divided_number, smallest_by_minus_one, shifted, hashed,
+        hashed_in_steps, hashed_to_an_index, hashed_beside_positions, seeded, seeded_in_steps,
+        seeded_by_head, seeded_beside_a_cast, narrow_casts, compared_casts, far_turns, few_turns,
+        turns_of_the_score, denormal_divisor, huge_divisor, factors,
     )
 }  # fmt: skip
 

@@ -41,6 +41,8 @@ Numbers = Mapping[int, bool | int | float | bounds.Bounds]
 LEAVES_DTYPE = frozenset({
     "add", "sub", "mul", "neg", "abs", "pow", "shift_left", "floor_divide", "trunc_divide",
 })  # fmt: skip
+# Operations whose result is one of their arguments.
+CHOICES = ("where", "minimum", "maximum")
 
 
 def integer_bounds(
@@ -69,37 +71,53 @@ def integer_bounds(
 
 
 def on_positions(graph: Graph) -> set[Node]:
-    """The int32 nodes that `widen` may change to int64: positions, and arithmetic on them up to a cast."""
+    """The int32 nodes that `widen` changes to int64: positions, and arithmetic on them alone.
+
+    Arithmetic with a cast or with a captured integer wraps. A number that a mod clamps counts as a position:
+    so do offsets in tensors, and positions from a table (`as_position`).
+    """
     found: set[Node] = set()
-    from_cast: set[Node] = set()
+    wraps: set[Node] = set()
     for node in graph.nodes:
-        if strong(node.dtype) != torch.int32:
-            continue
-        # a cast without q_idx and kv_idx does not count: `ir/offsets.py` casts offsets, which int32 holds
-        of_cast = node.op in OPS and any(a in from_cast for a in node.args)
-        if of_cast or (node.op == CAST and not node.home <= UNIFORM):
-            from_cast.add(node)
-        elif node.op == "input" or node.op in OPS and any(a in found for a in node.args):
+        of_found = node.op in OPS and any(a in found for a in node.args)
+        if _is_wrapping(node, wraps):
+            wraps.add(node)
+        elif strong(node.dtype) == torch.int32 and (node.op == "input" or of_found or _is_clamped(node)):
             found.add(node)
     return found
 
 
-def dtypes_when_widened(graph: Graph, known: Mapping[Node, bounds.Bounds]) -> dict[Node, torch.dtype]:
-    """The dtypes of int32 arithmetic in the widened graph, where they do not follow from the arguments.
+def _is_wrapping(node: Node, wraps: Set[Node]) -> bool:
+    """Is it an integer of at most 32 bits that a mod casts or captures, or computes from such integers?"""
+    dtype = strong(node.dtype)
+    if dtype.is_floating_point or dtype in (torch.bool, torch.int64):
+        return False
+    if node.op == CAST:
+        return not (node.home <= UNIFORM and _is_clamped(node.args[0]))  # `ir/offsets.py` casts offsets
+    return node.op == "load" or any(a in wraps for a in node.args) and not _is_clamped(node)
 
-    Arithmetic on positions is int64; arithmetic on casts and on captured integers wraps in int32. `known` are
-    the bounds of the graph's nodes. In arithmetic on positions only captured integers have no bounds, until
-    a mod limits them.
+
+def _is_clamped(node: Node) -> bool:
+    """Is it x.clamp(a number, a number)?"""
+    lower = [a for a in node.args if a.op == "maximum"]
+    return node.op == "minimum" and len(lower) == 1 and all(map(_has_number, (node, *lower)))
+
+
+def _has_number(node: Node) -> bool:
+    return any(a.op in ("const", "param") or a.op == CAST and a.args[0].is_const for a in node.args)
+
+
+def dtypes_when_widened(graph: Graph) -> dict[Node, torch.dtype]:
+    """The dtypes of int32 arithmetic in the widened graph: int64 on positions, else int32, as in torch.
+
+    Choices between positions and other integers have the positions' dtype.
     """
-    found: dict[Node, torch.dtype] = {}
     judged = on_positions(graph)
-    for node in graph.nodes:
-        if node.op in OPS and strong(node.dtype) == torch.int32:
-            if node in judged and all(map(math.isfinite, known[node])):
-                found[node] = torch.int64
-            elif node.op in LEAVES_DTYPE:
-                found[node] = torch.int32
-    return found
+    return {
+        node: torch.int64 if node in judged else torch.int32
+        for node in graph.nodes
+        if node.op in OPS and strong(node.dtype) == torch.int32 and (node in judged or node.op not in CHOICES)
+    }
 
 
 def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:

@@ -337,9 +337,8 @@ def fitted(graph: Graph, extents: Extents, numbers: Places = ()) -> Graph:
     places = dict(zip(POSITIONS, extents, strict=True))
     wide = _without_wraps(graph)
     if needs_int64(wide, places, dict(numbers)):
-        wide = graph
-        if needs_int64(graph, places, dict(numbers)):
-            wide = widen(graph, dtypes_when_widened(graph, integer_bounds(graph, places, dict(numbers))))
+        judged = needs_int64(graph, places, dict(numbers))
+        wide = widen(graph, dtypes_when_widened(graph)) if judged else graph
     return convert_terms(wide, integer_bounds(wide, places, dict(numbers)))
 
 

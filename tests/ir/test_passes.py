@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexmod import masks
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph
 from flexmod.ir.integers import integer_bounds, needs_int64
+from flexmod.ir.offsets import MaskAt, Positions
 from flexmod.ir.passes import (
     fitted,
     fold,
@@ -339,6 +341,32 @@ def test_arithmetic_on_a_cast_is_not_widened() -> None:
     inside = [n for n in graph.nodes if n.op == "remainder"]
     assert [n.dtype for n in inside] == [torch.int32]
     assert {n.dtype for n in graph.nodes if n.op == "input"} == {torch.int64}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_positions_of_a_table_are_widened(dtype: torch.dtype) -> None:
+    """A captured integer wraps, but not as a position: of an order, or plus an offset."""
+    order = torch.arange(1000).flip(0).to(dtype)
+    numbers = torch.tensor([3], dtype=dtype)
+
+    def far(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q * 2**22 >= k * (2**22 - 1)
+
+    for mod in (masks.reordered(far, order), MaskAt(far, Positions(numbers, numbers))):
+        traced = trace(mod, "mask")
+        graph = fitted(traced.graph, (1, 1, 1000, 1000))
+        zero, at = torch.tensor(0), torch.arange(1000, dtype=torch.int32)
+        (found,) = evaluate(graph, traced.tensors, b=zero, h=zero, q_idx=at[:, None], kv_idx=at)
+        place = order.long() if mod.__class__.__name__ != "MaskAt" else at.long() + 3
+        torch.testing.assert_close(found, far(0, 0, place[:, None], place))
+
+
+def test_a_clamped_entry_counts_as_a_position() -> None:
+    table = torch.tensor([2**31 - 1], dtype=torch.int32)
+    traced = trace(lambda b, h, q, k: q * 2**28 + table[h].clamp(0, 4096) * 2**20 >= k, "mask")
+    graph = fitted(traced.graph, (1, 1, 64, 64))
+    zero, at = torch.tensor(0), torch.arange(64, dtype=torch.int32)
+    assert evaluate(graph, traced.tensors, b=zero, h=zero, q_idx=at, kv_idx=at)[0].all()
 
 
 def test_bounds_know_what_wraps() -> None:
