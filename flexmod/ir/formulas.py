@@ -153,8 +153,9 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
 
 def _hardswish(x: Any) -> Any:
     # x * 6 may leave float16, x + 3 may round to 6; and -inf * 0 is nan, as in torch
+    x = x * 1.0
     near = _hardtanh(x, -3.0, 3.0)
-    return torch.where(x <= -3, x * 0.0, torch.where(x < 3, near * (near + 3.0) / 6.0, x * 1.0))
+    return torch.where(x <= -3, x * 0.0, torch.where(x < 3, near * (near + 3.0) / 6.0, x))
 
 
 def _log_sigmoid(x: Any) -> Any:
@@ -218,7 +219,8 @@ def _root(x: Any) -> Any:
 
 
 def _asinh(x: Any) -> Any:
-    size = torch.where(x < 0, -x, x) * 1.0  # unlike that of abs, its derivative at 0 is not 0
+    x = x * 1.0
+    size = torch.where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is not 0
     near = size.minimum(_far(size))
     found = torch.log1p(near + near * (near / (1.0 + torch.hypot(near, torch.full_like(near, 1.0)))))
     found = _log_of_twice(size, found)
@@ -305,8 +307,8 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "logit": _logit,
     "special_logit": _logit,
     "digamma": _digamma,
-    "asin": lambda x: torch.atan2(x, _root(x)),
-    "acos": lambda x: torch.atan2(_root(x), x),
+    "asin": lambda x: torch.atan2(x, _root(x * 1.0)),
+    "acos": lambda x: torch.atan2(_root(x * 1.0), x),
     "asinh": _asinh,
     "acosh": _acosh,
     "atanh": lambda x: 0.5 * (torch.log1p(x) - torch.log1p(-x)),

@@ -392,6 +392,15 @@ def test_hardswish_of_a_half_type(dtype: torch.dtype) -> None:
     torch.testing.assert_close(slope, expected, rtol=0, atol=4 * min(1e-2, torch.finfo(dtype).eps) + 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["asin", "acos", "asinh", "acosh", "hardswish"])
+def test_composed_functions_of_integers(name: str, dtype: torch.dtype) -> None:
+    """As of float32. In uint8, -3 would be 253."""
+    function = F.hardswish if name == "hardswish" else named_in_torch(name)
+    table = (torch.arange(64) % 4).to(dtype)
+    assert_traced(lambda s, b, h, q_idx, kv_idx: function(table[kv_idx]), function(table.float()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_acosh_near_its_end(dtype: torch.dtype) -> None:
     numbers = 1 + torch.arange(64, dtype=torch.float64) * 2.0**-23
