@@ -387,6 +387,10 @@ def test_modules_of_torch_in_a_mod(name: str) -> None:
     torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
 
 
+def bits(x: Any) -> int:
+    return int(torch.finfo(x.dtype).bits)
+
+
 ROWS, PAIRS, ONE = torch.rand(LENGTH, 3), torch.rand(LENGTH, 2, 4), torch.tensor(0.7)
 VECTORS: dict[str, Callable[..., Any]] = {
     "a captured scalar in a vector": lambda s, b, h, q, k: torch.stack([s, s * 2, ONE]).sum(),
@@ -397,6 +401,12 @@ VECTORS: dict[str, Callable[..., Any]] = {
     "size": lambda s, b, h, q, k: s * sum(ROWS[q][n] for n in range(ROWS[q].size(0))) * ROWS[q].dim(),
     "shape": lambda s, b, h, q, k: s * ROWS[q].shape[0] + (ROWS[k] * ROWS[q]).sum() / ROWS[k].shape[-1],
     "shapes": lambda s, b, h, q, k: s * PAIRS[q].shape[1] + PAIRS[q].sum(0).shape[0] * PAIRS[q][1].mean() * s,
+    "len of slices": lambda s, b, h, q, k: s * len(ROWS[q, :]) * (ROWS[q] * s)[1:].shape[0],
+    "len of stack": lambda s, b, h, q, k: s * len(torch.stack([q, k])) * torch.stack([s, s, s])[1:].shape[0],
+    "len of cat": lambda s, b, h, q, k: s * len(torch.cat([ROWS[q], ROWS[k]])),
+    "lists": lambda s, b, h, q, k: s * torch.stack([torch.stack([s, s]).sum(), s]).shape[0],
+    "a captured value beside a row": lambda s, b, h, q, k: s * ROWS[q].masked_fill(ROWS[q] > 0.5, ONE).sum(),
+    "dtypes": lambda s, b, h, q, k: s * bits((ROWS[q] * ONE.double()).sum()) * bits((ROWS[0].half() * s)[0]),
     "a function that TorchDynamo hides": lambda s, b, h, q, k: nn.functional.tanh(torch.stack([s, s]).sum()),
 }
 
@@ -407,6 +417,72 @@ def test_short_vectors_in_a_graph(name: str) -> None:
     hidden = "hides" in name
     compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=not hidden, backend="eager")
     torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=1e-6)
+
+
+BYTES, MANY = torch.randint(256, (LENGTH,), dtype=torch.uint8), torch.tensor(3)
+DTYPES: dict[str, Callable[..., Any]] = {
+    "two integers": lambda s, b, h, q, k: s + (q.to((q + MANY).dtype) * 1000000 * 1000000) * 1e-12,
+    "two floats": lambda s, b, h, q, k: s * bits(s * ONE.double()) * bits(torch.maximum(s, ONE.double())),
+    "an integer and a float": lambda s, b, h, q, k: s * bits(q * ONE.bfloat16()),
+    "bytes": lambda s, b, h, q, k: s * (BYTES[q] + MANY.to(torch.int8)).new_tensor(300),
+    "a fill": lambda s, b, h, q, k: s + torch.full_like(q + MANY, 2**40) * 1e-12 * q,
+    "a value": lambda s, b, h, q, k: s * s.masked_fill(q > k, ONE),
+    "a test": lambda s, b, h, q, k: s * (2 if (q * ONE).is_floating_point() else 3),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_beside_captured_scalars_in_a_graph(name: str) -> None:
+    """A mod that asks for the dtype of a result sees the one that it has outside of a graph."""
+    mod, case = DTYPES[name], inputs(16)
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mod), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*case), attend(*case, mod), rtol=0, atol=0)
+
+
+def test_a_list_is_no_tuple_of_indices_in_a_graph() -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + ROWS[[q_idx, kv_idx % 3]]
+
+    with pytest.raises(errors.OperationArgumentError):
+        torch.compile(lambda q, k, v: attend(q, k, v, mod), backend="eager")(*inputs(16))
+
+
+def test_a_part_without_gradient_is_refused_in_a_graph() -> None:
+    """As outside of one: where a gradient would flow to the score or a learned tensor."""
+    learned, fixed = torch.rand(HEADS, requires_grad=True), torch.rand(HEADS)
+
+    def attend_with(part: Callable[..., Any]) -> Any:
+        def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            with torch.no_grad():
+                factor = part(score, h, q_idx)
+            return score * factor
+
+        return lambda *x: attend(*x, mod)
+
+    for part in (lambda s, h, q: s + 1, lambda s, h, q: learned[h] * q):
+        with pytest.raises(errors.UnknownOperationError, match="a part without gradient"):
+            torch.compile(attend_with(part), backend="aot_eager")(*inputs(16))
+    for part in (lambda s, h, q: q + 1, lambda s, h, q: fixed[h] * q, lambda s, h, q: (learned * 2)[h]):
+        Compiled(attend_with(part)).check(*inputs(16))
+
+
+def test_a_mod_that_writes_texts_of_its_values_breaks_the_graph() -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        assert repr(score) and str(q_idx)
+        return score * 2
+
+    case = inputs(16)
+    close(torch.compile(attend, backend="eager")(*case, mod), attend(*case, mod))
+
+
+def test_comparisons_of_lengths_in_a_mod() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, lambda s, b, h, i, j: s * torch.where(i > j, q.shape[2] > 20, q.shape[2] / 7))
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=True)
+    for length in (16, 24, 32):
+        case = inputs(length)
+        close(compiled(*case), function(*case))
 
 
 def test_what_a_mod_may_not_do_keeps_its_class() -> None:

@@ -19,6 +19,7 @@ import json
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,24 +38,28 @@ from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
+from flexmod.ir.torch_calls import CONCRETE
 from flexmod.ir.trace import Traced, capture_of, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
-from flexmod.ir.vectors import PRODUCTS
+from flexmod.ir.vectors import reduces
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
 SHAPE = (1,) * 12
+PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dtype, and texts
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
-SIZES = ("size", "dim", "ndimension", "__len__")
-DIMS = ("dim", "axis", "tensors")
+METADATA = ("size", "dim", "ndimension", "__len__", "is_floating_point")
 # functions that a trace accepts in addition to its tables' operations
 TO = ("to", "type", "type_as", "tensor", "new_tensor", "as_tensor", "scalar_tensor")
+FORMS: dict[str, Callable[..., Any]] = {"tuple": tuple, "list": list}
 Numbers = tuple[Sequence[int], Sequence[float]]
-Step = tuple[str, Any, tuple[tuple[str, Any], ...]]
-"""One call: the function's name, its arguments and its keywords; see `Recorder.noted`."""
+Step = tuple[str, Any, tuple[tuple[str, Any], ...], bool]
+"""One call: the function's name, its arguments and keywords, see `Recorder.noted`; and whether the mod had
+turned gradients off.
+"""
 
 
 class Recorder(TorchFunctionMode):
@@ -70,6 +75,8 @@ class Recorder(TorchFunctionMode):
         self.captured: list[Tensor] = []
         self.integers: list[int] = []
         self.reals: list[float] = []
+        self.device = device
+        self.differentiates = torch.is_grad_enabled()
         dtypes = [torch.int32] * 4 if kind == "mask" else [torch.float32, *[torch.int32] * 4]
         # arguments and results in order
         self.values = [torch.empty(SHAPE, dtype=dtype, device=device) for dtype in dtypes]
@@ -81,46 +88,44 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name, random, in_place = _name(func)
         if func is CARRIER and len(args) > 1:
-            self.steps.append((expect_size.__name__, self.noted(args), ()))
+            self.steps.append((expect_size.__name__, self.noted(args), (), False))
             self.values.append(args[0].clone())
             return self.values[-1]
         if random:
             raise errors.RandomNumberError(operation=f"torch.{name}")
         if in_place:
             raise errors.MutationError(operation=name)
-        # `__get__` reads an attribute like dtype or device
-        if name == "__get__" or not (self._met(args) or self._met(tuple(kwargs.values()))):
+        if name in PASSED_ON or not (self._met(args) or self._met(tuple(kwargs.values()))):
             return func(*args, **kwargs)
         if name == "__bool__":
             raise errors.ControlFlowError(advice=advice.TRUTH)
-        if name in SIZES and isinstance(args[0], Tensor):
-            return _size(name, _of_shape(args[0]), *args[1:], **kwargs)
+        if name in CONCRETE:
+            raise errors.ConcreteValueError(operation=f".{name}()", advice=advice.SYMBOLIC)
+        if name in METADATA and isinstance(args[0], Tensor):
+            return self._called(func, args, kwargs)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
-        self.steps.append((name, self.noted(args), noted))
-        args, kwargs = _of_shape(args), {key: _of_shape(kwargs[key]) for key in kwargs}
-        if name.strip("_") in PRODUCTS:  # torch would multiply the stand-ins' own dimensions
-            result = args[0].new_empty(SHAPE)
-        elif name == "__getitem__":
+        without_gradient = self.differentiates and not torch.is_grad_enabled()
+        self.steps.append((name, self.noted(args), noted, without_gradient))
+        if name == "__getitem__":
             result = _element(args[0], args[1])
-        elif name in OF_VECTORS:
-            operands = [_after_shape(value) for value in args]
-            options = {key: _after_shape(kwargs[key]) if key in DIMS else kwargs[key] for key in kwargs}
-            result = func(*operands, **options)
         else:
-            result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dim() < len(SHAPE):  # of a reduction over all dimensions
-            result = result.new_empty(SHAPE)
-        if _place(result, self.values) >= 0:  # a cast to its own dtype
-            result = result.clone()
-        if isinstance(result, Tensor) and result.dim() > len(SHAPE):
-            own = result.shape[len(SHAPE) :]
-            result = result.new_empty((*own, *SHAPE, *own))
+            result = self._called(func, args, kwargs)
+            # a function of vectors is traced once for each element, and torch promotes scalars differently
+            if isinstance(result, Tensor) and result.dim() and not reduces(name.strip("_"), args):
+                result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
+        if isinstance(result, Tensor):
+            result = result.new_empty((*result.shape, *SHAPE, *result.shape) if result.dim() else SHAPE)
         self.values.append(result)
         return result
 
+    def _called(self, func: Callable[..., Any], args: Any, kwargs: Any, scalars: bool = False) -> Any:
+        """Calls a function with empty tensors of its arguments' dtypes, and of their shapes or of none."""
+        options = {key: _empty(kwargs[key], self.device, scalars) for key in kwargs}
+        return func(*_empty(args, self.device, scalars), **options)
+
     def noted(self, value: Any) -> Any:
         """How a step refers to a value: ("value", place), ("captured", place), ("integer", place),
-        ("real", place), ("tuple", entries), or ("constant", value).
+        ("real", place), ("tuple", entries), ("list", entries), or ("constant", value).
         """
         if isinstance(value, Tensor):
             place = _place(value, self.values)
@@ -136,12 +141,19 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             if isinstance(value, torch.Size) and value == SHAPE:  # of an index: ()
                 return ("tuple", ())
-            return ("tuple", tuple([self.noted(entry) for entry in value]))
-        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            form = "list" if isinstance(value, list) else "tuple"
+            return (form, tuple([self.noted(entry) for entry in value]))
+        # the operation takes no symbols but integers: TorchDynamo guards other values where they decide
+        # something, and breaks the graph for values of tensors
+        if isinstance(value, (bool, torch.SymBool)):
+            if value:
+                return ("constant", True)
+            return ("constant", False)
+        if isinstance(value, (int, torch.SymInt)):
             self.integers.append(value)  # type: ignore[arg-type]
             return ("integer", len(self.integers) - 1)
         if isinstance(value, (float, torch.SymFloat)):
-            self.reals.append(value)  # type: ignore[arg-type]
+            self.reals.append(value if value > 0 else value * 1)  # type: ignore[arg-type,operator]
             return ("real", len(self.reals) - 1)
         return ("constant", value)
 
@@ -173,54 +185,39 @@ def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
     return -1
 
 
-def _of_shape(value: Any) -> Any:
-    """Short vectors with their own dimensions only after SHAPE, where torch broadcasts them."""
-    if isinstance(value, Tensor) and value.dim() > len(SHAPE):
-        return value.new_empty((*SHAPE, *value.shape[(value.dim() + len(SHAPE)) // 2 :]))
+def _empty(value: Any, device: torch.device, scalar: bool = False) -> Any:
+    """An empty tensor of a tensor's dtype, and of the shape that the mod means by it or of none."""
+    if isinstance(value, Tensor):
+        return torch.empty(() if scalar else _shape(value), dtype=value.dtype, device=device)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple([_of_shape(entry) for entry in value])
-    return [_of_shape(entry) for entry in value] if isinstance(value, list) else value
+        return tuple([_empty(entry, device, scalar) for entry in value])
+    return [_empty(entry, device, scalar) for entry in value] if isinstance(value, list) else value
 
 
-def _after_shape(value: Any) -> Any:
-    """Dimensions, and parts of a new vector, as they are after SHAPE."""
-    if isinstance(value, (tuple, list)):
-        return [_after_shape(entry) if isinstance(entry, int) else _stand_in(entry) for entry in value]
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value + len(SHAPE)
-    return value
-
-
-def _stand_in(part: Tensor) -> Tensor:
-    return part if part.dim() >= len(SHAPE) else part.new_empty((*SHAPE, *part.shape))
-
-
-def _size(name: str, tensor: Tensor, dim: int | None = None) -> Any:
-    """What `size`, `dim` and `len` tell of a scalar or a short vector."""
-    shape = tensor.shape[len(SHAPE) :]
-    if name in ("dim", "ndimension"):
-        return len(shape)
-    if name == "__len__":
-        return shape[0]
-    return shape if dim is None else shape[dim]
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    shape, most = tensor.shape, len(SHAPE)
+    return shape[(len(shape) + most) // 2 :] if len(shape) >= most else shape
 
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
-    """A tensor with the shape of `tensor[index]` after SHAPE; torch itself would read the index's value."""
+    """A tensor with the shape of `tensor[index]`; torch itself would read the index's value."""
     entries = index if isinstance(index, tuple) else (index,)
-    count = sum([0 if entry is Ellipsis else 1 for entry in entries])
-    shape = tensor.shape[len(SHAPE) :] if tensor.dim() >= len(SHAPE) else tensor.shape
-    left = shape[: len(shape) - count] if entries[0] is Ellipsis else shape[count:]
-    return tensor.new_empty((*SHAPE, *left))
+    known = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
+    own = _empty(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
+    return own[tuple([entry if keep else 0 for entry, keep in zip(entries, known, strict=True)])]
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A mod's recorded operations: `steps` in order, and the last value. `text` contains everything."""
+    """A mod's recorded operations: `steps` in order, and the last value. `text` contains everything.
+
+    `learned` are the places of captured tensors that require gradients.
+    """
 
     kind: str
     steps: tuple[Step, ...]
     result: Any
+    learned: tuple[int, ...]
     text: str
 
     def traced(
@@ -245,12 +242,13 @@ class Record:
 
         def read(noted: Any) -> Any:
             form, value = noted
-            if form == "tuple":
-                return tuple(read(entry) for entry in value)
+            if form in FORMS:
+                return FORMS[form](read(entry) for entry in value)
             return value if form == "constant" else known[form][value]
 
-        for name, args, kwargs in self.steps:
-            values.append(_function(name)(*read(args), **{key: read(value) for key, value in kwargs}))
+        for name, args, kwargs, without_gradient in self.steps:
+            with torch.no_grad() if without_gradient else nullcontext():
+                values.append(_function(name)(*read(args), **{key: read(value) for key, value in kwargs}))
         return read(self.result)
 
 
@@ -305,6 +303,8 @@ def _graph(
     stand_ins = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in kinds
     ]
+    for place in record.learned:
+        stand_ins[place].requires_grad_()
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return record.run((score, b, h, q_idx, kv_idx), stand_ins, (integers, reals))
@@ -317,15 +317,15 @@ def _graph(
 
 
 @assume_constant
-def _text_of(kind: str, steps: tuple[Step, ...], result: Any) -> str:
-    return encoded((kind, steps, result))
+def _text_of(kind: str, steps: tuple[Step, ...], result: Any, learned: tuple[int, ...]) -> str:
+    return encoded((kind, steps, result, learned))
 
 
 @lru_cache(4096)
 def record_of(text: str) -> Record:
     """Reads a Record from its text. Raises ConstantError for any other text."""
-    kind, steps, result = decoded(text)
-    return Record(kind, steps, result, text)
+    kind, steps, result, learned = decoded(text)
+    return Record(kind, steps, result, learned, text)
 
 
 @dataclass
@@ -365,7 +365,8 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
         let_modes_change(False)
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
-    text = _text_of(kind, tuple(recorder.steps), noted)
+    learned = [place for place, tensor in enumerate(recorder.captured) if tensor.requires_grad]
+    text = _text_of(kind, tuple(recorder.steps), noted, tuple(learned))
     captured = [on_device(tensor, device) for tensor in recorder.captured]
     return Recorded(text, captured, recorder.integers, recorder.reals)
 
