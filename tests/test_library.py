@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask import generated, in_graph
 from flexmod.block_mask.tiles import MaskLayout
+from flexmod.calls import library
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.record import REMEMBERED, graph_of, numbered, record, record_of
@@ -294,6 +297,42 @@ def test_export_with_a_length_that_is_a_symbol(strict: bool) -> None:
     for n in (LENGTH, 57):
         case = (*(x.detach() for x in inputs(n)), documents(n))
         assert torch.equal(exported(*case), model(*case))
+
+
+class Scored(nn.Module):
+    def __init__(self, mod: Any) -> None:
+        super().__init__()
+        self.mod = mod
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, self.mod)
+
+
+EXPORTED: dict[str, Callable[..., Any]] = {
+    "numbers of numpy": lambda s, b, h, q, k: s * np.float32(0.5) + np.int64(3) * (q - k),
+    "dimensions": lambda s, b, h, q, k: s * (2 if q.ndim == 0 and s.shape == () else 3),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_mod_is_recorded(name: str) -> None:
+    """The program has the mod's operations as text, so that it runs in any process."""
+    case, model = [x.detach() for x in inputs(16)], Scored(EXPORTED[name])
+    exported = torch.export.export(model, tuple(case))
+    close(exported.module()(*case), model(*case))
+    (node,) = [n for n in exported.graph.nodes if n.target is torch.ops.flexmod.attention.default]
+    assert json.loads(node.args[-2])[0].startswith('["score"')
+
+
+def test_export_refuses_a_mod_that_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program would refer to a graph of this process alone."""
+
+    def refuse(*arguments: Any) -> Any:
+        raise errors.InGraphModError()
+
+    monkeypatch.setattr(library, "record", refuse)
+    with pytest.raises(errors.InGraphModError):
+        torch.export.export(Scored(mods.softcap(2.0)), tuple(x.detach() for x in inputs(16)))
 
 
 def test_operations_as_torch_wants_them() -> None:

@@ -325,5 +325,9 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
             return float8.scaled(result, call.factor)
     except errors.FlexmodError as error:
         why = error.message
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            # the call outside of the graph names the line; a program of it would run in this process alone
+            _attend(query, key, value, *rest)
+            raise
     dynamo().graph_break(msg=why)
     return torch.compiler.disable(_attend)(query, key, value, *rest)

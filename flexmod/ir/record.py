@@ -39,7 +39,7 @@ from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.torch_calls import CONCRETE
-from flexmod.ir.trace import Traced, capture_of, trace
+from flexmod.ir.trace import Traced, capture_of, plain_number, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import reduces
 from flexmod.runtime.locks import Lock
@@ -96,7 +96,8 @@ class Recorder(TorchFunctionMode):
         if in_place:
             raise errors.MutationError(operation=name)
         if name in PASSED_ON or not (self._met(args) or self._met(tuple(kwargs.values()))):
-            return func(*args, **kwargs)
+            fact = self._called(func, args, kwargs) if name == "__get__" else None
+            return func(*args, **kwargs) if fact is None or isinstance(fact, Tensor) else fact
         if name == "__bool__":
             raise errors.ControlFlowError(advice=advice.TRUTH)
         if name in CONCRETE:
@@ -143,6 +144,8 @@ class Recorder(TorchFunctionMode):
                 return ("tuple", ())
             form = "list" if isinstance(value, list) else "tuple"
             return (form, tuple([self.noted(entry) for entry in value]))
+        if type(value).__module__ == "numpy":
+            value = plain_number(value)
         # the operation takes no symbols but integers: TorchDynamo guards other values where they decide
         # something, and breaks the graph for values of tensors
         if isinstance(value, (bool, torch.SymBool)):
