@@ -514,6 +514,16 @@ def test_a_mod_that_writes_texts_of_its_values_breaks_the_graph() -> None:
     close(torch.compile(attend, backend="eager")(*case, mod), attend(*case, mod))
 
 
+def test_numbers_of_numpy_break_the_graph() -> None:
+    """TorchDynamo makes tensors of float64 of them."""
+    half, case = np.float64(0.5), inputs(16)
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * bits(q_idx * half)
+
+    close(torch.compile(attend, backend="eager")(*case, mod), attend(*case, mod))
+
+
 def test_comparisons_of_lengths_in_a_mod() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attend(q, k, v, lambda s, b, h, i, j: s * torch.where(i > j, q.shape[2] > 20, q.shape[2] / 7))

@@ -144,7 +144,8 @@ class Recorder(TorchFunctionMode):
                 return ("tuple", ())
             form = "list" if isinstance(value, list) else "tuple"
             return (form, tuple([self.noted(entry) for entry in value]))
-        if type(value).__module__ == "numpy":
+        # TorchDynamo makes tensors of numpy's numbers, which have other dtypes beside them: the graph breaks
+        if type(value).__module__ == "numpy" and not torch.compiler.is_dynamo_compiling():
             value = plain_number(value)
         # the operation takes no symbols but integers: TorchDynamo guards other values where they decide
         # something, and breaks the graph for values of tensors
