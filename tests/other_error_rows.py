@@ -20,7 +20,7 @@ from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
-from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered
+from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered, record_of
 from flexmod.ir.trace import trace
 from flexmod.runtime import config, launch, target
 from flexmod.runtime.interpreter import interpreted
@@ -162,6 +162,12 @@ ROWS: list[Row] = [
         errors.ConstantError,
         lambda: decoded('{"code": "print(1)"}'),
         'the text \'{"code": "print(1)"}\' is no constant of a mod in torch.compile or torch.export.\n'
+        "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
+    ),
+    (
+        errors.ConstantError,
+        lambda: record_of(encoded(("mask", (), ("value", 0)))),
+        'the text \'["mask",[],["value",0]]\' is no constant of a mod in torch.compile or torch.export.\n'
         "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
     ),
     (

@@ -232,7 +232,7 @@ def test_a_program_names_only_what_a_trace_knows() -> None:
     from flexmod.ir.record import encoded, record_of
 
     for name in ("load", "save", "compile", "system", "_C", "classes"):
-        steps = ((name, (("value", 0),), ()),)
-        record = record_of(encoded(("score", steps, ("value", 5))))
+        steps = ((name, ("tuple", (("value", 0),)), (), False),)
+        record = record_of(encoded(("score", steps, ("value", 5), ())))
         with pytest.raises(errors.UnknownOperationError, match=f"torch.{name}"):
             record.traced((), (), (), torch.device("cpu"))

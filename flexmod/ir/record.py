@@ -328,8 +328,10 @@ def _text_of(kind: str, steps: tuple[Step, ...], result: Any, learned: tuple[int
 @lru_cache(4096)
 def record_of(text: str) -> Record:
     """Reads a Record from its text. Raises ConstantError for any other text."""
-    kind, steps, result, learned = decoded(text)
-    return Record(kind, steps, result, learned, text)
+    parts = decoded(text)
+    if not isinstance(parts, tuple) or len(parts) != 4:
+        raise ConstantError(problem=f"the text {text[:80]!r}")
+    return Record(*parts, text)
 
 
 @dataclass

@@ -29,11 +29,6 @@ def listed(partial, full):
     return Blocks(*lists)
 
 
-def writes_to(tensors):
-    """How often each tensor was written to, as far as torch counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def check_captured(name, tensor, dtype, *least):
     """Refuses a captured tensor that the kernels would read wrongly. `least` has the sizes that they read."""
     if tensor.dtype != dtype or tensor.dim() != len(least):
