@@ -311,23 +311,25 @@ class BlockMask(MaskData):
         Raises NoDeviceError.
         """
         device = device_of(device)
-        mask = self if device == self.device else fresh(self)
-        mask.refresh()
-        mask_mod = moved(mask.as_made(), device) if isinstance(mask.mask_mod, Derived) else mask.mask_mod
-        traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, device)
-        new = mask.of_storage(
-            mask.storage.to(device),
-            mask.seq_lengths,
-            mask.BLOCK_SIZE,
+        if device == self.device:
+            self.refresh()
+        else:  # values move
+            fresh(self)
+        mask_mod = moved(self.as_made(), device) if isinstance(self.mask_mod, Derived) else self.mask_mod
+        traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, device)
+        new = self.of_storage(
+            self.storage.to(device),
+            self.seq_lengths,
+            self.BLOCK_SIZE,
             mask_mod,
             traced,
-            mask.full_tiles_padded,
+            self.full_tiles_padded,
         )
-        new._classified = mask._classified
+        new._classified = self._classified
         for name in FLASH_PARTS:
-            part = getattr(mask, name)
+            part = getattr(self, name)
             setattr(new, name, None if part is None else part.to(device))
-        new.dq_kv_order_spt = mask.dq_kv_order_spt
+        new.dq_kv_order_spt = self.dq_kv_order_spt
         return new
 
     def to_string(
