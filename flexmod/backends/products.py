@@ -150,11 +150,14 @@ def _first_nodes(graph: Graph) -> list[Node]:
 
 
 def _factor(node: Node) -> float | None:
-    """Returns the number of a product with a number."""
+    """Returns the number of a product with one, if it may multiply the queries instead."""
+    number = _multiplier(node)
+    return number if number is not None and SMALLEST <= abs(number) <= LARGEST else None
+
+
+def _multiplier(node: Node) -> float | None:
     found = [_number(a) for a in node.args if a.is_const]
-    if node.op != "mul" or len(found) != 1 or not SMALLEST <= abs(found[0]) <= LARGEST:
-        return None
-    return found[0]
+    return found[0] if node.op == "mul" and len(found) == 1 else None
 
 
 def _number(const: Node) -> float:
@@ -202,10 +205,9 @@ def _last_factor(score: Node) -> tuple[float, list[Node]]:
 
     A large score differs visibly from one with other roundings, so no other factors come together.
     """
-    others = [a for a in score.args if not a.is_const]
-    if score.op != "mul" or len(others) != 1 or others[0].dtype != torch.float32:
+    number, others = _multiplier(score), [a for a in score.args if not a.is_const]
+    if number is None or others[0].dtype != torch.float32:
         return 1.0, [score]
-    number, *_ = (_number(a) for a in score.args if a.is_const)
     return number, others
 
 

@@ -70,10 +70,8 @@ TAKEN = {
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
     "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E", "B", "HQ", "M", "N",
     "KV_B", "HKV", "_", "MASK_B", "MASK_H", "Q_BLOCKS", "KV_BLOCKS", "delta", "lse2", "meta",
-    "DTYPES", "check_captured", "check_size", "gradients", "FirstDerivative", "captured", "writes",
-    "writes_to", "tensor", "tensors",
-    "Attention", "Blocks", "Mask", "NamedTuple", "add_at", "build_mask", "dense_attention", "listed", "main",
-    "times",
+    "DTYPES", "gradients", "captured", "writes", "writes_to", "tensor", "tensors",
+    "Attention", "Mask", "build_mask", "dense_attention", "main", *vars(standalone_functions),
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
     "dq_kernel", "dkdv_kernel", "scatter_kernel", *dir(builtins),
 }  # fmt: skip
@@ -340,15 +338,16 @@ class _File:
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Returns main()'s B, HQ, HKV, M and N, as captured tensors and the library's mods need them."""
         v = self.variant
+        expected = (*v.score_sizes, *v.mask_sizes)
         loads = (self.score, v.score_tensors), (self.mask, v.mask_tensors)
         limits: dict[str, int] = {}
         for graph, tensors in loads:
             for name, size in positions_in(graph, tensors, EXTENTS).items():
                 limits[name] = min(size, limits.get(name, size))
-        for axis, size, _, _, start in (*v.score_sizes, *v.mask_sizes):
+        for axis, size, _, _, start in expected:
             limits[axis] = min(size - start, limits.get(axis, size))
         batch, heads, shared, queries, keys = wanted
-        exact = {axis: size for axis, size, *_ in (*v.score_sizes, *v.mask_sizes) if axis in UNIFORM}
+        exact = {axis: size for axis, size, *_ in expected if axis in UNIFORM}
         heads = exact.get("h", min(heads, limits.get("h", heads)))
         batch = exact.get("b", min(batch, limits.get("b", batch)))
         queries = min(queries, limits.get("q_idx", queries))
