@@ -7,12 +7,14 @@ import math
 import threading
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import (
     block_masks,
+    checkouts,
     cold_start,
     float8_accuracy,
     gpu_time,
@@ -189,6 +191,27 @@ def test_a_cold_start_without_a_gpu(tmp_path):
     results = json.loads((tmp_path / "cold_start.json").read_text())
     assert [(found["row"], found["mode"]) for found in results] == [("causal", m) for m in cold_start.MODES]
     assert all(found[stage] > 0 for found in results for stage in cold_start.STAGES)
+
+
+@pytest.mark.long
+def test_checkouts_take_turns_without_a_gpu(tmp_path):
+    """What fails in one checkout, here a row that it does not know, leaves the other rows."""
+    here = str(Path(__file__).parents[1])
+    options = ["--rows", "nothing", "--rows", "causal", "--rounds", "3", "--prepare", "1", "--cpu-smoke"]
+    done = CliRunner().invoke(checkouts.main, [here, here, *options, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "nothing: ['--worker'" in done.output and "StopIteration" in done.output
+    results = json.loads((tmp_path / "checkouts.json").read_text())
+    assert list(results) == ["causal"] and [len(rounds) for rounds in results["causal"]] == [3, 3]
+    assert all(times[way] > 0 for rounds in results["causal"] for times in rounds for way in checkouts.WAYS)
+
+
+def test_table_of_checkouts():
+    first, second = ([{"forward": 2.0 * t, "backward": t} for t in times] for times in ((1, 2, 9), (1, 1, 7)))
+    assert checkouts.table_row("causal", [first, second]) == [
+        "causal", "4.000", "2.000", "0.500", "2.000", "1.000", "0.500"
+    ]  # fmt: skip
+    assert len(checkouts.header(2)) == 7
 
 
 @pytest.mark.skipif(version("triton") > "3.6.9", reason="later versions have other names")
