@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from flexmod.backends.arguments import Arguments, Operands, diagonal_count, grid
 from flexmod.backends.interface import Problem
 from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
-from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import Tile, option
 from flexmod.ir.derivative import Along, GradientTerm
 from flexmod.ir.evaluate import evaluate, wrapped
@@ -160,6 +161,8 @@ def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
+# The dtypes of what `add_elements` adds to.
+SUMMED_AS = {"_BY_ELEMENT": torch.float32, "_FIXED": torch.int64, "_LARGEST": torch.int32}
 
 
 def sums_along_diagonals(
@@ -284,21 +287,11 @@ def sums_of_elements(
     text = kernels.captures.element
     assert text is not None
     batch, heads, length, keys = call.extents
-    tensors: Sequence[Any] = call.score_captured.tensors
-    counts: dict[str, Extent] = {term.into: tensors[term.capture].numel() + 1 for term in text.terms}
     summands = batch * heads * length * keys * len(text.terms)
     room = FIXED_BITS - bits(summands)
-    kinds = {"_BY_ELEMENT": torch.float32, "_FIXED": torch.int64, "_LARGEST": torch.int32}
-
-    def buffers(suffix: str, note: str = "") -> dict[str, Place]:
-        made = {}
-        for name, size in counts.items():
-            shape = (1 if suffix == "_LARGEST" else size,)
-            place = writer.empty((name + suffix + note).lower(), shape, kinds[suffix], zeros=True)
-            made[name.upper() + suffix] = place
-        return made
-
-    absent = {name.upper() + suffix: None for name in counts for suffix in kinds}
+    buffers = partial(element_buffers, writer, text, call)
+    names = list(dict.fromkeys(term.into for term in text.terms))
+    absent = {name.upper() + suffix: None for name in names for suffix in SUMMED_AS}
 
     def add(made: Mapping[str, Place]) -> None:
         """Writes one pass, which adds to the places in `made`."""
@@ -306,20 +299,33 @@ def sums_of_elements(
         writer.launch(kernels, "scatter", grid(batch, heads, length, tile.block_m), given, tile)
 
     if not (deterministic or option(kernels.options, "scatter", "deterministic", False)):
-        made = buffers("_BY_ELEMENT")
+        made = buffers()
         add(made)
         return list(made.values())
     largest = buffers("_LARGEST")
     add(largest)
-    found = {**buffers("_BY_ELEMENT", "_first"), **buffers("_FIXED"), **largest}
+    found = {**buffers(note="_first"), **buffers("_FIXED"), **largest}
     add(found)
     sums = []
-    for name, size in counts.items():
-        of = [found[name.upper() + suffix] for suffix in kinds]
-        made_sum = Place(f"{name}_by_element", (size,), (1,), torch.float32)
+    for name in names:
+        of = [found[name.upper() + suffix] for suffix in SUMMED_AS]
+        made_sum = Place(f"{name}_by_element", of[0].shape, (1,), torch.float32)
         writer.call(sum_of_fixed, (*of, room), (made_sum,))
         sums.append(made_sum)
     return sums
+
+
+def element_buffers(
+    writer: PlanWriter, text: ModText, call: Operands, suffix: str = "_BY_ELEMENT", note: str = ""
+) -> dict[str, Place]:
+    """Allocates zeros for a text's sums by element: an element for each of a tensor, and one more."""
+    tensors: Sequence[Any] = call.score_captured.tensors
+    made = {}
+    for into, number in {term.into: term.capture for term in text.terms}.items():
+        size = 1 if suffix == "_LARGEST" else tensors[number].numel() + 1
+        name = (into + suffix + note).lower()
+        made[into.upper() + suffix] = writer.empty(name, (size,), SUMMED_AS[suffix], zeros=True)
+    return made
 
 
 def sum_of_fixed(rest: Tensor, fixed: Tensor, largest: Tensor, room: int) -> tuple[Tensor]:

@@ -27,6 +27,7 @@ from flexmod.backends.arguments import (
     strided,
     value_scale_arguments,
 )
+from flexmod.backends.captured import element_buffers
 from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import BackwardFacts, Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
@@ -210,7 +211,8 @@ def backward(
 ) -> Found:
     """Writes the gradients of q, k and v that `needs` asks for, and the sums for captures.
 
-    The kernel of dK and dV makes sums by column and along diagonals; portable kernels make the others.
+    The kernel of dK and dV makes the sums in `captures.column` and `captures.added`; portable kernels make
+    the others.
     """
     if not facts.addressable:
         incoming = incoming._replace(grad_out=dense(writer, incoming.grad_out))
@@ -296,16 +298,19 @@ def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -
 
 def _sums(writer: PlanWriter, kernels: HopperKernels, call: Operands) -> tuple[Arguments, triton.Sums]:
     """Allocates the fused kernel's sums for captures; returns arguments, and places by axis of the sum."""
-    text = kernels.portable.captures.column
+    captures = kernels.portable.captures
     batch, heads, length, keys = call.extents
     arguments: Arguments = {}
     sums: triton.Sums = {"column": [], "diagonal": []}
-    for term in text.terms if text else ():
-        name, along = f"{term.into}_by_{term.along}", term.along
-        places = keys if along == "column" else length + keys - 1
-        grows = along == "diagonal" or wide(kernels.spec)
-        arguments[name.upper()] = buffer = writer.empty(name.lower(), (batch, heads, places), zeros=grows)
-        sums[along].append(buffer)
+    for term in captures.column.terms if captures.column else ():
+        places = keys if term.along == "column" else length + keys - 1
+        grows = term.along == "diagonal" or wide(kernels.spec)
+        arguments[term.sums] = buffer = writer.empty(term.sums.lower(), (batch, heads, places), zeros=grows)
+        sums[term.along].append(buffer)
+    if captures.added:
+        made = element_buffers(writer, captures.added, call)
+        sums["element"] = list(made.values())
+        arguments |= made
     return arguments, sums
 
 

@@ -196,7 +196,7 @@ def backward(
         both, spec = not captures.column, kernels.spec
         grad_k = call.like(writer, "grad_key", call.k, spec.head_dim) if needs[1] or both else None
         grad_v = call.like(writer, "grad_value", call.v, spec.value_dim) if needs[2] or both else None
-        columns, sums["column"] = sum_buffers(writer, captures.column, "_BY_COLUMN", (batch, heads, keys))
+        columns, sums["column"] = sum_buffers(writer, captures.column, (batch, heads, keys))
         shared_batch, shared_heads = call.k.shape[:2]
         own = {
             **arguments("dkdv"),
@@ -265,7 +265,7 @@ def _by_query(
 ) -> list[Place]:
     """Writes the launch of dq_kernel, which fills `grad_q`, if any, and makes the sums by row."""
     batch, heads, length, _ = call.extents
-    rows, sums = sum_buffers(writer, kernels.captures.row, "_BY_ROW", (batch, heads, length))
+    rows, sums = sum_buffers(writer, kernels.captures.row, (batch, heads, length))
     own = {**arguments("dq"), **strided("GRAD_Q", "dq", "m", grad_q), **rows}
     tile = tiles["dq"]
     writer.launch(kernels, "dq", grid(batch, heads, length, tile.block_m), own, tile)
@@ -292,12 +292,12 @@ def _apart(
 
 
 def sum_buffers(
-    writer: PlanWriter, text: ModText | None, suffix: str, shape: tuple[Extent, ...]
+    writer: PlanWriter, text: ModText | None, shape: tuple[Extent, ...]
 ) -> tuple[Arguments, list[Place]]:
     """Allocates a [B, Hq, length] buffer for each term of a text; returns arguments, and places in order."""
-    names = [f"{term.into}{suffix}" for term in (text.terms if text else ())]
-    buffers = [writer.empty(name.lower(), shape) for name in names]
-    return {name.upper(): buffer for name, buffer in zip(names, buffers, strict=True)}, buffers
+    terms = text.terms if text else ()
+    buffers = [writer.empty(term.sums.lower(), shape) for term in terms]
+    return {term.sums: buffer for term, buffer in zip(terms, buffers, strict=True)}, buffers
 
 
 def statistics_arguments(

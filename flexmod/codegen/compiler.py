@@ -325,8 +325,8 @@ def kernels_for(
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)
-    # another family's dK/dV kernel replaces the portable one and makes the sums by column
-    portable = replace(captures, column=None) if reduce_in_backward else captures
+    # another family's dK/dV kernel replaces the portable one, and makes these sums
+    portable = replace(captures, column=None, added=None) if reduce_in_backward else captures
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
         score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,

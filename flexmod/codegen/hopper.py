@@ -301,9 +301,9 @@ def text(
     """Renders the module for a spec and its mods: `forward_kernel`, or a backward's three kernels.
 
     A forward takes the exponent of a score_mod as `score`. Of the captures' gradients, this module computes
-    the sums by column.
+    the sums in `column` and `added`.
     """
-    own = CaptureTexts(column=captures.column)
+    own = CaptureTexts(column=captures.column, added=captures.added)
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),

@@ -123,6 +123,11 @@ class TermText(NamedTuple):
     capture: int
     along: Along
 
+    @property
+    def sums(self) -> str:
+        """The kernel's argument for its sums."""
+        return f"{self.into}_by_{self.along}".upper()
+
 
 @dataclass(frozen=True)
 class ModText:
@@ -172,13 +177,14 @@ class CaptureTexts:
 
     `row` and `column` replace the plain derivative in the dQ and the dK/dV kernel; `diagonal` and `element`
     have kernels of their own. If a backward computes these sums itself, `column` has the diagonals' terms
-    too. A direction without terms is None.
+    too, and `added` may have those of `element`. A direction without terms is None.
     """
 
     row: ModText | None = None
     column: ModText | None = None
     diagonal: ModText | None = None
     element: ModText | None = None
+    added: ModText | None = None
 
     @property
     def besides_columns(self) -> bool:
@@ -191,6 +197,7 @@ class CaptureTexts:
             "dkdv": self.column or grad,
             "diagonal": self.diagonal,
             "scatter": self.element,
+            "added": self.added,
         }
 
 
@@ -357,7 +364,8 @@ class Kernels:
         `exponent`: the kernel computes the exponent in place of the score.
         """
         grad = self.captures.by_kernel(self.grad).get(kernel)
-        own = (self.exponent,) if exponent else (self.score, grad)
+        added = self.captures.added if kernel == "dkdv" else None
+        own = (self.exponent,) if exponent else (self.score, grad, added)
         values: dict[str, object] = {}
         for text, captured in (*((text, score) for text in own), (self.mask, mask)):
             if text is not None:

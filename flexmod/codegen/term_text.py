@@ -39,7 +39,9 @@ def write_terms(
 ) -> CaptureTexts:
     """Writes the device functions for all terms of a CaptureGrad.
 
-    `reduce_in_backward`: one kernel sums by column and along diagonals, from one text.
+    `reduce_in_backward`: one kernel sums by column and along diagonals, from one text. Without such sums it
+    adds the terms by element, if the score_mod adds finite multiples of elements to the score: others would
+    take too many registers there.
     """
     texts: dict[str, ModText] = {}
     for along in MAIN:
@@ -49,7 +51,13 @@ def write_terms(
             if along == ("column" if reduce_in_backward and term.along == "diagonal" else term.along)
         ]
         if chosen:
-            texts[along] = _TermWriter(found.graph, along, chosen, checked).write()
+            writer = _TermWriter(found.graph, along, chosen, checked)
+            if reduce_in_backward and along == "element":
+                writer.suffix = "_of_terms"  # a kernel that adds them has names of a derivative too
+            texts[along] = writer.write()
+    only = texts.get("element") if "column" not in texts else None
+    if reduce_in_backward and only and only.keeps_zeros and only.cheap and found.graph.result.value == "grad":
+        texts["added"] = texts.pop("element")
     return CaptureTexts(**texts)
 
 

@@ -129,7 +129,8 @@ class Call:
         self._make, shapes = lambda: SCORES[case.score], []
         if case.score not in SCORES:
             self._make, shapes = learned_mods(batch, heads, rows, columns)[case.score]
-        self.learned = [random(*shape, seed=7 + n).requires_grad_() for n, shape in enumerate(shapes)]
+        learned = [random(*shape, dtype=torch.float32, seed=7 + n) for n, shape in enumerate(shapes)]
+        self.learned = [x.requires_grad_() for x in learned]
         self.score_mod, self.mask_mod = self._make(*self.learned), MASKS[case.mask]
 
     def mask(self) -> BlockMask | None:

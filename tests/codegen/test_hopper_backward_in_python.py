@@ -87,16 +87,18 @@ CASES = [
     # scale and lse
     Case("causal", "softcap", IN_STEP, scale=-0.3, grad_lse=True),
     Case("", "", TOGETHER, WIDE, (130, 65), grad_lse=True),
-    # sums for captures: by column and along diagonals, before and after dp has come
+    # sums for captures: by column, along diagonals and by element, before and after dp has come
     *(
         Case(mask, learned, shape, dims(shape), (140, 130), heads=(2, 1))
         for learned, mask in (
             ("bias of keys", "window"), ("relative table", "causal"), ("temperature", "listed"),
-            ("clamped distances", ""), ("several", "holes"),
+            ("clamped distances", ""), ("several", "holes"), ("bias of pairs and heads", "causal"),
         )
         for shape in (APART, LATE)
     ),
     Case("causal", "relative table", IN_STEP, lengths=(140, 199)),
+    Case("", "bias of everything", IN_STEP, lengths=(70, 130), heads=(4, 2), batch=(3, 1)),
+    Case("by head", "bias of pairs", TOGETHER, WIDE, (130, 70), heads=(2, 1), batch=(2, 2)),
     Case("", "temperature", lengths=(70, 70), heads=(4, 2), batch=(3, 1)),
     # positions that begin elsewhere
     *(Case("causal at 90", "alibi at 90", shape, dims(shape), (130, 199)) for shape in (APART, LATE)),

@@ -41,3 +41,33 @@ def test_a_gradient_of_zero_leaves_zeros(name: str) -> None:
     text = capture_texts(graph, (0,), reduce_in_backward=True).column
     assert text is not None
     assert text.keeps_zeros == (name in FINITE)
+
+
+pairs, keys = (torch.rand(64, n, requires_grad=True) for n in (64, 1))
+
+# What a fused backward may add itself: elements that the score_mod adds, and nothing else that it learns.
+ADDED = {
+    "a bias": lambda s, q, k: s + pairs[q, k],
+    "multiples of elements": lambda s, q, k: s + 0.5 * pairs[q, k] * (k + 1) - pairs[k, q],
+    "at the ends": lambda s, q, k: s + pairs[q - 1, (k + 3).clamp(max=60)],
+}
+APART = {
+    "times the score": lambda s, q, k: s * pairs[q, k],
+    "a scaled score": lambda s, q, k: 2.0 * s + pairs[q, k],
+    "a function of elements": lambda s, q, k: s + torch.exp(pairs[q, k]),
+    "beside a sum by column": lambda s, q, k: s + pairs[q, k] + keys[k, 0],
+    "costly places": lambda s, q, k: s + pairs[q % 7, torch.log1p(k * (q + 1.0)).int()],
+}
+
+
+@pytest.mark.parametrize("name", [*ADDED, *APART])
+def test_which_terms_a_fused_backward_adds(name: str) -> None:
+    mod = (ADDED | APART)[name]
+    traced = trace(lambda s, b, h, q, k: mod(s, q, k), "score")
+    graph = lower(traced.graph, (1, 4, 64, 64), split=False).score
+    assert graph is not None
+    wanted = tuple(range(len(traced.tensors)))
+    fused = capture_texts(graph, wanted, reduce_in_backward=True)
+    assert (fused.added is not None, fused.element is not None) == (name in ADDED, name in APART)
+    apart = capture_texts(graph, wanted)
+    assert apart.element is not None and apart.added is None
