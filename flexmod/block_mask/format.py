@@ -372,9 +372,9 @@ class BlockMask(MaskData):
 
     @outside_of_graphs
     def sparsity(self) -> float:
-        """The part of the score matrix outside of the listed tiles, in per cent.
+        """The part of the score matrix outside of the listed tiles, in per cent, as torch counts it.
 
-        Negative if the padding of the tiles at the edge exceeds the skipped part.
+        The padding of tiles at the edges counts as listed; the result is 0 where that makes it negative.
         """
         return sparsity(fresh(self))
 
