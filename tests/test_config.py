@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexmod.errors import EnvironmentSwitchError
-from flexmod.runtime import config
+from flexmod.runtime import config, tuned
+from flexmod.tools.cli import main
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,6 +78,36 @@ def test_cache_folder_that_is_a_file(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(EnvironmentSwitchError, match="set it to a folder; this is a file"):
         config.read({config.CACHE_DIR: str(file)})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="homes of users are found in another way")
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(_: object) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)  # a container that runs as a number
+    monkeypatch.setattr("sys.platform", "linux")
+    assert config.read({}).cache_dir == Path("/.cache/flexmod")
+    with pytest.raises(EnvironmentSwitchError, match="set it to a folder; no user has this home"):
+        config.read({config.CACHE_DIR: "~/kernels"})
+
+
+def test_cache_folder_in_the_home_of_nobody() -> None:
+    with pytest.raises(EnvironmentSwitchError, match="set it to a folder; no user has this home"):
+        config.read({config.CACHE_DIR: "~no-such-user/kernels"})
+
+
+def test_cache_folder_that_cannot_be_looked_at(
+    switch: Callable[[str, object], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # looking at a name of this length raises an OSError, as in a home that the process may not search
+    folder = tmp_path / ("long" * 100) / "kernels"
+    assert config.read({config.CACHE_DIR: str(folder)}).cache_dir == folder
+    switch(config.CACHE_DIR, folder)
+    assert tuned._read(tuned.folder() / "absent.json", ()) is None
+    main(["doctor"])
+    assert "0 generated modules, 0 tuned" in " ".join(capsys.readouterr().out.split())
 
 
 def test_process_switches_are_read_once(

@@ -63,20 +63,29 @@ def _cache_dir(environment: Mapping[str, str]) -> Path:
     folder = environment.get(CACHE_DIR)
     if not folder:
         return _user_cache(environment) / "flexmod"
-    path = Path(folder).expanduser()
-    if path.exists() and not path.is_dir():
+    expanded = os.path.expanduser(folder)
+    if expanded.startswith("~"):
+        raise EnvironmentSwitchError(name=CACHE_DIR, value=folder, accepted="a folder; no user has this home")
+    # os.path: a path that may not be read, or is too long, fails with a warning where a kernel is written
+    if os.path.exists(expanded) and not os.path.isdir(expanded):
         raise EnvironmentSwitchError(name=CACHE_DIR, value=folder, accepted="a folder; this is a file")
-    return path.absolute()
+    return Path(expanded).absolute()
+
+
+def _home() -> Path:
+    """Returns the user's home, or the root folder for a user without one, as containers do."""
+    home = Path(os.path.expanduser("~"))
+    return home if home.is_absolute() else Path("/")
 
 
 def _user_cache(environment: Mapping[str, str]) -> Path:
     if sys.platform == "win32" and environment.get("LOCALAPPDATA"):
         return Path(environment["LOCALAPPDATA"])
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
+        return _home() / "Library" / "Caches"
     # the XDG rule: a relative path is invalid and counts as not set
     xdg = Path(environment.get("XDG_CACHE_HOME", ""))
-    return xdg if xdg.is_absolute() else Path.home() / ".cache"
+    return xdg if xdg.is_absolute() else _home() / ".cache"
 
 
 @cache

@@ -107,14 +107,12 @@ def read(key: Key, kinds: Kinds) -> Choice | None:
 
 @lru_cache(256)
 def _read(path: Path, kinds: Kinds) -> Choice | None:
-    if not path.is_file():
-        return None
     try:
         kept = json.loads(path.read_text())
         by_name = {kind.__name__: kind for kind in kinds}
         tiles = {name: by_name[tile.pop("kind")](**tile) for name, tile in kept["tiles"].items()}
         return Choice(tiles, str(kept["family"]))
-    except (ValueError, LookupError, TypeError, AttributeError):  # damaged
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, unreadable, damaged
         return None
 
 

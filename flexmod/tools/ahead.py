@@ -252,7 +252,7 @@ def warm(
 
 def checked_folder(folder: str | Path) -> Path:
     """Creates the folder and returns its absolute path. Raises WarmFolderError if it cannot store kernels."""
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()
     if keeps_elsewhere():
         raise WarmFolderError(
             folder=path, problem="TRITON_CACHE_MANAGER has Triton keep kernels elsewhere",

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import get_args
 
@@ -101,8 +102,10 @@ def _runs() -> Iterator[tuple[str, str, str]]:
 
 def _folders() -> Iterator[str]:
     folder = config.cache_dir()
-    modules = len(list(folder.glob("*.py"))) if folder.is_dir() else 0
-    found = len(list(tuned.folder().glob("*.json"))) if tuned.folder().is_dir() else 0
+    # os.path and glob.glob: no error where a folder may not be searched
+    modules, found = (
+        len(glob(name, root_dir=where)) for where, name in ((folder, "*.py"), (tuned.folder(), "*.json"))
+    )
     yield f"cache folder {folder}: {modules} generated modules, {found} tuned"
     for name in (config.DEBUG, config.CACHE_DIR, "TRITON_CACHE_DIR", "TRITON_INTERPRET"):
         if os.environ.get(name):
@@ -114,7 +117,7 @@ def _troubles() -> Iterator[str]:
     if sys.platform == "linux" and version("triton") == "-":
         yield 'Triton is not installed: no kernel runs. pip install "triton>=3.6".'
     folder = config.cache_dir()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(existing, os.W_OK):
         yield f"{existing} cannot be written: modules go to a temporary folder. Set {config.CACHE_DIR}."
     if os.environ.get("TRITON_INTERPRET") == "1":
