@@ -145,19 +145,21 @@ def test_parts_come_in_torchs_order() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1, 300), (128, 300), (129, 300), (1, 200)], ids=str)
-def test_fewer_queries_are_assigned(lengths: tuple[int, int]) -> None:
+def test_fewer_queries_than_rows_of_tiles(lengths: tuple[int, int]) -> None:
     """As torch's paged decoding does: the first rows of tiles serve the call."""
     q, k, v = qkv(1, 3)
-    results = []
-    for module in (flexmod, theirs):
-        mask = built(module, 1)
-        mask.seq_lengths = lengths
-        assert mask.shape == (1, 3, *lengths)
-        call = q[:, :, : lengths[0]], k[:, :, : lengths[1]], v[:, :, : lengths[1]]
-        results.append(flex_attention(*call, block_mask=mask) if module is flexmod else None)
+    call = q[:, :, : lengths[0]], k[:, :, : lengths[1]], v[:, :, : lengths[1]]
     dense = flexmod.create_mask(WINDOW, 1, 1, *lengths, device="cpu")
     expected = torch.nn.functional.scaled_dot_product_attention(*call, dense)
-    torch.testing.assert_close(results[0], expected, atol=1e-5, rtol=1e-5)
+    for module in (flexmod, theirs):
+        whole = built(module, 1)
+        given = (*whole.as_tuple(flatten=False)[1:5], whole.BLOCK_SIZE, whole.mask_mod, lengths)
+        assigned = built(module, 1)
+        assigned.seq_lengths = lengths
+        for mask in (assigned, module.BlockMask.from_kv_blocks(*given)):
+            assert mask.shape == (1, 3, *lengths)
+            out = flex_attention(*call, block_mask=mask)
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 # exceptions

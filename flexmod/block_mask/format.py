@@ -53,8 +53,9 @@ class BlockMask(MaskData):
 
     Qb and KVb are the numbers of tiles. By row, counts are int32 [B, H, Qb] and indices int32
     [B, H, Qb, KVb]; by column, [B, H, KVb] and [B, H, KVb, Qb]. The first `count` entries of a row are valid,
-    and `create_block_mask` sorts them. Strides are free: lists may be expanded views. A built mask stores
-    runs of tiles (`tiles.py`), and makes these lists at their first use.
+    and `create_block_mask` sorts them. Strides are free: lists may be expanded views. Rows of tiles past the
+    queries of `seq_lengths` are dropped. A built mask stores runs of tiles (`tiles.py`), and makes these lists
+    at their first use.
 
     A built mask finds its tiles again (`refresh`) at its next use after a change of a tensor that its
     mask_mod captures or read (`t.item()`, `t.shape`): a write, or other memory. A user's own lists stay as
@@ -104,7 +105,8 @@ class BlockMask(MaskData):
         self._storage = TileStorage.of_lists(checked_lists(parts))
         self._snapshot = None
         self._block_size = block_pair(BLOCK_SIZE)
-        self.seq_lengths = seq_lengths
+        self._seq_lengths = length_pair(seq_lengths)
+        self.seq_lengths = self._seq_lengths  # checks the lists, and drops rows of tiles past the queries
         self.mask_mod = mask_mod
         self.dq_write_order = dq_write_order
         self.dq_write_order_full = dq_write_order_full
@@ -143,7 +145,7 @@ class BlockMask(MaskData):
         )  # fmt: skip
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
-        lengths = length_pair(seq_lengths or (rows * block[0], width * block[1]))
+        lengths = length_pair((rows * block[0], width * block[1]) if seq_lengths is None else seq_lengths)
         check_values(parts, lengths, block)  # before the lists are transposed
         columns = max(width, tiles.tile_count(lengths[1], block[1]))
         for kind in ("", "full_") if compute_q_blocks else ():
@@ -152,7 +154,7 @@ class BlockMask(MaskData):
                 by_column = tiles.transposed(lists, columns)
                 parts[f"{kind}q_num_blocks"], parts[f"{kind}q_indices"] = by_column
         return cls(
-            lengths, **parts, BLOCK_SIZE=block, mask_mod=mask_mod or noop_mask,
+            lengths, **parts, BLOCK_SIZE=block, mask_mod=noop_mask if mask_mod is None else mask_mod,
             dq_write_order=dq_write_order, dq_write_order_full=dq_write_order_full,
             dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
@@ -184,10 +186,10 @@ class BlockMask(MaskData):
         block = block_pair(BLOCK_SIZE)
         table = table_of(tiles)
         rows, columns = table.shape[-2:]
-        lengths = length_pair(seq_lengths or (rows * block[0], columns * block[1]))
+        lengths = length_pair((rows * block[0], columns * block[1]) if seq_lengths is None else seq_lengths)
         check_grid((rows, columns), lengths, block)
         table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
-        mod = mask_mod or noop_mask
+        mod = noop_mask if mask_mod is None else mask_mod
         made = cls.of_table(
             table, tuple(table.shape[:2]), lengths, block, mod, trace_mask(mod, table.device),
             separate=mask_mod is None,
