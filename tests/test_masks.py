@@ -397,6 +397,7 @@ def test_every_pixel_has_a_whole_neighborhood():
 
 RATES = torch.zeros(2)
 ONE_PACKING = "given by one of ids, lengths and cu_seqlens"
+FLAG = "True or False"
 TWO = "a tuple of 2 positive integers"
 KERNEL_RULE = "odd on axes that are not causal, and times the dilation at most the extent, (5, 5)"
 EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
@@ -505,6 +506,10 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
             "segments: kv_ids is torch.float32 [2]",
             "an integer tensor of shape [N] or [B, N]",
         ),
+        (lambda: masks.sliding_window(64, 32), "sliding_window: causal is 32", FLAG),
+        (lambda: masks.dilated_window(8, 2, 0), "dilated_window: causal is 0", FLAG),
+        (lambda: masks.global_window(8, 2, None), "global_window: causal is None", FLAG),
+        (lambda: masks.document(LENGTHS, LENGTHS), "document: causal is a tensor [2, 3]", FLAG),
         (lambda: masks.document(lengths=LENGTHS, total=0), "document: total is 0", "an integer of 1 or more"),
         (
             lambda: masks.vision_cross(torch.zeros(4, 3, dtype=torch.int64), torch.arange(8)),

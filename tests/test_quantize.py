@@ -248,6 +248,11 @@ MISTAKES: list[tuple[type[errors.FlexmodError], Callable[[], Any], str]] = [
     ),
     (
         errors.LibraryArgumentError,
+        lambda: quantize(X, by="head", rotate=8),  # type: ignore[arg-type]
+        "quantize: rotate is 8; it must be True or False.\n  Instead: leave it out for False.",
+    ),
+    (
+        errors.LibraryArgumentError,
         lambda: quantize(X, rotate=True),
         "quantize: head_dim is 24; it must be a power of two or a multiple of 16 with rotate=True.\n"
         "  Instead: leave rotate out for both query and key.",

@@ -39,6 +39,17 @@ def check_number(function: str, name: str, value: Any, least: int) -> int:
     )  # fmt: skip
 
 
+def check_flag(function: str, name: str, value: Any) -> bool:
+    """Returns `value` if it is True or False: a number in its place was meant for another argument."""
+    if isinstance(value, bool):
+        return value
+    given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise LibraryArgumentError(
+        function=function, name=name, value=given, rule="True or False",
+        advice=f"write {name}=True or {name}=False",
+    )  # fmt: skip
+
+
 def check_image(function: str, height: Any, width: Any) -> tuple[int, int]:
     return check_number(function, "height", height, least=1), check_number(function, "width", width, least=1)
 

@@ -11,7 +11,7 @@ from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import MaskMod, check_number, check_packing, check_starts, check_tensor
+from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
 
 
 def document(
@@ -69,7 +69,8 @@ def document(
         .....###
     """
     argument = "ids" if ids is not None else "total" if total is not None else "the sum of its lengths"
-    return _document_mask(_document_ids(ids, lengths, cu_seqlens, total), causal, argument)
+    of_position = _document_ids(ids, lengths, cu_seqlens, total)
+    return _document_mask(of_position, check_flag("document", "causal", causal), argument)
 
 
 def _document_mask(ids: Tensor, causal: bool, argument: str) -> Mask:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
 from flexmod.ir.graph import expect_size
-from flexmod.masks.checks import MaskMod, check_counts, check_number, check_tensor
+from flexmod.masks.checks import MaskMod, check_counts, check_flag, check_number, check_tensor
 
 
 def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
@@ -53,6 +53,7 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
         ....##
     """
     window = check_counts("sliding_window", "window", window, shape="[H]", least=1)
+    check_flag("sliding_window", "causal", causal)
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         size = window
@@ -100,7 +101,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
     """
     window = check_number("dilated_window", "window", window, least=1)
     dilation = check_number("dilated_window", "dilation", dilation, least=1)
-    inside = sliding_window(window * dilation, causal)
+    inside = sliding_window(window * dilation, check_flag("dilated_window", "causal", causal))
 
     @Mask
     def dilated_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -165,7 +166,7 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         near = (q_idx - kv_idx < window) & (kv_idx - q_idx < window)
         return near | (kv_idx < tokens) | (q_idx < tokens)
 
-    return global_window_causal if causal else global_window_both_sides
+    return global_window_causal if check_flag("global_window", "causal", causal) else global_window_both_sides
 
 
 def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:

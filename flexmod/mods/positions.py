@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size
-from flexmod.masks.checks import check_float, check_number, whole
+from flexmod.masks.checks import check_flag, check_float, check_number, whole
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
@@ -224,6 +224,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
     """
     check_float("t5_bias", "table", table, ranks=(2,), shapes="[buckets, H]")
     max_distance = check_number("t5_bias", "max_distance", max_distance, least=1)
+    check_flag("t5_bias", "bidirectional", bidirectional)
     count = table.shape[0] // 2 if bidirectional else table.shape[0]
     if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
         raise LibraryArgumentError(

@@ -13,7 +13,7 @@ from flexmod.ir.composed import ScoreMod
 from flexmod.ir.formulas import tanh_approximate
 from flexmod.ir.graph import expect_size
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import check_float, check_number, check_positive
+from flexmod.masks.checks import check_flag, check_float, check_number, check_positive
 
 
 def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
@@ -85,6 +85,7 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     def softcap_approximate_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * tanh_approximate(score / cap)
 
+    check_flag("softcap", "approximate", approximate)
     return softcap_approximate_score if approximate else softcap_score
 
 
