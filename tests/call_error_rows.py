@@ -1054,6 +1054,12 @@ OPTION_MISTAKES: list[Row] = [
         "  Instead: give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}.",
     ),
     (
+        errors.ArgumentTypeError,
+        lambda: call(kernel_options=torch.zeros(2)),
+        "kernel_options is tensor([0., 0.]).\n"
+        "  Instead: give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}.",
+    ),
+    (
         errors.ReturnArgumentsError,
         lambda: call(return_lse=True, return_aux=AuxRequest()),
         "both return_lse and return_aux are given.\n  Instead: use return_aux=AuxRequest(lse=True) alone.",

@@ -10,7 +10,7 @@ import torch
 from reference_case import Case, expected, make_case
 from torch import Tensor
 
-from flexmod import AuxRequest, apply_sink, create_block_mask, errors, flex_attention
+from flexmod import AuxOutput, AuxRequest, apply_sink, create_block_mask, errors, flex_attention
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -132,6 +132,26 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 def test_what_is_no_sink(sink: Any) -> None:
     with pytest.raises(errors.LibraryArgumentError, match=r"apply_sink: sink is .*shape \[3\], one number"):
         apply_sink(torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5), sink)
+
+
+@pytest.mark.parametrize(
+    ("out", "lse", "facts"),
+    [
+        (torch.zeros(3, 5, 4), torch.zeros(3, 5), "out is torch.float32 [3, 5, 4]; it must be a tensor"),
+        (None, torch.zeros(1, 3, 5), "out is a NoneType; it must be a tensor [B, Hq, M, Dv]"),
+        (torch.zeros(1, 3, 5, 4), AuxOutput(torch.zeros(1, 3, 5)), "lse is a AuxOutput; it must be"),
+        (
+            torch.zeros(1, 3, 5, 4),
+            torch.zeros(1, 5, 3),
+            "lse is torch.float32 [1, 5, 3]; it must be a tensor of out's [B, Hq, M], [1, 3, 5]",
+        ),
+    ],
+)
+def test_what_is_no_result_of_attention(out: Any, lse: Any, facts: str) -> None:
+    with pytest.raises(errors.LibraryArgumentError) as caught:
+        apply_sink(out, lse, torch.zeros(3))
+    assert str(caught.value).startswith(f"apply_sink: {facts}")
+    assert str(caught.value).endswith("write out, lse = flex_attention(query, key, value, return_lse=True).")
 
 
 def dense_with_sink(case: Case, sink: Tensor) -> tuple[Tensor, ...]:

@@ -154,7 +154,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
 
     Raises UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError.
     """
-    if not options:
+    if options is None:
         return NONE
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise errors.ArgumentTypeError(

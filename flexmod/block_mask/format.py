@@ -54,8 +54,8 @@ class BlockMask(MaskData):
     Qb and KVb are the numbers of tiles. By row, counts are int32 [B, H, Qb] and indices int32
     [B, H, Qb, KVb]; by column, [B, H, KVb] and [B, H, KVb, Qb]. The first `count` entries of a row are valid,
     and `create_block_mask` sorts them. Strides are free: lists may be expanded views. Rows of tiles past the
-    queries of `seq_lengths` are dropped. A built mask stores runs of tiles (`tiles.py`), and makes these lists
-    at their first use.
+    queries of `seq_lengths` are dropped. A built mask stores runs of tiles (`tiles.py`), and makes these
+    lists at their first use.
 
     A built mask finds its tiles again (`refresh`) at its next use after a change of a tensor that its
     mask_mod captures or read (`t.item()`, `t.shape`): a write, or other memory. A user's own lists stay as

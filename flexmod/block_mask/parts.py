@@ -58,7 +58,7 @@ def length(name: str, value: SupportsIndex | None) -> int:
     if number is None:
         tensor = "query" if name == "Q_LEN" else "key"
         advice = f"give the number of positions, e.g. {name}={tensor}.shape[2]"
-        if value == 0:
+        if as_int(value) == 0:
             advice = "call flex_attention without a block mask where there are no queries or no keys"
         raise LengthError(name=name, value=repr(value), advice=advice)
     return number

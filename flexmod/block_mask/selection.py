@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
 from flexmod.ir.composed import Derived
-from flexmod.ir.graph import as_position
+from flexmod.ir.graph import as_int, as_position
 from flexmod.ir.offsets import LARGEST, IndexMap
 
 MaskMod = Callable[..., Any]
@@ -217,17 +217,20 @@ class _Ask:
             return range(steps.start, steps[-1] + 1, steps.step) if steps else steps
         if _is_number(entry):
             return [operator.index(entry)]
-        if isinstance(entry, (Tensor, list, range)) or hasattr(entry, "__array__"):
-            return self._entries(
-                entry if isinstance(entry, Tensor) else torch.as_tensor(entry, device="cpu"), axis
-            )
+        if isinstance(entry, Tensor):
+            return self._entries(entry, axis)
+        if isinstance(entry, (list, range)) or hasattr(entry, "__array__"):
+            try:
+                return self._entries(torch.as_tensor(entry, device="cpu"), axis)
+            except (TypeError, ValueError, RuntimeError):  # of torch: no table of numbers
+                self.refuse("it is no list of numbers", "use one list of ints")
         self.refuse(f"{type(entry).__name__} is no index", "use ints, slices, or one list or tensor of ints")
         raise AssertionError
 
     def _entries(self, entries: Tensor, axis: int) -> Chosen:
         if entries.dim() == 1 and not len(entries):
             return range(0)
-        if entries.dim() != 1 or entries.is_floating_point():
+        if entries.dim() != 1 or not _has_integers(entries):
             self.refuse(
                 f"a list has one dimension of ints or bools, not {entries.dim()} of {entries.dtype}",
                 "flatten it",
@@ -245,5 +248,9 @@ class _Ask:
 def _is_number(entry: Any) -> bool:
     """Is it an int, a numpy integer or a 0-d integer tensor?"""
     if isinstance(entry, Tensor):
-        return entry.dim() == 0 and not entry.is_floating_point() and entry.dtype != torch.bool
-    return hasattr(entry, "__index__") and not isinstance(entry, bool) and not getattr(entry, "shape", ())
+        return entry.dim() == 0 and _has_integers(entry) and entry.dtype != torch.bool
+    return as_int(entry) is not None and not getattr(entry, "shape", ())
+
+
+def _has_integers(entries: Tensor) -> bool:
+    return not entries.is_floating_point() and not entries.is_complex()

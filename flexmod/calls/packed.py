@@ -15,7 +15,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import ScoreFunction, flex_attention
 from flexmod.errors import LibraryArgumentError
-from flexmod.masks.checks import MaskMod, check_packing
+from flexmod.masks.checks import MaskMod, check_kind, check_packing
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import ragged_dimension
 
@@ -271,6 +271,11 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = flex_attention(query, key, value, return_lse=True)
         out, lse = apply_sink(out, lse, sink)
     """
+    of_call = "write out, lse = flex_attention(query, key, value, return_lse=True)"
+    check_kind("apply_sink", "out", out, (4,), True, rule="a tensor [B, Hq, M, Dv]", advice=of_call)
+    fits = isinstance(lse, Tensor) and lse.shape == out.shape[:3]
+    rule = f"a tensor of out's [B, Hq, M], {list(out.shape[:3])}"
+    check_kind("apply_sink", "lse", lse, (3,), fits, rule=rule, advice=of_call)
     heads = out.shape[1]
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.shape != (heads,):
         given = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else f"a {type(sink).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -134,6 +135,10 @@ def test_refused_sizes():
     assert refusal(errors.LengthError, create_block_mask, causal, 1, 1, 0, 5, "cpu").startswith(
         "Q_LEN is 0; it must be a positive integer."
     )
+    for lengths in (torch.tensor([4, 5]), np.array([4, 5])):  # of each document, where one number is meant
+        assert refusal(errors.LengthError, create_block_mask, causal, 1, 1, lengths, 5, "cpu").endswith(
+            "Instead: give the number of positions, e.g. Q_LEN=query.shape[2]."
+        )
     assert refusal(errors.LengthError, create_mask, causal, 1, 1, 4, 2.5, "cpu").startswith(
         "KV_LEN is 2.5; it must be a positive integer."
     )
