@@ -148,6 +148,7 @@ def test_a_comparison_that_differs(
         (["show", "causal", "--plot", "mask.foo"], "'mask.foo' is no image; name one that ends in .png, "),
         (["show", "causal", "--plot", "mask"], "'mask' is no image; name one that ends in .png, "),
         (["bench", "causal", "--plot", "none/x.png"], "'none/x.png': there is no folder 'none'."),
+        (["source", "causal", "-o", "none/x.py"], "'none/x.py': there is no folder 'none'."),
     ],
 )
 def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from flexmod.tools.cli.options import (
     DTYPES,
     KERNEL_DTYPES,
     POSITIVE,
+    FileToWrite,
     dim_option,
     dtype_option,
     kernel_setting,
@@ -78,9 +79,7 @@ TEMPLATES = {
     "--target", type=click.Choice(NAMES), default=OLDEST, show_default=True,
     help="The chip that the tiles of --standalone are chosen for.",
 )  # fmt: skip
-@click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="A file, not the screen."
-)
+@click.option("--output", "-o", type=FileToWrite(), help="A file, not the screen.")
 def source(
     mask: str,
     score: str | None,

@@ -23,17 +23,26 @@ POSITIVE = click.IntRange(min=1)
 IMAGES = (".png", ".svg", ".pdf", ".jpg")
 
 
-class ImageFile(click.ParamType):
-    """A file that can be drawn to, checked before a command works for minutes."""
+class FileToWrite(click.Path):
+    """A file in a folder that exists, checked before a command works for minutes."""
 
-    name = "image"
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        folder = Path(value).parent
+        if not folder.is_dir():
+            self.fail(f"{str(value)!r}: there is no folder {str(folder)!r}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class ImageFile(FileToWrite):
+    """A file that can be drawn to."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        path = Path(value)
-        if path.suffix.lower() not in IMAGES:
+        if Path(value).suffix.lower() not in IMAGES:
             self.fail(f"{value!r} is no image; name one that ends in {', '.join(IMAGES)}.", param, ctx)
-        if not path.parent.is_dir():
-            self.fail(f"{value!r}: there is no folder {str(path.parent)!r}.", param, ctx)
+        super().convert(value, param, ctx)
         return str(value)
 
 
