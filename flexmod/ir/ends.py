@@ -25,6 +25,14 @@ LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
 INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
 
 
+def _operator(name: str) -> Any:
+    return lambda end, other: end.apply(name, end, other)
+
+
+def _reflected(name: str) -> Any:
+    return lambda end, other: end.apply(name, other, end)
+
+
 class End:
     """`node` has a strong dtype: bool, int32, int64 or a floating-point one. Its value is never nan."""
 
@@ -96,59 +104,18 @@ class End:
             return True
         return self.apply("lt", self.apply("abs", self), math.inf)
 
-    def __add__(self, other: Any) -> Any:
-        return self.apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self.apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self.apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self.apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.apply("mul", self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.apply("div", other, self)
+    __add__, __radd__ = _operator("add"), _reflected("add")
+    __sub__, __rsub__ = _operator("sub"), _reflected("sub")
+    __mul__ = __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div"), _reflected("div")
+    __and__ = __rand__ = _operator("bitwise_and")
+    __or__ = __ror__ = _operator("bitwise_or")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")
+    __lt__, __le__ = _operator("lt"), _operator("le")
+    __gt__, __ge__ = _operator("gt"), _operator("ge")
 
     def __neg__(self) -> Any:
         return self.apply("neg", self)
-
-    def __and__(self, other: Any) -> Any:
-        return self.apply("bitwise_and", self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Any:
-        return self.apply("bitwise_or", self, other)
-
-    __ror__ = __or__
-
-    def __lt__(self, other: Any) -> Any:
-        return self.apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.apply("gt", self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.apply("ge", self, other)
-
-    def __eq__(self, other: object) -> Any:
-        return self.apply("eq", self, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self.apply("ne", self, other)
 
 
 def dtype_limits(dtype: torch.dtype) -> bounds.Bounds:
