@@ -37,10 +37,8 @@ def added_to_score(graph: Graph) -> Graph | None:
     f may be -inf where the mod is -inf. Returns None for any other mod, and for two sums with the score: each
     rounds.
     """
-    rebuilt = rebuild(graph, lambda builder, node, args: None)
     builder = GraphBuilder()
-    builder.adopt(rebuilt.nodes)
-    added = _added(builder, rebuilt.result)
+    added = _added(builder, rebuild(graph, builder=builder).result)
     return None if added is None else graph.of([added])
 
 

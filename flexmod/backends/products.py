@@ -181,9 +181,8 @@ def _rest(graph: Graph | None, ends: frozenset[Node], function: str) -> Rest:
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         return builder.input("score", strong(node.dtype)) if node in ends else None
 
-    graph = rebuild(graph, change)
     builder = GraphBuilder()
-    builder.adopt(graph.nodes)
+    graph = rebuild(graph, change, builder)
     number, factors = _product(graph, graph.result) if graph.kind == "grad" else _last_factor(graph.result)
     derivative = _derivative(builder, function) if graph.kind == "grad" else []
     if not all(node in factors for node in derivative):

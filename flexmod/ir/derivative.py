@@ -55,9 +55,8 @@ def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> Captur
     was computed; only the sum of an element's terms is rounded to the capture's dtype.
     """
     tracer = Tracer(None, torch.device("cpu"))
-    # rebuild the primal in the new graph's builder, so that both share their nodes
-    primal = rebuild(graph, lambda b, n, a: None)
-    tracer.builder.adopt(primal.nodes)
+    # in the new graph's builder, so that both share their nodes
+    primal = rebuild(graph, builder=tracer.builder)
     loads = [n for n in primal.nodes if n.op == "load" and n.value in grad_captures]
     active = _active(primal, loads)
     grads: dict[Node, Proxy] = {primal.result: tracer.position("grad")}

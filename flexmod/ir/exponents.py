@@ -38,7 +38,7 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, keep, rebuild
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
 
 # Scores up to this size may be computed in any order: their float32 error stays below 2^-12.
@@ -168,7 +168,8 @@ class _ExponentRewriter:
         self.builder = GraphBuilder()
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
-        self.copies: dict[Node, Node] = {}
+        whole = self._times(self.raw, _Factor(1.0, (self.scale,)))
+        self.builder.copies.update((node, whole) for node in graph.nodes if _is_score(node))
         self.elements: list[Node] = []
         self.columns: list[Node] = []
         self.rows: list[Node] = []
@@ -383,7 +384,7 @@ class _ExponentRewriter:
         return self.builder.const(value, torch.float32)
 
     def _float(self, node: Node) -> Node:
-        return self._as_float(self._copied(node))
+        return self._as_float(self.builder.copied(node))
 
     def _as_float(self, node: Node) -> Node:
         if node.dtype == torch.float32:
@@ -392,21 +393,13 @@ class _ExponentRewriter:
             return self._number(float(node.value))  # type: ignore[arg-type]
         return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
 
-    def _copied(self, node: Node) -> Node:
-        if node not in self.copies:
-            if _is_score(node):
-                self.copies[node] = self._times(self.raw, _Factor(1.0, (self.scale,)))
-            else:
-                self.copies[node] = keep(self.builder, node, tuple(map(self._copied, node.args)))
-        return self.copies[node]
-
     def _at_start(self, node: Node) -> Node:
         """The node at the tile's first key."""
         if node.op == "input" and node.value == "kv_idx":
             return self.builder.input("start", node.dtype)  # type: ignore[arg-type]
         if "kv_idx" not in node.home:
-            return self._copied(node)
-        return keep(self.builder, node, tuple(map(self._at_start, node.args)))
+            return self.builder.copied(node)
+        return self.builder.keep(node, tuple(map(self._at_start, node.args)))
 
 
 def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:

@@ -97,10 +97,14 @@ class ExpectedSize(NamedTuple):
 
 
 class GraphBuilder:
-    """Makes Nodes and shares equal ones. One for each graph."""
+    """Makes Nodes and shares equal ones. One for each graph.
+
+    `copies` are its nodes by the nodes of another graph that they replace.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Node] = {}
+        self.copies: dict[Node, Node] = {}
 
     def node(
         self, op: str, args: Sequence[Node], dtype: DType, value: object = None, where: Where | None = None
@@ -121,11 +125,17 @@ class GraphBuilder:
         """A shared constant; `fresh_const` makes one that is not shared."""
         return self.node("const", (), dtype or type(value), value, where)
 
-    def adopt(self, nodes: Iterable[Node]) -> None:
-        """Share these nodes of another builder from now on."""
-        for n in nodes:
-            key = ("input", n.value) if n.op == "input" else (n.op, n.args, n.dtype, _freeze(n.value))
-            self._known[key] = n
+    def keep(self, node: Node, args: tuple[Node, ...]) -> Node:
+        """A node of another builder, with these arguments."""
+        if node.op == "input":
+            return self.input(node.value, node.dtype)  # type: ignore[arg-type]
+        return self.node(node.op, args, node.dtype, node.value, node.where)
+
+    def copied(self, node: Node) -> Node:
+        """A node of another builder and all that it depends on, except where `copies` has another node."""
+        if node not in self.copies:
+            self.copies[node] = self.keep(node, tuple(map(self.copied, node.args)))
+        return self.copies[node]
 
     @staticmethod
     def fresh_const(
@@ -303,24 +313,20 @@ def _result(graph: Graph) -> Node:
     return graph.result
 
 
-def rebuild(graph: Graph, change: Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]) -> Graph:
+Change = Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]
+
+
+def rebuild(graph: Graph, change: Change | None = None, builder: GraphBuilder | None = None) -> Graph:
     """Copies the graph, and replaces each node by the result of `change(builder, node, new_args)`.
 
-    The result None keeps the node, with its new arguments. Passes are written with this function.
+    The result None keeps the node, with its new arguments. Passes are written with this function. `builder`
+    gets the nodes, and its `copies` has them by the old ones.
     """
-    builder = GraphBuilder()
-    new: dict[Node, Node] = {}
+    builder = builder or GraphBuilder()
     for n in graph.nodes:
-        args = tuple(new[a] for a in n.args)
-        new[n] = change(builder, n, args) or keep(builder, n, args)
-    return graph.of(new[r] for r in graph.results)
-
-
-def keep(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node:
-    """Copies the node into another builder."""
-    if node.op == "input":
-        return builder.input(node.value, node.dtype)  # type: ignore[arg-type]
-    return builder.node(node.op, args, node.dtype, node.value, node.where)
+        args = tuple(builder.copies[a] for a in n.args)
+        builder.copies[n] = (change and change(builder, n, args)) or builder.keep(n, args)
+    return graph.of(builder.copies[r] for r in graph.results)
 
 
 def dtype_name(dtype: DType) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, keep
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, OPS, number, strong
 
@@ -243,17 +243,14 @@ class _RangeRewriter:
         self.known = integer_bounds(graph, dict.fromkeys(POSITIONS, 2**31), may_wrap=True)
         self.forms = Forms(self.known)
         self.builder = GraphBuilder()
-        self.new: dict[Node, Node] = {}
 
     def graph(self) -> Graph:
-        for node in self.old.nodes:
-            chain = links(node, AND) if node.op in AND and is_logic(node) else [node]
-            ranges = self._ranges(chain)
-            if ranges:
-                self.new[node] = self._judged(chain, ranges)
-            else:
-                self.new[node] = keep(self.builder, node, tuple(self.new[a] for a in node.args))
-        return self.old.of(self.new[n] for n in self.old.results)
+        return rebuild(self.old, self._rewritten, self.builder)
+
+    def _rewritten(self, builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        chain = links(node, AND) if node.op in AND and is_logic(node) else [node]
+        ranges = self._ranges(chain)
+        return self._judged(chain, ranges) if ranges else None
 
     def _judged(self, chain: Sequence[Node], ranges: Sequence[_Range]) -> Node:
         """The chain, with ranges of one length merged."""
@@ -263,7 +260,7 @@ class _RangeRewriter:
             of_length.setdefault(length, []).append(one)
         found = [self._inside(group) for group in of_length.values()]
         taken = {link for one in ranges for link in one.links}
-        return joined(self.builder, AND[0], found + [self.new[n] for n in chain if n not in taken])
+        return joined(self.builder, AND[0], found + [self.builder.copies[n] for n in chain if n not in taken])
 
     # how to find ranges
 
@@ -358,7 +355,7 @@ class _RangeRewriter:
 
     def _whole(self, node: Node) -> Node:
         """A part of a sum, in 32 bits."""
-        new = self.new[node]
+        new = self.builder.copies[node]
         return new if new.dtype == torch.int32 else self._node(CAST, new, value=torch.int32)
 
     def _node(self, op: str, *args: Node, value: object = None) -> Node:

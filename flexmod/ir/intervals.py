@@ -33,7 +33,7 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.ends import End, brought_to, clamp_to_dtype, dtype_limits, without_nan
-from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node, keep
+from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, Sources, regroup, serves
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
@@ -109,15 +109,15 @@ def _rounded(graph: Graph, extents: Extents, numbers: Numbers) -> dict[str, int]
 class _Analyzer:
     def __init__(self, graph: Graph, extents: dict[str, int], numbers: Numbers) -> None:
         forms = Forms(integer_bounds(graph, extents, numbers, may_wrap=True))
-        self.graph = regroup(graph, forms)
+        of_graph = GraphBuilder()
+        self.graph = regroup(graph, forms, of_graph)
         self.known = integer_bounds(self.graph, extents, numbers, may_wrap=True)
         self.forms = Forms(self.known)
         self.extents = extents
         self.builder = GraphBuilder()
-        self.sources = Sources(self.graph, self.forms, self.known)
+        self.sources = Sources(self.graph, self.forms, self.known, of_graph)
         self.terms: dict[tuple[str, Node], tuple[BoundsTerm, Bounds]] = {}
         self.found: dict[Node, Bounds] = {}
-        self.kept: dict[Node, Node] = {}
 
     def analyze(self) -> Analysis:
         for node in self._needed():
@@ -192,18 +192,12 @@ class _Analyzer:
         """A value that depends on b and h only, as a Python number if possible. It is exact, nan included."""
         if node.is_const and not isinstance(node.value, float):
             return node.value
-        return End(self.builder, self._keep(node), self._finite(node))
+        return End(self.builder, self.builder.copied(node), self._finite(node))
 
     def _finite(self, node: Node) -> Bounds | None:
         """A node's bounds over all positions, if known."""
         found = self.known[node]
         return found if all(map(math.isfinite, found)) else None
-
-    def _keep(self, node: Node) -> Node:
-        """Copies the node into the graph of bounds."""
-        if node not in self.kept:
-            self.kept[node] = keep(self.builder, node, tuple(map(self._keep, node.args)))
-        return self.kept[node]
 
     def _position(self, name: str, dtype: torch.dtype) -> Bounds:
         span = (0, self.extents[name] - 1)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, keep
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
@@ -192,22 +192,21 @@ def _taken_apart(op: str, forms: list[Linear]) -> Linear | None:
     return forms[0].plus(forms[1], -1 if op == "sub" else 1) if len(forms) == 2 else forms[0]
 
 
-def regroup(graph: Graph, forms: Forms) -> Graph:
+def regroup(graph: Graph, forms: Forms, builder: GraphBuilder) -> Graph:
     """Sorts chains of `and` and of `or` by kind. Links of one kind then form one truth value along their
     axis, with exact bounds."""
-    builder = GraphBuilder()
-    new: dict[Node, Node] = {}
-    for node in graph.nodes:
+
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         chain = next((names for names in (AND, OR) if node.op in names and is_logic(node)), None)
         if chain is None:
-            new[node] = keep(builder, node, tuple(new[a] for a in node.args))
-            continue
+            return None
         groups: dict[str, list[Node]] = {}
         for link in links(node, chain):
-            groups.setdefault(forms.kind(link), []).append(new[link])
+            groups.setdefault(forms.kind(link), []).append(builder.copies[link])
         ends = [joined(builder, chain[0], group) for kind, group in groups.items() if kind != "mixed"]
-        new[node] = joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
-    return graph.of(new[r] for r in graph.results)
+        return joined(builder, chain[0], [*ends, *groups.get("mixed", [])])
+
+    return rebuild(graph, change, builder)
 
 
 def is_logic(node: Node) -> bool:
@@ -234,14 +233,15 @@ def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
 
 
 class Sources:
-    """Makes further nodes for a graph. `known` are its nodes' bounds over all positions."""
+    """Makes further nodes for a graph, in its builder. `known` are its nodes' bounds over all positions."""
 
-    def __init__(self, graph: Graph, forms: Forms, known: Mapping[Node, bounds.Bounds]) -> None:
+    def __init__(
+        self, graph: Graph, forms: Forms, known: Mapping[Node, bounds.Bounds], builder: GraphBuilder
+    ) -> None:
         self.graph = graph
         self.forms = forms
         self.known = known
-        self.builder = GraphBuilder()
-        self.builder.adopt(graph.nodes)
+        self.builder = builder
         self._along: dict[Node, Node] = {}
 
     def along_diagonal(self, node: Node) -> Node:
@@ -261,7 +261,7 @@ class Sources:
             assert form is not None
             sides = self._sum_along(form), self.builder.const(0)
             return self.builder.node(node.op, sides, torch.bool, None, node.where)
-        return keep(self.builder, node, tuple(map(self.along_diagonal, node.args)))
+        return self.builder.keep(node, tuple(map(self.along_diagonal, node.args)))
 
     def _sum_along(self, form: Linear) -> Node:
         index = next(n for n in self.graph.nodes if n.op == "input" and n.value == "q_idx")

@@ -216,7 +216,7 @@ def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
     first result is None if the remaining score is the plain score, the second if no branch splits off.
     """
     builder = GraphBuilder()
-    score = rebuild(graph, lambda b, n, a: None).result
+    score = rebuild(graph).result
     conditions: list[Node] = []
     while True:
         split = _split_once(builder, score)
@@ -355,22 +355,20 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     `known` are the bounds of the graph's nodes in the present call. Integers inside an index do not change:
     their differences decide how gradients of the loaded tensor are summed.
     """
-    new: dict[Node, Node] = {}
     of_indices = _made_of([a for node in graph.nodes if node.op == "load" for a in node.args])
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        new.update(zip(node.args, args, strict=True))
         if node in of_indices:
             return None
         if node.op == CAST:
             same = node.dtype == torch.float32 and _converts(node.args[0], known)
-            return _as_floats(builder, node.args[0], new) if same else None
+            return _as_floats(builder, node.args[0]) if same else None
         row = OPS.get(node.op)
         if row is None:
             return None
         at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         changed = tuple(
-            _as_floats(builder, old, new) if dtype == torch.float32 and _converts(old, known) else arg
+            _as_floats(builder, old) if dtype == torch.float32 and _converts(old, known) else arg
             for old, arg, dtype in zip(node.args, args, at, strict=True)
         )
         return None if changed == args else builder.node(node.op, changed, node.dtype, node.value, node.where)
@@ -405,12 +403,12 @@ def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
     return not _mixed(node) or (node.op in (*AS_FLOATS, CAST) and all(_exact(a, known) for a in node.args))
 
 
-def _as_floats(builder: GraphBuilder, node: Node, new: Mapping[Node, Node]) -> Node:
+def _as_floats(builder: GraphBuilder, node: Node) -> Node:
     if node.is_const:
         return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
     if not _mixed(node):
-        return builder.node(CAST, (new[node],), torch.float32, torch.float32, node.where)
-    args = tuple(_as_floats(builder, a, new) for a in node.args)
+        return builder.node(CAST, (builder.copies[node],), torch.float32, torch.float32, node.where)
+    args = tuple(_as_floats(builder, a) for a in node.args)
     if node.op == CAST:  # to an integer dtype that holds it
         return args[0]
     if node.op == "neg":  # -(0.0) would be -0.0
