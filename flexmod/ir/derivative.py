@@ -222,8 +222,7 @@ class _Differences:
         return _combined("sub", node.args, found) if node.op == "sub" else None
 
     def _arguments(self, node: Node) -> list[_AffineIndex | None]:
-        at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)
-        return [self._brought(a, d) for a, d in zip(node.args, at, strict=True)]
+        return [self._brought(a, d) for a, d in OPS[node.op].arguments(node)]
 
     def _brought(self, node: Node, dtype: DType) -> _AffineIndex | None:
         """The node as an argument of this dtype. A wider dtype needs a value that has not wrapped."""

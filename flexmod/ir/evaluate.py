@@ -165,14 +165,14 @@ def _value(
     if node.op == CAST:
         return _argument(values[node.args[0]], real_dtype(node.dtype, real))
     row = OPS[node.op]
-    at = [real_dtype(d, real) for d in row.argument_dtypes([a.dtype for a in node.args], node.dtype)]
+    at = ((a, real_dtype(d, real)) for a, d in row.arguments(node))
     arguments = [
-        _argument(values[a], row.number_dtype(d) if a.op in ("const", "param") else d)
-        for a, d in zip(node.args, at, strict=True)
+        _argument(values[a], row.number_dtype(d) if a.op in ("const", "param") else d) for a, d in at
     ]
     function = QUICKER.get(row.torch, row.torch) if quick else row.torch
-    if row.at == "result" and at[0] in HALF:  # in float32, then rounded, as kernels and torch do
-        return function(*(a.float() for a in arguments)).to(at[0])
+    result = real_dtype(node.dtype, real)
+    if row.at == "result" and result in HALF:  # in float32, then rounded, as kernels and torch do
+        return function(*(a.float() for a in arguments)).to(result)
     if row.torch in INTO_MEMORY:
         for memory in [*(values[argument] for argument in free), *room]:
             if memory.numel() >= LARGE and _is_room(memory, arguments):

@@ -163,17 +163,15 @@ def _bounds_of(
         if isinstance(value, tuple):
             return value
         return (value, value) if isinstance(value, (bool, int)) else bounds.UNKNOWN
-    dtypes = [a.dtype for a in node.args]
     if node.op == CAST:
-        return _cast_bounds(known[node.args[0]], strong(dtypes[0]), strong(node.dtype))
+        return _cast_bounds(known[node.args[0]], strong(node.args[0].dtype), strong(node.dtype))
     row = OPS.get(node.op)
     if row is None or row.interval is None or strong(node.dtype).is_floating_point:
         return bounds.UNKNOWN
-    at = row.argument_dtypes(dtypes, node.dtype)
     # with positions a number beyond int32 requires int64, elsewhere it wraps
     wraps = not any(a in exact for a in node.args)
     arguments = []
-    for argument, dtype in zip(node.args, at, strict=True):
+    for argument, dtype in row.arguments(node):
         found = known[argument]
         if wraps and type(argument.value) is int and argument.is_const and not dtype.is_floating_point:
             found = (number(argument.value, dtype).item(),) * 2
@@ -203,9 +201,8 @@ def needs_int64(graph: Graph, extents: Mapping[str, int], numbers: Numbers | Non
     for node in graph.nodes:
         row = OPS.get(node.op)
         values = [node] if node in judged else []
-        beside = row is not None and any(a in judged for a in node.args)
-        if beside and torch.int32 in row.argument_dtypes([a.dtype for a in node.args], node.dtype):  # type: ignore[union-attr]
-            values += [a for a in node.args if a.op in ("const", "param")]
+        if row is not None and any(a in judged for a in node.args):
+            values += [a for a, d in row.arguments(node) if a.op in ("const", "param") and d == torch.int32]
         for value in values:
             low, high = known[value]
             if math.isfinite(low) and math.isfinite(high) and not _fits((low, high), torch.int32):

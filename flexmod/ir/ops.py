@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 
 from flexmod.ir import bounds, formulas
-from flexmod.ir.graph import DType
+from flexmod.ir.graph import DType, Node
 
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = math.log2(math.e)
@@ -138,6 +138,11 @@ class Op:
         if self.at == "where":
             return (torch.bool, out, out)
         return tuple(strong(d) for d in dtypes)
+
+    def arguments(self, node: Node) -> list[tuple[Node, Strong]]:
+        """A node's arguments, each with the dtype to which it is cast."""
+        at = self.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        return list(zip(node.args, at, strict=True))
 
     def number_dtype(self, at: Strong) -> Strong:
         """The dtype to which a Python number is rounded: torch keeps it in float32 in half arithmetic."""

@@ -294,8 +294,7 @@ def _dtypes_as_read(graph: Graph) -> dict[Node, set[torch.dtype]]:
             source = node.args[0]
             reads(source, strong(node.dtype if isinstance(source.dtype, type) else source.dtype))
         elif node.op in OPS:
-            at = OPS[node.op].argument_dtypes([a.dtype for a in node.args], node.dtype)
-            for argument, dtype in zip(node.args, at, strict=True):
+            for argument, dtype in OPS[node.op].arguments(node):
                 reads(argument, dtype)
     for result in graph.results:
         reads(result, strong(result.dtype))
@@ -355,7 +354,8 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     `known` are the bounds of the graph's nodes in the present call. Integers inside an index do not change:
     their differences decide how gradients of the loaded tensor are summed.
     """
-    of_indices = _made_of([a for node in graph.nodes if node.op == "load" for a in node.args])
+    indices = [a for node in graph.nodes if node.op == "load" for a in node.args]
+    of_indices = {*graph.of(indices).nodes}
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node in of_indices:
@@ -366,25 +366,13 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
         row = OPS.get(node.op)
         if row is None:
             return None
-        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
         changed = tuple(
             _as_floats(builder, old) if dtype == torch.float32 and _converts(old, known) else arg
-            for old, arg, dtype in zip(node.args, args, at, strict=True)
+            for arg, (old, dtype) in zip(args, row.arguments(node), strict=True)
         )
         return None if changed == args else builder.node(node.op, changed, node.dtype, node.value, node.where)
 
     return rebuild(graph, change)
-
-
-def _made_of(nodes: list[Node]) -> set[Node]:
-    """The nodes and all that they depend on."""
-    found: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes.extend(node.args)
-    return found
 
 
 def _converts(node: Node, known: Mapping[Node, Bounds]) -> bool:

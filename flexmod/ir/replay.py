@@ -20,7 +20,7 @@ from torch import Tensor
 from flexmod.errors import NotPicklableError
 from flexmod.ir.evaluate import real_dtype
 from flexmod.ir.graph import DType, Graph
-from flexmod.ir.ops import CAST, HALF, OPS, strong
+from flexmod.ir.ops import CAST, HALF, OPS
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -255,10 +255,9 @@ def _steps(graph: Graph) -> tuple[_ReplayStep, ...]:
         if row is None or n.op == CAST:
             steps.append(_ReplayStep(*known))
             continue
-        at = row.argument_dtypes([a.dtype for a in n.args], n.dtype)
-        half = at[0] if row.at == "result" and at[0] in HALF else None
-        numbers = (row.number_dtype(d) if a.is_const else d for a, d in zip(n.args, at, strict=True))
-        steps.append(_ReplayStep(*known, row.torch, tuple(map(strong, numbers)), half))
+        at = tuple([row.number_dtype(d) if a.is_const else d for a, d in row.arguments(n)])
+        half = n.dtype if row.at == "result" and n.dtype in HALF else None
+        steps.append(_ReplayStep(*known, row.torch, at, half))
     return tuple(steps)
 
 
