@@ -74,6 +74,17 @@ class TracedValue:
     def device(self) -> torch.device:
         return self._tracer.device
 
+    ndim = property(lambda self: len(self.shape))
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
     def __bool__(self) -> bool:
         where = user_line()
         raise errors.ControlFlowError(where=where, advice=advice.of_truth(where, self.dtype == torch.bool))
@@ -137,13 +148,9 @@ class Proxy(TracedValue):
         return promote(self._node.dtype)
 
     shape = property(lambda self: torch.Size(()))
-    ndim = property(lambda self: 0)
     requires_grad = property(lambda self: False)
 
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:
+    def size(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(())
 
     def is_floating_point(self) -> bool:
@@ -238,17 +245,6 @@ class CaptureView(TracedValue):
     @property
     def dtype(self) -> torch.dtype:
         return self._tracer.tensors[self._number].dtype
-
-    ndim = property(lambda self: len(self.shape))
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     @property
     def name(self) -> str:

@@ -60,7 +60,7 @@ VALUE_DTYPES = (
 # all others it wraps
 CONVERTING = ("where", "minimum", "maximum")
 NUMPY_RANDOM = "numpy.random"
-TRACED_CLASS = re.compile(r"\b(Proxy|CaptureView)\b")
+TRACED_CLASS = re.compile(r"\b(TracedValue|Proxy|CaptureView)\b")
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ Place = tuple[int, ...]
 class Vector(TracedValue):
     """Traced scalars by their places. `refusal` is the error for its use where a scalar is needed."""
 
-    __slots__ = ("_items", "_shape", "refusal")
+    __slots__ = ("_items", "refusal", "shape")
 
     def __init__(
         self,
@@ -38,38 +38,26 @@ class Vector(TracedValue):
         refusal: errors.NotScalarError,
     ) -> None:
         self._tracer = tracer
-        self._shape = torch.Size(shape)
+        self.shape = torch.Size(shape)
         self._items = items
         self.refusal = refusal
-
-    shape = property(lambda self: self._shape)
-    ndim = property(lambda self: len(self._shape))
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self._items.values())).dtype
 
-    def dim(self) -> int:
-        return len(self._shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self._shape if dim is None else self._shape[dim]
-
-    def __len__(self) -> int:
-        return self._shape[0]
-
     def __getitem__(self, index: Any) -> Any:
         """Selects by numbers, slices and an ellipsis."""
         entries = list(index) if isinstance(index, tuple) else [index]
         for at in [at for at, entry in enumerate(entries) if entry is Ellipsis][:1]:
-            entries[at : at + 1] = [slice(None)] * (len(self._shape) - len(entries) + 1)
-        entries += [slice(None)] * (len(self._shape) - len(entries))
-        if len(entries) > len(self._shape) or not all(isinstance(e, (int, slice)) for e in entries):
+            entries[at : at + 1] = [slice(None)] * (len(self.shape) - len(entries) + 1)
+        entries += [slice(None)] * (len(self.shape) - len(entries))
+        if len(entries) > len(self.shape) or not all(isinstance(e, (int, slice)) for e in entries):
             raise errors.CaptureIndexError(
-                name="a short vector", shape=tuple(self._shape), problem="with more than numbers and slices",
+                name="a short vector", shape=tuple(self.shape), problem="with more than numbers and slices",
                 advice="index the captured tensor itself.", where=user_line(),
             )  # fmt: skip
-        chosen = [range(size)[e] for e, size in zip(entries, self._shape, strict=True)]
+        chosen = [range(size)[e] for e, size in zip(entries, self.shape, strict=True)]
         ranges = [e if isinstance(e, range) else (e,) for e in chosen]
         kept = [isinstance(e, range) for e in chosen]
         items = [self._items[place] for place in product(*ranges)]
