@@ -115,21 +115,12 @@ class TritonWriter:
 
     def _choose_hoisted(self) -> dict[Node, str]:
         """Names the nodes with a cheaper home than one of their users. A load is named after its tensor."""
-        frontier: dict[Node, None] = {}
+        frontier = {r for r in self.graph.results if r.args and home_of(r) != "element"}
         for node in self.graph.nodes:
             for argument in node.args:
-                if home_of(argument) != home_of(node) and argument.args:
-                    frontier.setdefault(argument)
-                if argument.op == "load" and home_of(argument) != home_of(node):
-                    frontier.setdefault(argument)
-        for result in self.graph.results:
-            if result.args and home_of(result) != "element":
-                frontier.setdefault(result)
-        names: dict[Node, str] = {}
-        for node in self.graph.nodes:
-            if node in frontier:
-                names[node] = fresh(self._describe(node), self.taken)
-        return names
+                if home_of(argument) != home_of(node) and (argument.args or argument.op == "load"):
+                    frontier.add(argument)
+        return {n: fresh(self._describe(n), self.taken) for n in self.graph.nodes if n in frontier}
 
     def _describe(self, node: Node) -> str:
         suffix = HOMES[home_of(node)][2]

@@ -260,7 +260,7 @@ def check_container(*kinds: type) -> None:
             continue
         name, found = ast.unparse(table), _found(frame, table)
         if isinstance(table, (ast.List, ast.Dict, ast.Tuple)):
-            found = ast.literal_eval(table) if _is_literal(table) else None
+            found = _literal(table)
         if isinstance(found, kinds) or _is_numpys(found):
             facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
             raise ForeignCaptureError(where=where, **facts)
@@ -275,11 +275,11 @@ def _table_of(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _is_literal(node: ast.expr) -> bool:
+def _literal(node: ast.expr) -> object:
+    """The value of a literal; None for any other expression."""
     with suppress(ValueError):
-        ast.literal_eval(node)
-        return True
-    return False
+        return ast.literal_eval(node)
+    return None
 
 
 def of_operand(value: object) -> str:

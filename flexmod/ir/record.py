@@ -38,7 +38,7 @@ from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.proxy import Proxy
-from flexmod.ir.torch_calls import CONCRETE
+from flexmod.ir.torch_calls import CONCRETE, SPECIAL
 from flexmod.ir.trace import Traced, capture_of, plain_number, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import reduces
@@ -52,8 +52,6 @@ PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dt
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
 METADATA = ("size", "dim", "ndimension", "__len__", "is_floating_point")
-# functions that a trace accepts in addition to its tables' operations
-TO = ("to", "type", "type_as", "tensor", "new_tensor", "as_tensor", "scalar_tensor")
 FORMS: dict[str, Callable[..., Any]] = {"tuple": tuple, "list": list}
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...], bool]
@@ -281,12 +279,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _check_known(name: str) -> None:
-    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, TO, OF_VECTORS, vars(Proxy))
+    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, SPECIAL, OF_VECTORS, vars(Proxy))
     if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
-        raise errors.UnknownOperationError(
-            operation=f"torch.{name}",
-            advice=advice.ELEMENTWISE,
-        )
+        raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
 
 
 @lru_cache(1024)
@@ -401,21 +396,32 @@ def decoded(text: str) -> Any:
         raise ConstantError(problem=f"the text {text[:80]!r}") from error
 
 
+def _named(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, NAMED):
+        raise ValueError(name)
+    return found
+
+
+# what JSON does not have, by name: the classes, what JSON stores of a value, and the value of that
+STORED: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": ((float,), float.hex, float.fromhex),
+    "torch": (NAMED, lambda value: str(value).removeprefix("torch."), _named),
+    "device": ((torch.device,), str, torch.device),
+    "slice": ((slice,), lambda value: _plain((value.start, value.stop, value.step)),
+              lambda parts: slice(*map(_value, parts))),
+    "ellipsis": ((type(Ellipsis),), lambda value: 0, lambda stored: Ellipsis),
+}  # fmt: skip
+
+
 def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    if type(value) is float:
-        return {"float": value.hex()}
-    if isinstance(value, NAMED):
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, slice):
-        return {"slice": [_plain(part) for part in (value.start, value.stop, value.step)]}
-    if value is Ellipsis:
-        return {"ellipsis": 0}
+    for name, (kinds, stored, _) in STORED.items():
+        if type(value) in kinds:
+            return {name: stored(value)}
     raise ConstantError(problem=f"a {type(value).__name__}")
 
 
@@ -424,20 +430,8 @@ def _value(plain: Any) -> Any:
         return tuple([_value(item) for item in plain])
     if not isinstance(plain, dict):
         return plain
-    ((kind, value),) = plain.items()
-    if kind == "float":
-        return float.fromhex(value)
-    if kind == "torch":
-        found = getattr(torch, value)
-        if isinstance(found, NAMED):
-            return found
-    if kind == "device":
-        return torch.device(value)
-    if kind == "slice":
-        return slice(*map(_value, value))
-    if kind == "ellipsis":
-        return Ellipsis
-    raise ValueError(kind)
+    ((name, stored),) = plain.items()
+    return STORED[name][2](stored)
 
 
 # A backward may run after its mask is deleted, so this many unreferenced graphs stay in memory.

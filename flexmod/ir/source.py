@@ -11,6 +11,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -235,18 +236,11 @@ def near(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _near_function(function: Any) -> Iterator[tuple[str, Any]]:
     code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    yield from ((name, cell.cell_contents) for name, cell in cells if _is_full(cell))
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
     if is_users(code.co_filename):  # globals of torch's functions are not the user's captures
         yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
     yield from (function.__kwdefaults__ or {}).items()
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -47,19 +47,19 @@ def call(
     if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
         kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
         args = ()
-    if not args and (bare in FILLS or bare in _SPECIAL):
+    if not args and (bare in FILLS or bare in SPECIAL):
         args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
     wide = vectors.any_wide(args, kwargs)
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)
-    if wide and any(bare in table for table in (CASTS, FILLS, _SPECIAL, BY_TORCH_NAME, COMPOSED)):
+    if wide and any(bare in table for table in (CASTS, FILLS, SPECIAL, BY_TORCH_NAME, COMPOSED)):
         return vectors.unrolled(tracer, bare, partial(_each, tracer, func), args, kwargs)
     if bare in CASTS:
         return tracer.cast(args[0], CASTS[bare])
     if bare in FILLS:
         return _fill(tracer, bare, *args, **kwargs)
-    if bare in _SPECIAL:
-        return _SPECIAL[bare](tracer, *args, **kwargs)
+    if bare in SPECIAL:
+        return SPECIAL[bare](tracer, *args, **kwargs)
     if bare in BY_TORCH_NAME:
         return _table_row(tracer, bare, args, kwargs)
     if bare in COMPOSED:
@@ -202,7 +202,7 @@ def _type(tracer: AbstractTracer, value: Any, dtype: Any = None, **options: Any)
     return tracer.cast(value, dtype)
 
 
-_SPECIAL: dict[str, Callable[..., Proxy]] = {
+SPECIAL: dict[str, Callable[..., Proxy]] = {
     "to": _to,
     "type": _type,
     "type_as": _to,
