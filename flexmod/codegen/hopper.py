@@ -13,6 +13,7 @@ import torch
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
+from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
 
 Registers = tuple[int, int, int]
@@ -108,12 +109,12 @@ def _warps(registers: Registers) -> Mapping[str, int]:
 def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     """Why the forward's or the backward's kernels do not support a spec, or None if they do."""
     if spec.q_dtype not in (*HALF, *FLOAT8):
-        return f"{_name(spec.q_dtype)} operands"
+        return f"{dtype_name(spec.q_dtype)} operands"
     of_values = (*HALF, *FLOAT8) if spec.q_dtype in FLOAT8 else (spec.q_dtype,)
     if spec.k_dtype != spec.q_dtype or spec.v_dtype not in of_values:
         return "keys and values of another dtype than the queries"
     if spec.out_dtype not in (None, *HALF):
-        return f"an output in {_name(spec.out_dtype)}"
+        return f"an output in {dtype_name(spec.out_dtype)}"
     for dim in (spec.head_dim, spec.value_dim):
         if dim > WIDEST:
             return f"a head dimension of {dim}, above {WIDEST}"
@@ -168,10 +169,6 @@ def sum_row(head_tile: int) -> int:
     is faster. It takes one more register, which heads of 64 do not have.
     """
     return 32 if head_tile <= 64 else 64
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def ladder(

@@ -309,7 +309,7 @@ class Kernels:
         exponent        `score` as the exponent of a forward's weights, see `ir/exponents.py`
         options         validated kernel_options
 
-    `interpreted`: Triton's interpreter runs the kernels on CPU tensors.
+    `interpreted`: Triton's interpreter runs the kernels on CPU tensors. `tiles`: see `Made`.
     """
 
     spec: KernelSpec
@@ -321,6 +321,8 @@ class Kernels:
     interpreted: bool = False
     captures: CaptureTexts = NO_CAPTURES
     exponent: ModText | None = None
+    tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict, init=False)
+    _ladders: dict[KernelName, tuple[Tile, ...]] = field(default_factory=dict, init=False)
 
     family: ClassVar[str] = "portable"
     limits: ClassVar[Limits] = Limits(passing=64)
@@ -342,11 +344,6 @@ class Kernels:
     def small_scores(self) -> bool:
         """Are scores small for all operands? Then the backward needs only the lse."""
         return self.score is not None and self.score.small
-
-    @cached_property
-    def tiles(self) -> dict[tuple[str, torch.device], Any]:
-        """See `Made`."""
-        return {}
 
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
         """The tiles to try; see `spec.ladder`."""
@@ -371,7 +368,3 @@ class Kernels:
             if text is not None:
                 values |= captured.arguments(text)
         return values
-
-    @cached_property
-    def _ladders(self) -> dict[KernelName, tuple[Tile, ...]]:
-        return {}

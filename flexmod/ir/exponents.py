@@ -40,6 +40,7 @@ from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
+from flexmod.ir.passes import as_float
 
 # Scores up to this size may be computed in any order: their float32 error stays below 2^-12.
 SMALL = 2048.0
@@ -320,9 +321,9 @@ class _ExponentRewriter:
         if squashed and "score" in node.home and _is_tame(node):
             self._place_squashed(factor, node)
         elif (steps := _steps_of_kv(node)) is not None and steps:
-            offset = self._as_float(self.builder.input("offset", torch.int32))
+            offset = as_float(self.builder, self.builder.input("offset", torch.int32))
             self.columns.append(self._times(offset, factor.times(float(steps))))
-            self.rows.append(self._times(self._as_float(self._at_start(node)), factor))
+            self.rows.append(self._times(as_float(self.builder, self._at_start(node)), factor))
         elif node.home <= ROW:
             self.rows.append(self._times(self._float(node), factor))
         elif node.home <= COLUMN:
@@ -384,14 +385,7 @@ class _ExponentRewriter:
         return self.builder.const(value, torch.float32)
 
     def _float(self, node: Node) -> Node:
-        return self._as_float(self.builder.copied(node))
-
-    def _as_float(self, node: Node) -> Node:
-        if node.dtype == torch.float32:
-            return node
-        if node.is_const:
-            return self._number(float(node.value))  # type: ignore[arg-type]
-        return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
+        return as_float(self.builder, self.builder.copied(node))
 
     def _at_start(self, node: Node) -> Node:
         """The node at the tile's first key."""
@@ -456,7 +450,8 @@ def node_bounds(graph: Graph) -> dict[Node, Bounds]:
     """`score_bounds` of each node."""
     known: dict[Node, Bounds] = {}
     for node in graph.nodes:
-        known[node] = _without_nan(_bounds_of(node, known))
+        found = _bounds_of(node, known)
+        known[node] = UNKNOWN if any(end != end for end in found) else found
     return known
 
 
@@ -470,7 +465,3 @@ def _bounds_of(node: Node, known: dict[Node, Bounds]) -> Bounds:
         return UNKNOWN
     low, high = row.interval(*(known[a] for a in node.args))
     return float(low), float(high)
-
-
-def _without_nan(found: Bounds) -> Bounds:
-    return UNKNOWN if any(end != end for end in found) else found

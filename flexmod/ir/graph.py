@@ -66,7 +66,7 @@ class Node:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _result, (Graph("node", (self,)),)
+        return operator.attrgetter("result"), (Graph("node", (self,)),)
 
     @property
     def is_const(self) -> bool:
@@ -307,10 +307,6 @@ def _unpickled(
             home: Home = frozenset().union(*[a.home for a in args])
             made.append(Node(op, args, dtype, value, where, home))
     return Graph(kind, tuple(made[place] for place in results), captures, lines, expected)
-
-
-def _result(graph: Graph) -> Node:
-    return graph.result
 
 
 Change = Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]

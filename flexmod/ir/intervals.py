@@ -36,7 +36,7 @@ from flexmod.ir.ends import End, brought_to, clamp_to_dtype, dtype_limits, witho
 from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, Sources, regroup, serves
-from flexmod.ir.ops import CAST, COMPARISONS, OPS, strong
+from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, strong
 from flexmod.ir.passes import Extents, Places, optimize, simplify
 
 # Arithmetic on unknown int64 values is bounded if they are below this: then no sum of two, and no product
@@ -122,7 +122,7 @@ class _Analyzer:
     def analyze(self) -> Analysis:
         for node in self._needed():
             self.found[node] = self._bounds(node)
-        nodes = [self._node(end) for end in self._of(self.graph.result)]
+        nodes = [self._node(end, torch.bool) for end in self._of(self.graph.result)]
         graph = simplify(self.graph.of(nodes, "bounds"))
         names = {n.value for n in graph.nodes if n.op == "input"}
         terms = (term for term, _ in self.terms.values())
@@ -144,8 +144,8 @@ class _Analyzer:
         """The nodes whose bounds follow from the bounds of other nodes by a rule."""
         return [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
 
-    def _node(self, end: Any) -> Node:
-        return end.node if isinstance(end, End) else self.builder.const(bool(end), torch.bool)
+    def _node(self, end: Any, dtype: torch.dtype) -> Node:
+        return end.node if isinstance(end, End) else self.builder.const(number(end, dtype).item(), dtype)
 
     def _of(self, node: Node) -> Bounds:
         if node not in self.found and node.home <= UNIFORM:
@@ -328,13 +328,13 @@ class _Analyzer:
         direct = [f for a in node.args if (f := self.forms.of(a)) and (f.of("q_idx") or f.of("kv_idx"))]
         if direct or at is False:  # an index that changes with every position never has one value in a tile
             return dtype_limits(dtype)
-        chosen = [self._index(bounds.choose(at, i, 0), a) for i, a in zip(indices, node.args, strict=True)]
+        chosen = [
+            self._node(bounds.choose(at, i, 0), strong(a.dtype))
+            for i, a in zip(indices, node.args, strict=True)
+        ]
         loaded = self.builder.node("load", chosen, node.dtype, node.value, node.where)
         end = End(self.builder, loaded)
         return bounds.choose_bounds(at, without_nan(self.builder, (end, end), dtype), dtype_limits(dtype))
-
-    def _index(self, end: Any, argument: Node) -> Node:
-        return end.node if isinstance(end, End) else self.builder.const(end, strong(argument.dtype))
 
 
 def _is_moderate(found: Bounds) -> bool:

@@ -116,8 +116,8 @@ class Positions(Movable):
 
     def tensors(self) -> dict[str, tuple[Tensor, int]]:
         """The offsets that are tensors, by name, with their bounds."""
-        given = {"q_offset": (self.q_offset, self.q_bound), "kv_offset": (self.kv_offset, self.kv_bound)}
-        return {name: (offset, bound) for name, (offset, bound) in given.items() if is_tensor(offset)}  # type: ignore[misc]
+        given = ("q_offset", self.q_offset, self.q_bound), ("kv_offset", self.kv_offset, self.kv_bound)
+        return {name: (offset, bound) for name, offset, bound in given if isinstance(offset, Tensor)}
 
     def check_values(self) -> None:
         """Validates the values of CPU offsets; of all offsets with FLEXMOD_CHECK_BOUNDS=1.
@@ -153,9 +153,8 @@ NO_OFFSETS = Positions()
 
 
 def _plus(name: str, index: Any, offset: int | Tensor, b: Any, bound: int) -> Any:
-    if not is_tensor(offset):
+    if not isinstance(offset, Tensor):
         return index if type(offset) is int and offset == 0 else index + offset
-    assert isinstance(offset, Tensor)
     zero = b.new_zeros((), dtype=offset.dtype)
     if offset.dim() == 0:
         entry = torch.maximum(zero, offset)
@@ -221,7 +220,7 @@ def stated(
     """
     q, q_bound = _checked("q_offset", q_offset, batch, device, place)
     kv, kv_bound = _checked("kv_offset", kv_offset, batch, device, place)
-    if not is_tensor(q) and not is_tensor(kv) and q == 0 and kv == 0:
+    if not isinstance(q, Tensor) and not isinstance(kv, Tensor) and q == 0 and kv == 0:
         return None
     found = Positions(q, kv, q_bound, kv_bound)
     if not torch.compiler.is_compiling():
@@ -253,14 +252,10 @@ def of_call(
     return of_mask
 
 
-def is_tensor(offset: object) -> bool:
-    return isinstance(offset, Tensor)
-
-
 def same_offset(one: int | Tensor, other: int | Tensor) -> bool:
     """Are they one number, or tensors that share memory and so stay equal after every write?"""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return not is_tensor(one) and not is_tensor(other) and bool(one == other)
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
     if one is other or torch.compiler.is_compiling():
         return one is other
     if tensor_kinds.has_no_values(one) or tensor_kinds.has_no_values(other):

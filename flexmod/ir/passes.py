@@ -238,10 +238,10 @@ def _split_once(builder: GraphBuilder, node: Node) -> tuple[Node, Node] | None:
     if node.op == "where" and "score" not in node.args[0].home:
         condition, yes, no = node.args
         if _const(no, -math.inf):
-            return _as_float(builder, yes), condition
+            return as_float(builder, yes), condition
         if _const(yes, -math.inf):
             keep = builder.node("logical_not", (condition,), torch.bool, None, node.where)
-            return _as_float(builder, no), keep
+            return as_float(builder, no), keep
     if node.op == "add":
         for side in (0, 1):
             inner = _split_once(builder, node.args[side]) if node.args[side].op == "where" else None
@@ -249,12 +249,13 @@ def _split_once(builder: GraphBuilder, node: Node) -> tuple[Node, Node] | None:
                 value, condition = inner
                 rest = node.args[1 - side]
                 if _const(value, 0):
-                    return _as_float(builder, rest), condition
+                    return as_float(builder, rest), condition
                 return builder.node("add", (rest, value), node.dtype, None, node.where), condition
     return None
 
 
-def _as_float(builder: GraphBuilder, node: Node) -> Node:
+def as_float(builder: GraphBuilder, node: Node) -> Node:
+    """The node in float32."""
     if node.dtype == torch.float32:
         return node
     if node.is_const:
@@ -392,10 +393,8 @@ def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
 
 
 def _as_floats(builder: GraphBuilder, node: Node) -> Node:
-    if node.is_const:
-        return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
     if not _mixed(node):
-        return builder.node(CAST, (builder.copies[node],), torch.float32, torch.float32, node.where)
+        return as_float(builder, builder.copies[node])
     args = tuple(_as_floats(builder, a) for a in node.args)
     if node.op == CAST:  # to an integer dtype that holds it
         return args[0]
