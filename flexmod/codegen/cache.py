@@ -96,7 +96,7 @@ def _write(file_name: str, text: str) -> Path:
     except OSError as error:
         _warn_once(folder, error.strerror or str(error))
     try:
-        return _write_in(_process_folder(), file_name, text)
+        return _write_in(Path(_temporary_directory().name), file_name, text)
     except OSError:  # the module works without its file, which nothing reads
         return folder / file_name
 
@@ -131,10 +131,6 @@ def _warn_once(folder: Path, reason: str) -> None:
 @cache
 def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="flexmod-")
-
-
-def _process_folder() -> Path:
-    return Path(_temporary_directory().name)
 
 
 def _execute(text: str, path: Path, name: str) -> ModuleType:

@@ -359,15 +359,11 @@ def bitwise_or(a: Bounds, b: Bounds) -> Bounds:
         return either(a, b)
     a, b = known_ends(a), known_ends(b)
     low, high = _two_powers(a, b)
-    return (max(a[0], b[0]), high) if a[0] >= 0 and b[0] >= 0 else (low, high)
+    return (low if low < 0 else max(a[0], b[0])), high
 
 
 def bitwise_xor(a: Bounds, b: Bounds) -> Bounds:
-    if _truths(a, b):
-        return one_of(a, b)
-    a, b = known_ends(a), known_ends(b)
-    low, high = _two_powers(a, b)
-    return (0, high) if a[0] >= 0 and b[0] >= 0 else (low, high)
+    return one_of(a, b) if _truths(a, b) else _two_powers(known_ends(a), known_ends(b))
 
 
 def bitwise_not(a: Bounds) -> Bounds:
@@ -386,11 +382,10 @@ def _truths(a: Bounds, b: Bounds) -> bool:
 
 
 def _two_powers(a: Bounds, b: Bounds) -> Bounds:
-    """The range of numbers that need no more bits than the widest end."""
-    if _unknown(a) or _unknown(b):
-        return UNKNOWN
-    top = 2 ** max(int(x).bit_length() for x in (*a, *b))
-    return -top, top - 1
+    """The range of numbers that need no more bits than the widest end, without negative ones if none is."""
+    endless = _unknown(a) or _unknown(b)
+    top = math.inf if endless else 2 ** max(int(x).bit_length() for x in (*a, *b))
+    return (0 if a[0] >= 0 and b[0] >= 0 else -top), top - 1
 
 
 ROUNDED = frozenset({

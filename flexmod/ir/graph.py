@@ -28,7 +28,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -39,6 +39,7 @@ from flexmod.runtime.private_torch import assume_constant, innermost_mode_name
 # A dtype is a torch dtype, or `bool`, `int`, `float` for a Python number, which is weak in torch's promotion.
 DType = torch.dtype | type
 
+Shared = TypeVar("Shared")
 Structure = tuple[object, ...]
 Home = frozenset[str]
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
@@ -50,20 +51,26 @@ ELEMENT: Home = frozenset(POSITIONS)
 _HOMES: dict[str, Home] = {"scale": frozenset(), "offset": frozenset({"kv_idx"})}
 
 
+class Immutable:
+    """Base of objects that all copies share."""
+
+    __slots__ = ()
+
+    def __copy__(self: Shared) -> Shared:
+        return self
+
+    def __deepcopy__(self: Shared, memo: object) -> Shared:
+        return self
+
+
 @dataclass(frozen=True, eq=False, slots=True)
-class Node:
+class Node(Immutable):
     op: str
     args: tuple[Node, ...]
     dtype: DType
     value: object = None
     where: Where | None = None
     home: Home = frozenset()
-
-    def __copy__(self) -> Node:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Node:
-        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return operator.attrgetter("result"), (Graph("node", (self,)),)
@@ -157,7 +164,7 @@ def _freeze(value: object) -> object:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(Immutable):
     """`kind` is "mask", "score" or, for derivatives, "grad"; `results` are the roots.
 
     `lines`: comparisons include the user's lines. Texts for people need them; mods that differ only in their
@@ -199,12 +206,6 @@ class Graph:
     @cached_property
     def _hash(self) -> int:
         return hash(self.key)
-
-    def __copy__(self) -> Graph:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Graph:
-        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles as a flat list of nodes: nested pickling would exceed Python's recursion limit."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmod.errors import NotPicklableError
 from flexmod.ir.evaluate import real_dtype
-from flexmod.ir.graph import DType, Graph
+from flexmod.ir.graph import DType, Graph, Immutable
 from flexmod.ir.ops import CAST, HALF, OPS
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.source import mod_name
@@ -129,7 +129,7 @@ class _ReplayStep(NamedTuple):
     half: torch.dtype | None = None
 
 
-class _Program:
+class _Program(Immutable):
     """The steps of a graph. Slots hide its contents from searches for tensors and functions in objects."""
 
     __slots__ = ("result", "steps")
@@ -137,9 +137,6 @@ class _Program:
     def __init__(self, graph: Graph) -> None:
         self.steps = _steps(graph)
         self.result = graph.nodes.index(graph.result)
-
-    def __deepcopy__(self, memo: object) -> _Program:
-        return self
 
 
 class Replay(CopiesByAttribute):
