@@ -158,3 +158,19 @@ def test_a_handle_keeps_the_default_dtype_of_its_trace() -> None:
         torch.testing.assert_close(handle(q, k, v), expected, rtol=1e-5, atol=2e-6)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_number_stays_float32_in_half_arithmetic(backend: str) -> None:
+    """Whether it is a constant of the kernels or an argument of them."""
+    table = torch.tensor([3.0], dtype=torch.float16)
+    q, k, v = torch.randn(3, 1, 1, 20, 16).unbind()
+    for number in (0.1, 0.3, 0.7):
+
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, number: float = number) -> Any:
+            return score - (table[h] * number).float() * kv_idx * 8
+
+        found = flex_attention(q, k, v, score_mod, kernel_options={"BACKEND": backend})
+        factor = (table * number).double()  # torch's own product
+        scores = q.double() @ k.double().mT / 4 - factor * torch.arange(20) * 8
+        torch.testing.assert_close(found.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-4)

@@ -238,14 +238,14 @@ class TritonWriter:
             source = node.args[0]
             return cast(self.value(function, source), strong(source.dtype), node.dtype)  # type: ignore[arg-type]
         row = OPS[node.op]
-        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
-        template = self._template(node, at[-1])
-        has_dtype = asks_for_dtype(template, at[-1])
+        arguments = row.arguments(node)
+        at = arguments[-1][1]
+        template = self._template(node, at)
+        has_dtype = asks_for_dtype(template, at)
         values = []
-        for argument, dtype in zip(node.args, at, strict=True):
+        for argument, dtype in arguments:
             if argument.is_const:
-                at_dtype = row.number_dtype(dtype)
-                values.append(triton_literal(argument.value, at_dtype, has_dtype=has_dtype))
+                values.append(triton_literal(argument.value, dtype, has_dtype=has_dtype))
             else:
                 values.append(cast(self.value(function, argument), strong(argument.dtype), dtype))
         text = fill(template, values)

@@ -165,10 +165,7 @@ def _value(
     if node.op == CAST:
         return _argument(values[node.args[0]], real_dtype(node.dtype, real))
     row = OPS[node.op]
-    at = ((a, real_dtype(d, real)) for a, d in row.arguments(node))
-    arguments = [
-        _argument(values[a], row.number_dtype(d) if a.op in ("const", "param") else d) for a, d in at
-    ]
+    arguments = [_argument(values[a], real_dtype(d, real)) for a, d in row.arguments(node)]
     function = QUICKER.get(row.torch, row.torch) if quick else row.torch
     result = real_dtype(node.dtype, real)
     if row.at == "result" and result in HALF:  # in float32, then rounded, as kernels and torch do

@@ -139,7 +139,7 @@ class GraphBuilder:
         return self.node(node.op, args, node.dtype, node.value, node.where)
 
     def copied(self, node: Node) -> Node:
-        """A node of another builder and all that it depends on, except where `copies` has another node."""
+        """A copy of another builder's node and of its arguments; a node of `copies` is not copied again."""
         if node not in self.copies:
             self.copies[node] = self.keep(node, tuple(map(self.copied, node.args)))
         return self.copies[node]

@@ -265,10 +265,7 @@ class _Analyzer:
         floats = dtype.is_floating_point or any(strong(a.dtype).is_floating_point for a in node.args)
         if row is None or row.interval is None or (floats and row.interval not in bounds.ROUNDED):
             return dtype_limits(dtype)
-        arguments = [
-            brought_to(self.builder, self._of(a), a, row.number_dtype(d) if a.is_const else d)
-            for a, d in row.arguments(node)
-        ]
+        arguments = [brought_to(self.builder, self._of(a), a, d) for a, d in row.arguments(node)]
         rule, sizes = row.interval, arguments
         squares = node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool
         if squares:

@@ -140,9 +140,10 @@ class Op:
         return tuple(strong(d) for d in dtypes)
 
     def arguments(self, node: Node) -> list[tuple[Node, Strong]]:
-        """A node's arguments, each with the dtype to which it is cast."""
+        """A node's arguments, each with the dtype to which it is cast or, as a number, rounded."""
         at = self.argument_dtypes([a.dtype for a in node.args], node.dtype)
-        return list(zip(node.args, at, strict=True))
+        pairs = zip(node.args, at, strict=True)
+        return [(a, self.number_dtype(d) if a.op in ("const", "param") else d) for a, d in pairs]
 
     def number_dtype(self, at: Strong) -> Strong:
         """The dtype to which a Python number is rounded: torch keeps it in float32 in half arithmetic."""

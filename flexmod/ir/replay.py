@@ -252,7 +252,7 @@ def _steps(graph: Graph) -> tuple[_ReplayStep, ...]:
         if row is None or n.op == CAST:
             steps.append(_ReplayStep(*known))
             continue
-        at = tuple([row.number_dtype(d) if a.is_const else d for a, d in row.arguments(n)])
+        at = tuple([d for _, d in row.arguments(n)])
         half = n.dtype if row.at == "result" and n.dtype in HALF else None
         steps.append(_ReplayStep(*known, row.torch, at, half))
     return tuple(steps)

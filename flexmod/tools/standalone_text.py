@@ -261,17 +261,16 @@ class _TorchWriter:
         if node.op == CAST:
             return fill(f"{{0}}.{_to(node.dtype)}", [self._value(node.args[0])])  # type: ignore[arg-type]
         row = OPS[node.op]
-        at = row.argument_dtypes([a.dtype for a in node.args], node.dtype)
+        arguments = row.arguments(node)
         # a 0-d tensor promotes other tensors less than a mod's scalars promote each other
         said = any(not a.home and (not a.is_const or isinstance(a.dtype, torch.dtype)) for a in node.args)
-        clamps = node.op in CLAMPS and at[0] != torch.bool and any(a.is_const for a in node.args)
+        clamps = node.op in CLAMPS and arguments[0][1] != torch.bool and any(a.is_const for a in node.args)
         template = CLAMPS[node.op] if clamps else row.python
         values = []
-        for argument, dtype in zip(node.args, at, strict=True):
+        for argument, dtype in arguments:
             if argument.is_const:
-                wanted = row.number_dtype(dtype)
-                number = literal(argument.value, wanted)
-                values.append(number if template else f"torch.tensor({number}, dtype={wanted}, device='cpu')")
+                number = literal(argument.value, dtype)
+                values.append(number if template else f"torch.tensor({number}, dtype={dtype}, device='cpu')")
                 continue
             value = self._value(argument)
             cast = strong(argument.dtype) != dtype and (said or row.at == "bool")
