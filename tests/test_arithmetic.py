@@ -174,3 +174,15 @@ def test_a_number_stays_float32_in_half_arithmetic(backend: str) -> None:
         factor = (table * number).double()  # torch's own product
         scores = q.double() @ k.double().mT / 4 - factor * torch.arange(20) * 8
         torch.testing.assert_close(found.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_powers_of_positions(backend: str) -> None:
+    """Their bounds exceed every float: 2147483647 ** 2147483647 where kernels serve calls of any size."""
+    q, k, v = torch.randn(3, 1, 1, 20, 16).unbind()
+    found = flex_attention(
+        q, k, v, lambda score, b, h, q_idx, kv_idx: score + b**kv_idx, kernel_options={"BACKEND": backend}
+    )
+    scores = q.double() @ k.double().mT / 4 + 0 ** torch.arange(20)
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-5)
+    assert create_block_mask(lambda b, h, q_idx, kv_idx: q_idx**kv_idx >= 0, None, None, 70000, 128)

@@ -122,7 +122,7 @@ def dtypes_when_widened(graph: Graph) -> dict[Node, torch.dtype]:
 
 def _unwrapped(found: bounds.Bounds, node: Node) -> bounds.Bounds:
     """Bounds of exact arithmetic. Bounds without an end come from a load, and such arithmetic may wrap."""
-    if all(map(math.isfinite, found)):
+    if all(isinstance(x, int) or math.isfinite(x) for x in found):  # a power may exceed all floats
         low, high = (max(-LARGEST, min(LARGEST, x)) for x in found)
         return low, high
     return bounds.UNKNOWN if node.op in LEAVES_DTYPE else found
