@@ -229,20 +229,19 @@ def _read(code: CodeType) -> _Code | None:
 
 def _study(code: CodeType) -> _Code | None:
     named: dict[str, None] = {}
-    asked: dict[str, None] = {}
+    attributes: dict[str, None] = {}
     for part in _nested(code):
         for step in dis.get_instructions(part):
             if step.opname.startswith(REFUSED):
                 return None
             if step.opname.startswith("STORE_DEREF") and step.argval in part.co_freevars:
                 return None
-            if step.opname == "LOAD_GLOBAL":
-                named[step.argval] = None
-        asked |= dict.fromkeys(part.co_names)
-    attributes = tuple(name for name in asked if name in ATTRIBUTES)
-    if any(name not in ATTRIBUTES and name not in named for name in asked):
+            if step.opcode in dis.hasname:
+                names = named if step.opname == "LOAD_GLOBAL" else attributes
+                names[step.argval] = None
+    if not attributes.keys() <= ATTRIBUTES:
         return None
-    return _Code(code, tuple(named), attributes)
+    return _Code(code, tuple(named), tuple(attributes))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -219,6 +219,9 @@ def writing(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         lambda score, b, h, q_idx, kv_idx: score + HOLDER.limit,
         lambda score, b, h, q_idx, kv_idx: score + LIMITS[0],
         lambda score, b, h, q_idx, kv_idx: score + getattr(HOLDER, "limit"),  # noqa: B009
+        # an attribute with the name of a global
+        lambda score, b, h, q_idx, kv_idx: score + LIMIT + TABLE.LIMIT,  # type: ignore[attr-defined]
+        lambda score, b, h, q_idx, kv_idx: score + LIMIT + torch.nn.LIMIT,  # type: ignore[attr-defined]
         lambda score, b, h, q_idx, kv_idx: score + torch.get_num_threads(),
         lambda score, b, h, q_idx, kv_idx: print() or score,
         lambda score, b, h, q_idx, kv_idx: score + NOWHERE,  # type: ignore[name-defined]  # noqa: F821
