@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from flexmod import errors
+from flexmod.errors import Where
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY
 from flexmod.ir.graph import Graph, Node, dtype_name
@@ -61,8 +62,9 @@ class AbstractTracer(Protocol):
 class TracedValue:
     """Base of traced values: passes torch functions and methods to the tracer."""
 
-    __slots__ = ("_tracer",)
+    __slots__ = ("_overwritten", "_tracer")  # a class's first slot has its content
     _tracer: AbstractTracer
+    _overwritten: tuple[str, Where | None]
 
     @classmethod
     def __torch_function__(
@@ -122,6 +124,9 @@ class TracedValue:
 
     def __getattr__(self, name: str) -> Any:
         """Tensor methods: score.tanh(), q_idx.to(...), row.sum()."""
+        if name == type(self).__slots__[0]:  # deleted, see `augmented`
+            operator, where = self._overwritten
+            raise errors.MutationError(operation=f"{operator} on a value that is read later", where=where)
         if name.startswith("_") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"a traced value has no attribute {name!r}")
         method = getattr(torch.Tensor, name)
@@ -191,12 +196,28 @@ NUMPY_OPERATORS = {  # where numpy's name is not the table's
     "equal": "eq", "not_equal": "ne", "left_shift": "bitwise_left_shift",
     "right_shift": "bitwise_right_shift",
 }  # fmt: skip
+AUGMENTED = {
+    "add": "+=", "sub": "-=", "mul": "*=", "truediv": "/=", "floordiv": "//=", "pow": "**=", "mod": "%=",
+    "and": "&=", "or": "|=", "xor": "^=", "lshift": "<<=", "rshift": ">>=",
+}  # fmt: skip
 CONCRETE = ("round", "int", "float", "index", "complex", "len", "iter", "contains")
 
 
 def _install_operators() -> None:
     def binary(name: str) -> Any:
-        return lambda self, other: self._tracer.apply(name, (self, other))
+        # pow() gives a modulus too
+        return lambda self, other, *rest: NotImplemented if rest else self._tracer.apply(name, (self, other))
+
+    def augmented(name: str, operator: str) -> Any:
+        """`x += y` makes a new value. torch writes in place, so other names of x may not be read later."""
+
+        def write(self: TracedValue, other: Any) -> Any:
+            found = self._tracer.apply(name, (self, other))
+            self._overwritten = operator, user_line()
+            delattr(self, type(self).__slots__[0])
+            return found
+
+        return write
 
     def reflected(name: str) -> Any:
         return lambda self, other: self._tracer.apply(name, (other, self))
@@ -218,6 +239,8 @@ def _install_operators() -> None:
     for dunder, name in BINARY.items():
         setattr(TracedValue, f"__{dunder}__", binary(name))
         setattr(TracedValue, f"__r{dunder}__", reflected(name))
+    for dunder, operator in AUGMENTED.items():
+        setattr(TracedValue, f"__i{dunder}__", augmented(BINARY[dunder], operator))
     for dunder, name in UNARY.items():
         setattr(TracedValue, f"__{dunder}__", unary(name))
     for name in CONCRETE:

@@ -363,7 +363,7 @@ class Tracer:
         # arithmetic on positions may be widened to int64, but it must wrap where the user wrote int32
         wraps = dtype == torch.int32 and node.op not in ("load", CAST)
         if node.dtype == dtype and not wraps:
-            return Proxy(self, node)
+            return value if isinstance(value, Proxy) else Proxy(self, node)  # torch returns the same tensor
         return Proxy(self, self._add(CAST, (node,), dtype, dtype))
 
     def result(self, value: Any, kind: str) -> Node:

@@ -293,6 +293,15 @@ def closure(window: int) -> Callable[..., Any]:
     return mask
 
 
+def with_augmented_assignments(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    distance = q_idx - kv_idx
+    distance *= 5
+    distance //= 3
+    near = distance >= 0
+    near &= kv_idx < 6
+    return near
+
+
 MODS: dict[str, Callable[..., Any]] = {
     "lambda": lambda b, h, q, k: q >= k,
     "closure": closure(1),
@@ -308,6 +317,7 @@ MODS: dict[str, Callable[..., Any]] = {
     "module": Module(),
     "wrapped": wrapped,
     "constant": lambda b, h, q, k: True,
+    "augmented assignments": with_augmented_assignments,
     "conditions of Python": lambda b, h, q, k: (q >= k) if docs.numel() > 3 else (q < k),
 }
 

@@ -456,6 +456,37 @@ def or_into_a_capture(b, h, q, k):
     return doc[q] > k
 
 
+OLD = "on a value that is read later"
+
+
+@row(errors.MutationError, *writes(f"+= {OLD}"), kind="score")
+def add_to_a_score_read_later(s, b, h, q, k):
+    biased = s
+    biased += doc[h]  # <-
+    return torch.where(q > k, biased, s)
+
+
+@row(errors.MutationError, *writes(f"*= {OLD}"), kind="score")
+def scale_the_same_score_by_another_name(s, b, h, q, k):
+    scaled = s.float()
+    scaled *= 2  # <-
+    return scaled + s
+
+
+@row(errors.MutationError, *writes(f"-= {OLD}"), kind="score")
+def subtract_from_a_row_read_later(s, b, h, q, k):
+    row = near = learned[h]
+    near -= 1.0  # <-
+    return s + row[q]
+
+
+@row(errors.MutationError, *writes(f"//= {OLD}"))
+def divide_a_position_read_later(b, h, q, k):
+    block = q
+    block //= 4  # <-
+    return doc[q] == block
+
+
 @row(errors.MutationError, *writes("add_"))
 def add_in_place(b, h, q, k):
     return doc.add_(1)[q] > k  # <-
@@ -588,6 +619,14 @@ def called(problem: str) -> tuple[str, str]:
 @row(errors.UnknownOperationError, *called("unsupported operand type(s) for divmod(): 'Proxy' and 'int'"))
 def quotient_and_rest(b, h, q, k):
     return divmod(q, 4)[0] == k  # <-
+
+
+@row(
+    errors.UnknownOperationError,
+    *called("unsupported operand type(s) for ** or pow(): 'Proxy', 'int', 'int'"),
+)
+def power_with_modulus(b, h, q, k):
+    return pow(q, 2, 5) == k  # <-
 
 
 @row(errors.UnknownOperationError, *called("%d format: a real number is required, not Proxy"))
