@@ -54,7 +54,7 @@ def strong(dtype: DType) -> torch.dtype:
     return torch.bool if dtype is bool else torch.int64
 
 
-def _category(dtype: DType) -> int:
+def category(dtype: DType) -> int:
     if dtype in (bool, torch.bool):
         return 0
     return 2 if dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) else 1
@@ -67,7 +67,7 @@ def promote(*dtypes: DType) -> torch.dtype:
     for d in tensors[1:]:
         result = _promoted(result, d)
     for weak in dtypes:
-        if not isinstance(weak, torch.dtype) and _category(weak) > _category(result):
+        if not isinstance(weak, torch.dtype) and category(weak) > category(result):
             result = strong(weak)
     return result
 

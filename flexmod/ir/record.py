@@ -41,7 +41,7 @@ from flexmod.ir.proxy import Proxy
 from flexmod.ir.torch_calls import CONCRETE, SPECIAL
 from flexmod.ir.trace import Traced, capture_of, plain_number, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
-from flexmod.ir.vectors import reduces
+from flexmod.ir.vectors import converts_scalars, reduces
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
@@ -109,8 +109,10 @@ class Recorder(TorchFunctionMode):
             result = _element(args[0], args[1])
         else:
             result = self._called(func, args, kwargs)
-            # a function of vectors is traced once for each element, and torch promotes scalars differently
-            if isinstance(result, Tensor) and result.dim() and not reduces(name.strip("_"), args):
+            # most other functions of vectors are traced once for each element, and torch promotes scalars
+            # differently
+            own = reduces(name.strip("_"), args) or converts_scalars(name)
+            if isinstance(result, Tensor) and result.dim() and not own:
                 result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
         if isinstance(result, Tensor):
             result = result.new_empty((*result.shape, *SHAPE, *result.shape) if result.dim() else SHAPE)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from flexmod import errors
+from flexmod.ir.formulas import BINARY
+from flexmod.ir.ops import BY_TORCH_NAME, HALF, Op, category, promote
 from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, TracedValue
 from flexmod.ir.source import user_line
 
@@ -113,6 +115,11 @@ def unrolled(
         )  # fmt: skip
     if math.prod(shape) > MOST:
         raise vectors[0].refusal
+    common = _dtype_of_scalars(operation, vectors)
+    if common is not None:
+        to = torch.float32 if common in HALF else common
+        args = [_converted(tracer, a, to) for a in args]
+        kwargs = {name: _converted(tracer, a, to) for name, a in kwargs.items()}
 
     def at(value: Any, place: Place) -> Any:
         if not isinstance(value, Vector):
@@ -124,7 +131,37 @@ def unrolled(
         place: function(*(at(a, place) for a in args), **{name: at(a, place) for name, a in kwargs.items()})
         for place in _places(shape)
     }
+    if common in HALF:  # rounded once, as all values of half types
+        items = {place: tracer.cast(item, common) for place, item in items.items()}
     return Vector(tracer, shape, items, vectors[0].refusal)
+
+
+def converts_scalars(name: str) -> bool:
+    """Does an operation convert scalars to the dtype of the vectors beside them? `row_of_int8 * q_idx` is
+    int8, as in torch. Comparisons and `where` of torch's flex_attention compute in the dtype that holds both.
+    """
+    return _converting_row(name) is not None
+
+
+def _converting_row(name: str) -> Op | None:
+    bare = name.strip("_")
+    row = BY_TORCH_NAME.get(bare)
+    if row is None and bare[:1] == "r":
+        row = BY_TORCH_NAME.get(BINARY.get(bare[1:], ""))
+    return row if row is not None and row.at == "result" and bare != "float_power" else None
+
+
+def _dtype_of_scalars(name: str, vectors: Sequence[Vector]) -> torch.dtype | None:
+    """The dtype to which an operation on vectors converts scalars; None if it converts each by itself."""
+    row, common = _converting_row(name), promote(*(v.dtype for v in vectors))
+    return common if row is not None and (common.is_floating_point or row.dtype is promote) else None
+
+
+def _converted(tracer: AbstractTracer, value: Any, dtype: torch.dtype) -> Any:
+    """Casts a scalar that is no number, unless it is of a higher category than the dtype."""
+    if not isinstance(value, (Proxy, torch.Tensor)) or value.dtype == dtype:
+        return value
+    return tracer.cast(value, dtype) if category(value.dtype) <= category(dtype) else value
 
 
 def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int] | None:
@@ -139,10 +176,32 @@ def _whole(x: Any) -> Any:
     return x if x.is_floating_point() else x.to(torch.int64)
 
 
+def _rounded_once(reduction: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    """Reduces half types in float32, as torch does: a partial result may be larger than float16's numbers."""
+
+    def rounded(items: Sequence[Any]) -> Any:
+        dtype = items[0].dtype
+        return reduction([x.float() for x in items]).to(dtype) if dtype in HALF else reduction(items)
+
+    return rounded
+
+
+@_rounded_once
 def _sum(items: Sequence[Any]) -> Any:
     return reduce(lambda x, y: x + y, map(_whole, items))
 
 
+@_rounded_once
+def _mean(items: Sequence[Any]) -> Any:
+    return _sum(items) / len(items)
+
+
+@_rounded_once
+def _product(items: Sequence[Any]) -> Any:
+    return reduce(lambda x, y: x * y, map(_whole, items))
+
+
+@_rounded_once
 def _norm(items: Sequence[Any]) -> Any:
     """The root of the sum of squares; its derivative at 0 is 0, as in torch."""
     square = _sum([x * x for x in items])
@@ -152,8 +211,8 @@ def _norm(items: Sequence[Any]) -> Any:
 _greatest, _least = partial(reduce, torch.maximum), partial(reduce, torch.minimum)
 REDUCED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": _sum,
-    "mean": lambda items: _sum(items) / len(items),
-    "prod": lambda items: reduce(lambda x, y: x * y, map(_whole, items)),
+    "mean": _mean,
+    "prod": _product,
     "any": lambda items: reduce(torch.logical_or, [x.to(torch.bool) for x in items]),
     "all": lambda items: reduce(torch.logical_and, [x.to(torch.bool) for x in items]),
     "amax": _greatest,
@@ -189,7 +248,8 @@ def call(tracer: AbstractTracer, name: str, args: Sequence[Any], kwargs: dict[st
     if name in PRODUCTS:
         if len(operands) != 2 or operands[1].dim() != 1 or operands[0].shape[-1] != len(operands[1]):
             raise refusal
-        return _reduced(_vector(tracer, operands[0] * operands[1], name), _sum, (-1,), False)
+        x, y = (_vector(tracer, operand, name) for operand in operands)
+        return _product_of(x, y)
     named.pop("ord", None) if named.get("ord", 2) == 2 else None
     named.pop("p", None) if named.get("p", 2) in (2, "fro") else None
     dims, keepdim = (rest or [named.pop("dim", None)])[0], named.pop("keepdim", False)
@@ -220,6 +280,14 @@ def _reduced(
     return vector.of(shape, [function(items) for items in groups.values()])
 
 
+def _product_of(x: Any, y: Any) -> Vector | Proxy:
+    """The sums of products along the last dimension, in the dtype of both, as in torch."""
+    dtype = promote(x.dtype, y.dtype)
+    products = x.float() * y.float() if dtype in HALF else x * y
+    found = _reduced(products, _sum, (-1,), False)
+    return found if found.dtype == dtype else found.to(dtype)
+
+
 def _made(tracer: AbstractTracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
     """stack and cat, of scalars and vectors of at most one dimension."""
     items: list[Proxy] = []
@@ -235,4 +303,6 @@ def _made(tracer: AbstractTracer, name: str, parts: Sequence[Any], dim: int = 0)
         items += [row] if isinstance(row, Proxy) else list(row._items.values())
     if not 0 < len(items) <= MOST:
         raise refusal
+    dtype = promote(*(x.dtype for x in items))
+    items = [x if x.dtype == dtype else tracer.cast(x, dtype) for x in items]
     return Vector(tracer, (len(items),), dict(zip(_places((len(items),)), items, strict=True)), refusal)

@@ -25,6 +25,8 @@ def tensors() -> dict[str, Tensor]:
         "weight": torch.randn(3, generator=generator),
         "tags": torch.randint(0, 5, (2, LENGTH, 4), generator=generator),
         "wanted": torch.tensor([1, 3, 4]),
+        "bytes": torch.randint(-100, 100, (LENGTH, 3), generator=generator, dtype=torch.int8),
+        "halves": torch.randn(LENGTH, 3, generator=generator).half(),
     }
 
 
@@ -51,6 +53,22 @@ SCORES: dict[str, Made] = {
     "entries": lambda t: lambda s, b, h, q, k: s + (t["place"][q] * 2)[1] - (t["place"][k] * 2)[-2:].sum(),
     "stack": lambda t: lambda s, b, h, q, k: torch.stack([s, t["place"][q][0], s * 2]).amax(0),
     "cat": lambda t: lambda s, b, h, q, k: s + torch.cat([t["place"][q], t["weight"]]).mean(),
+    "a scalar beside bytes": lambda t: lambda s, b, h, q, k: s + (t["bytes"][q] * k).sum() * 0.01,
+    "a scalar by keyword": lambda t: lambda s, b, h, q, k: (
+        s + torch.minimum(t["bytes"][q], other=k * 9).sum() * 0.01 + torch.rsub(t["bytes"][q], k * 9)[0] * 0.1
+    ),
+    "a float beside bytes": lambda t: lambda s, b, h, q, k: (s * 0.01 * t["bytes"][q]).sum(),
+    "mean of halves": lambda t: lambda s, b, h, q, k: (
+        s + (t["halves"][k].abs() * 20000).mean().float() * 1e-4
+    ),
+    "norm of halves": lambda t: lambda s, b, h, q, k: s + (t["halves"][k] * 1000).norm().float() * 1e-3,
+    "dot of halves": lambda t: lambda s, b, h, q, k: (
+        s + torch.dot(t["halves"][q] * 200, t["halves"][k].abs() - t["halves"][k] * 200).tanh()
+    ),
+    "dot of bytes": lambda t: lambda s, b, h, q, k: s + t["bytes"][q] @ t["bytes"][k] * 0.1,
+    "stack of two dtypes": lambda t: lambda s, b, h, q, k: (
+        s + (torch.stack([t["bytes"][k, 0], q]) * 100).sum() * 1e-3
+    ),
     "of integers": lambda t: lambda s, b, h, q, k: s + t["tags"][b, q].sum() * 0.1,
 }  # fmt: skip
 MASKS: dict[str, Made] = {
@@ -109,7 +127,10 @@ def test_masks(name: str) -> None:
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["distance", "@ of a frame", "kept dimensions", "stack", "of integers"])
+IN_GRAPHS = ("distance", "@ of a frame", "kept dimensions", "stack", "of integers", "a scalar beside bytes")
+
+
+@pytest.mark.parametrize("name", IN_GRAPHS)
 def test_in_a_compiled_graph(name: str) -> None:
     torch._dynamo.reset()
     inputs, captured = qkv(), tensors()
@@ -124,3 +145,13 @@ def test_the_root_of_nothing_has_a_gradient_of_0() -> None:
     out = flex_attention(*qkv(), lambda s, b, h, q, k: s - (place[q] - place[k]).norm())
     (grad,) = torch.autograd.grad(out.sum(), place)
     assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_a_scalar_beside_halves_is_not_rounded() -> None:
+    """torch computes half types in float32, and rounds the result."""
+    halves, large = torch.full((LENGTH, 2), 1e-3).half(), torch.tensor(1e5)
+    inputs = qkv()
+    out = flex_attention(*inputs, lambda s, b, h, q, k: s + (halves[k] * large)[0] * (k < 9))
+    bias = (halves[:, 0] * large).float() * (torch.arange(LENGTH) < 9)
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, bias.expand(LENGTH, LENGTH))
+    torch.testing.assert_close(out, expected)
