@@ -28,6 +28,7 @@ Assign = Callable[[Tensor], Any]
 @dataclass(slots=True)
 class Slotted:
     tensor: Tensor
+    other: Tensor | None = None
 
     def __call__(self) -> Tensor:
         return self.tensor
@@ -293,6 +294,100 @@ def test_an_entry_that_is_gone() -> None:
             assert near(attend(*tensors), truth(*tensors, lambda s, *_: holder[-1] * s))
     with pytest.raises(IndexError):
         attend(*tensors)
+
+
+def last_of_list(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = [tensor]
+    return lambda: holder[-1], holder.append
+
+
+def first_of_list(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = [None, None, tensor]
+    places = iter((1, 0))
+    return lambda: next(t for t in holder if t is not None), lambda t: holder.__setitem__(next(places), t)
+
+
+def last_of_dict(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = {0: tensor}
+    return lambda: [*holder.values()][-1], lambda new: holder.__setitem__(len(holder), new)
+
+
+def order_of_dict(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = {0: torch.tensor(2), 1: torch.tensor(9), 2: tensor}
+    names = iter((0, 1))
+
+    def assign(new: Tensor) -> None:
+        name = next(names)
+        holder[name] = holder.pop(name)
+        new.fill_(holder[name])
+
+    return lambda: [*holder.values()][-1], assign
+
+
+def last_of_modules(tensor: Tensor) -> tuple[Read, Assign]:
+    held = nn.ModuleDict()
+
+    def assign(new: Tensor) -> None:
+        held[str(len(held))] = nn.ParameterList([nn.Parameter(new, False)])
+
+    assign(tensor)
+    return lambda: [*held.values()][-1][0], assign
+
+
+def instead_of_attribute(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = types.SimpleNamespace(usual=tensor, other=None)
+    return lambda: holder.usual if holder.other is None else holder.other, partial_set(holder, "other")
+
+
+def instead_of_slot(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = Slotted(tensor)
+    return lambda: holder.tensor if holder.other is None else holder.other, partial_set(holder, "other")
+
+
+def instead_of_buffer(tensor: Tensor) -> tuple[Read, Assign]:
+    held = nn.Module()
+    held.register_parameter("usual", nn.Parameter(tensor, False))
+    held.register_buffer("other", None)
+    return lambda: held.usual if held.other is None else held.other, partial_set(held, "other")
+
+
+def instead_of_variable(tensor: Tensor) -> tuple[Read, Assign]:
+    other: Any = None
+
+    def assign(new: Tensor) -> None:
+        nonlocal other
+        other = new
+
+    return lambda: tensor if other is None else other, assign
+
+
+def new_attribute(tensor: Tensor) -> tuple[Read, Assign]:
+    holder = types.SimpleNamespace(usual=tensor)
+    return lambda: getattr(holder, "other", holder.usual), partial_set(holder, "other")
+
+
+def partial_set(holder: Any, name: str) -> Assign:
+    return lambda new: setattr(holder, name, new)
+
+
+BESIDE = [
+    last_of_list, first_of_list, last_of_dict, order_of_dict, last_of_modules, instead_of_attribute,
+    instead_of_slot, instead_of_buffer, instead_of_variable, new_attribute,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("holder", BESIDE)
+@torch.no_grad()
+def test_a_handle_sees_a_tensor_beside_its_own(holder: Callable[[Tensor], tuple[Read, Assign]]) -> None:
+    read, assign = holder(torch.tensor(4))
+    mods, tensors = mods_of(read), inputs()
+    attend = flexmod.compile(*mods)
+    for width in (2, 9):
+        for _ in range(3):
+            assert near(attend(*tensors), truth(*tensors, *mods))
+        assign(torch.tensor(width))
+    assert int(read()) == 9
+    assert near(attend(*tensors), truth(*tensors, *mods))
 
 
 @pytest.mark.parametrize("holder", ["variable", "list", "slot", "default", "global", "parameters", "partial"])

@@ -73,8 +73,10 @@ def compile(
 
     The next call traces the mods again if a captured tensor changes its shape, strides, dtype or device. So
     it does if another tensor takes its place: `module.window = other`, `load_state_dict(assign=True)`, a
-    variable of a closure, an entry of a list. If a mod's graph depends on values (`t.item()`, `t[0]`,
-    `if t > 3`), or if a tensor's place is hidden (a class attribute), each call traces it.
+    variable of a closure, an entry of a list. So it does if the same object gets another tensor:
+    `tables.append(other)`, or `module.override = other` where that was None. If a mod's graph depends on
+    values (`t.item()`, `t[0]`, `if t > 3`), or if a tensor's place is hidden (a class attribute), each call
+    traces it.
 
     From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
     write to a captured tensor, or after the tensor gets other memory (`t.data = other`,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -122,8 +123,10 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
     """The parts of objects through which mods reach tensors: attributes, entries of dicts and lists,
     variables of closures, globals, default arguments.
 
-    Includes every path to one of the tensors, since the mod may read any of them. Without a path to one of
-    them (a class attribute, a weak reference) returns NEVER: only a new trace finds what the mod reads.
+    Includes every path to one of the tensors, since the mod may read any of them. Includes what else the mod
+    may find in the objects on a path: new entries (`tables[-1]`), and a tensor in place of None. Without a
+    path to one of the tensors (a class attribute, a weak reference) returns NEVER: only a new trace finds
+    what the mod reads.
     """
     links: dict[object, tuple[Callable[[Any], object], Any, object]] = {}
     for mod, tensors in mods:
@@ -131,7 +134,13 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
         found = set()
         for tensor, path in _paths(mod, wanted):
             found.add(tensor)
-            links.update({(id(owner), name): (_reader(owner), name, value) for owner, name, value in path})
+            for value, part in path:
+                absent = [each for each in _parts(value) if each[2] is None]
+                for owner, name, item in (part, *absent):
+                    if owner is not None:
+                        links[id(owner), name] = (_reader(owner), name, item)
+                for entries in _containers(value):
+                    links[id(entries)] = (_Layout(entries), "", True)
         if found != wanted and not isinstance(mod, Replay):  # a Replay's tensors stay
             return NEVER
     return tuple(links.values())
@@ -148,18 +157,45 @@ def hold(links: Links) -> bool:
     return True
 
 
+class _Layout:
+    """Has a list or dict its recorded keys, in order, and values of the recorded types?"""
+
+    __slots__ = ("_container", "_keys", "_types")
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._keys, self._types = self._now()
+
+    def _now(self) -> tuple[list[Any], list[type]]:
+        known = self._container
+        if isinstance(known, dict):
+            return [*known], [*map(type, known.values())]
+        return [], [*map(type, known)]
+
+    def __call__(self, name: str) -> bool:
+        keys, types = self._now()
+        return types == self._types and all(map(is_, keys, self._keys))
+
+
+def _containers(value: Any) -> list[Any]:
+    """The lists and dicts that are an object's own parts."""
+    own = getattr(value, "__dict__", None)
+    tables = [own[name] for name in TABLES] if own is not None and isinstance(value, torch.nn.Module) else []
+    return [each for each in (value, own, *tables) if isinstance(each, (list, dict))]
+
+
 Part = tuple[Any, Any, Any]  # owner (None if it cannot get another value), name, value
+Path = tuple[tuple[Any, Part], ...]  # an object and its part, whose own part is next
 
 
-def _paths(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[int, tuple[Part, ...]]]:
-    """Each path from a mod to one of the tensors, without parts that cannot change."""
+def _paths(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[int, Path]]:
+    """Each path from a mod to one of the tensors."""
     seen = {id(mod)}
-    queue: deque[tuple[Any, tuple[Part, ...]]] = deque([(mod, ())])
+    queue: deque[tuple[Any, Path]] = deque([(mod, ())])
     while queue and wanted and len(seen) < SEARCHED:
         value, path = queue.popleft()
         for part in _parts(value):
-            owner, _, item = part
-            here = path if owner is None else (*path, part)
+            item, here = part[2], (*path, (value, part))
             if id(item) in wanted:
                 yield id(item), here
             elif id(item) not in seen and not isinstance(item, NOT_SEARCHED):
