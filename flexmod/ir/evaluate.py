@@ -180,7 +180,8 @@ def _value(
 
 def _tanh(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Returns tanh(x) by oneDNN, as exactly as torch.tanh and in a quarter of its time."""
-    if x.dtype != torch.float32 or x.numel() == 0 or not torch.backends.mkldnn.is_available():
+    some = x.dim() and x.numel()  # oneDNN takes no tensor without dimensions or elements
+    if x.dtype != torch.float32 or not some or not torch.backends.mkldnn.is_available():
         return torch.tanh(x, out=out)
     found = x.contiguous().to_mkldnn().tanh_().to_dense()
     return found if out is None else out.copy_(found)

@@ -219,3 +219,11 @@ def test_the_quick_tanh(size: float, dtype: torch.dtype) -> None:
     assert error[~exact.isnan()].max() <= 0.75
     assert torch.equal(found.isnan(), exact.isnan())
     assert torch.equal(found.signbit()[~exact.isnan()], exact.signbit()[~exact.isnan()])
+
+
+def test_the_quick_tanh_of_a_scalar() -> None:
+    gate = torch.tensor(3.0)
+    traced = trace(lambda s, b, h, q, k: s * torch.tanh(s.new_full((), 0.5) * gate), "score")
+    score = torch.randn(1, 2, 40, 24)
+    (found,) = evaluate(traced.graph, traced.tensors, **place(1, 2, 40, 24), score=score, quick=True)
+    torch.testing.assert_close(found, score * torch.tanh(torch.tensor(1.5)))
