@@ -83,6 +83,7 @@ def fingerprint(mod: Any) -> Seen | None:
     sight = _Sight()
     try:
         sight.add(mod)
+        sight.add_members()
     except _Unknown:
         return None
     return Seen(tuple(sight.key), tuple(sight.tensors))
@@ -114,9 +115,24 @@ class _Sight:
         self.key: list[object] = []
         self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}  # functions and tensors met so far, by id
+        # met so far; a module may be an argument of another function, so each attribute is read from each
+        self._modules: dict[ModuleType, None] = {}
+        self._attributes: dict[str, None] = {}
 
-    def add(self, value: Any, names: tuple[str, ...] = ()) -> None:
-        """Adds a value to the key. `names` are the attributes that the code may read from a module."""
+    def add_members(self) -> None:
+        """Adds what the code may read from the modules that it reaches."""
+        modules, attributes, met = self._modules, self._attributes, (0, 0)
+        while met != (len(modules), len(attributes)):  # members may be modules and functions
+            met = len(modules), len(attributes)
+            for module in [*modules]:
+                member = vars(module)
+                for name in [*attributes]:
+                    if name in member:
+                        self.key.append(name)
+                        self.add(member[name])
+
+    def add(self, value: Any) -> None:
+        """Adds a value to the key."""
         kind = type(value)
         if kind in PLAIN:
             self.key += (kind, value)
@@ -150,17 +166,14 @@ class _Sight:
         elif kind is tuple:
             self.key += (kind, len(value))
             for item in value:
-                self.add(item, names)
+                self.add(item)
         elif kind is ModuleType and value in MODULES:
             self.key.append(value)
-            member = vars(value)
-            for name in names:
-                if name in member:
-                    self.add(member[name], names)
+            self._modules[value] = None
         elif kind is partial and not value.__dict__:
             self.key += (kind, len(value.args), *value.keywords)
             for item in (value.func, *value.args, *value.keywords.values()):
-                self.add(item, names)
+                self.add(item)
         else:
             raise _Unknown
 
@@ -179,20 +192,21 @@ class _Sight:
             raise _Unknown
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         self.key += (code, len(defaults), *keywords)
+        self._attributes.update(code.attributes)
         for value in (*defaults, *keywords.values()):
-            self.add(value, code.attributes)
+            self.add(value)
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
             except ValueError:  # an empty cell
                 raise _Unknown from None
-            self.add(value, code.attributes)
+            self.add(value)
         scope = function.__globals__
         for name in code.globals:
             if name in scope:
-                self.add(scope[name], code.attributes)
+                self.add(scope[name])
             else:
-                self.add(_builtins_of(scope).get(name, self), ())
+                self.add(_builtins_of(scope).get(name, self))
 
 
 def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +220,7 @@ class _Code:
 
     code: CodeType
     globals: tuple[str, ...]
-    attributes: tuple[str, ...]
+    attributes: dict[str, None]
 
 
 # By the id of a code, which the entry keeps alive: comparing equal codes would compare all their constants.
@@ -241,7 +255,7 @@ def _study(code: CodeType) -> _Code | None:
                 names[step.argval] = None
     if not attributes.keys() <= ATTRIBUTES:
         return None
-    return _Code(code, tuple(named), tuple(attributes))
+    return _Code(code, tuple(named), attributes)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -140,6 +140,19 @@ def test_a_function_of_a_module_that_changed(monkeypatch: pytest.MonkeyPatch) ->
     assert key(cosine) != before is not None
 
 
+def of_module(score: Any, module: Any) -> Any:
+    return score * module.cos(1.0)
+
+
+def test_a_function_of_a_module_that_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return of_module(score, math)
+
+    before = key(mod)
+    monkeypatch.setattr(math, "cos", math.sin)
+    assert before is not None is not key(mod) != before
+
+
 def test_a_default_that_changed() -> None:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, by: Any = 1, *, more: Any = 2) -> Any:
         return score + by + more
