@@ -140,7 +140,7 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
                     if owner is not None:
                         links[id(owner), name] = (_reader(owner), name, item)
                 for entries in _containers(value):
-                    links[id(entries)] = (_Layout(entries), "", True)
+                    links[id(entries)] = (_Entries(entries), "", True)
         if found != wanted and not isinstance(mod, Replay):  # a Replay's tensors stay
             return NEVER
     return tuple(links.values())
@@ -157,7 +157,7 @@ def hold(links: Links) -> bool:
     return True
 
 
-class _Layout:
+class _Entries:
     """Has a list or dict its recorded keys, in order, and values of the recorded types?"""
 
     __slots__ = ("_container", "_keys", "_types")
