@@ -103,7 +103,7 @@ def test_zeros_of_both_signs_are_two_numbers(backend: str) -> None:
 def test_zeros_of_both_signs_are_two_numbers_of_a_compiled_graph() -> None:
     step = ("__mul__", ("tuple", (("value", 3), ("real", 0))), (), False)
     steps = (step, ("__ge__", ("tuple", (("value", 4), ("real", 1))), (), False))
-    record = record_of(encoded(("mask", steps, ("value", 5), ())))
+    record = record_of(encoded(("mask", steps, ("value", 5), (), torch.float32)))
     for numbers in ((0.0, 1.0), (-0.0, 1.0), (math.nan, 1.0), (0.0, 1.0)):
         traced, _ = record.traced((), (), numbers, torch.device("cpu"))
         found = [node.value for node in traced.graph.nodes if node.is_const]

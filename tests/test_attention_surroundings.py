@@ -220,6 +220,41 @@ def test_a_default_dtype_is_that_of_the_trace(backend: str) -> None:
         torch.testing.assert_close(kept, plain)
 
 
+def _rounded_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + torch.sin((q_idx - kv_idx) * 100.37)  # of a product in the default dtype
+
+
+def _by_rounded_distance(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx) * 100.37 % 7 < 4
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
+@pytest.mark.parametrize("mask", ["none", "inside", "torch"])
+def test_a_backward_under_another_default_dtype(mask: str, backend: str) -> None:
+    """A compiled graph traces its records again in its backward."""
+    torch._dynamo.reset()
+    options = {"BACKEND": backend}
+
+    def attend(q: Any, k: Any, v: Any, block_mask: Any) -> Any:
+        if mask == "inside":
+            block_mask = flexmod.create_block_mask(_by_rounded_distance, None, None, 40, 40, "cpu")
+        return flex_attention(q, k, v, _rounded_distance, block_mask, kernel_options=options)
+
+    tensors = inputs()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        block_mask = None
+        if mask == "torch":
+            block_mask = torch_flex.create_block_mask(_by_rounded_distance, None, None, 40, 40, "cpu")
+        expected = attend(*tensors, block_mask)
+        found = torch.compile(attend, backend="aot_eager", fullgraph=True)(*tensors, block_mask)
+        of_expected = torch.autograd.grad(expected.square().sum(), tensors)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    of_found = torch.autograd.grad(found.square().sum(), tensors)
+    torch.testing.assert_close((found, of_found), (expected, of_expected), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("handle", [False, True], ids=["eager", "handle"])
 @pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
 def test_a_default_device_is_not_that_of_the_inputs(backend: str, handle: bool) -> None:

@@ -233,6 +233,6 @@ def test_a_program_names_only_what_a_trace_knows() -> None:
 
     for name in ("load", "save", "compile", "system", "_C", "classes"):
         steps = ((name, ("tuple", (("value", 0),)), (), False),)
-        record = record_of(encoded(("score", steps, ("value", 5), ())))
+        record = record_of(encoded(("score", steps, ("value", 5), (), torch.float32)))
         with pytest.raises(errors.UnknownOperationError, match=f"torch.{name}"):
             record.traced((), (), (), torch.device("cpu"))

@@ -30,7 +30,9 @@ Torch functions that need no row are in `formulas.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -45,10 +47,28 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
+_default: ContextVar[torch.dtype | None] = ContextVar("_default", default=None)
+
+
+def default_dtype() -> torch.dtype:
+    """torch's default floating-point dtype, or the one that `with_default` gives."""
+    return _default.get() or torch.get_default_dtype()
+
+
+@contextmanager
+def with_default(dtype: torch.dtype) -> Iterator[None]:
+    """Traces mods with this default dtype. torch's own setting is for all threads, and does not change."""
+    before = _default.set(dtype)
+    try:
+        yield
+    finally:
+        _default.reset(before)
+
+
 def strong(dtype: DType) -> torch.dtype:
-    """The torch dtype of a value; a Python number gets torch's default."""
+    """The torch dtype of a value; a Python number gets the default."""
     if dtype is float:
-        return torch.get_default_dtype()
+        return default_dtype()
     if isinstance(dtype, torch.dtype):
         return dtype
     return torch.bool if dtype is bool else torch.int64
@@ -81,7 +101,7 @@ def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 def promote_float(*dtypes: DType) -> torch.dtype:
     """Like `promote`, but integers become the default floating-point dtype."""
     result = promote(*dtypes)
-    return result if result.is_floating_point else torch.get_default_dtype()
+    return result if result.is_floating_point else default_dtype()
 
 
 def _bool(*dtypes: DType) -> torch.dtype:

@@ -36,7 +36,7 @@ from flexmod.ir import advice
 from flexmod.ir.evaluate import on_device
 from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
-from flexmod.ir.ops import BY_TORCH_NAME
+from flexmod.ir.ops import BY_TORCH_NAME, with_default
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.torch_calls import CONCRETE, SPECIAL
 from flexmod.ir.trace import Traced, capture_of, plain_number, trace
@@ -215,13 +215,15 @@ def _element(tensor: Tensor, index: Any) -> Tensor:
 class Record:
     """A mod's recorded operations: `steps` in order, and the last value. `text` contains everything.
 
-    `learned` are the places of captured tensors that require gradients.
+    `learned` are the places of captured tensors that require gradients. `default` is torch's default dtype at
+    the recording: a backward, or a program in another process, may run with another one.
     """
 
     kind: str
     steps: tuple[Step, ...]
     result: Any
     learned: tuple[int, ...]
+    default: torch.dtype
     text: str
 
     def traced(
@@ -235,8 +237,7 @@ class Record:
         kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
         # 0.0 equals -0.0, and nan equals nothing: texts tell numbers apart
         texts = tuple(real.hex() for real in reals)
-        default = torch.get_default_dtype()
-        graph, places = _graph(self.text, kinds, tuple(integers), texts, device, default)
+        graph, places = _graph(self.text, kinds, tuple(integers), texts, device)
         return Traced(graph, tuple(captured[place] for place in places)), places
 
     def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
@@ -250,9 +251,11 @@ class Record:
                 return FORMS[form](read(entry) for entry in value)
             return value if form == "constant" else known[form][value]
 
-        for name, args, kwargs, without_gradient in self.steps:
-            with torch.no_grad() if without_gradient else nullcontext():
-                values.append(_function(name)(*read(args), **{key: read(value) for key, value in kwargs}))
+        with with_default(self.default):
+            for name, args, kwargs, without_gradient in self.steps:
+                with torch.no_grad() if without_gradient else nullcontext():
+                    named = {key: read(value) for key, value in kwargs}
+                    values.append(_function(name)(*read(args), **named))
         return read(self.result)
 
 
@@ -293,11 +296,10 @@ def _graph(
     integers: tuple[int, ...],
     texts: tuple[str, ...],
     device: Any,
-    default: torch.dtype,
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph of a record, and for each of its captures the place among the record's captures.
 
-    `texts` are floats in hexadecimal. `default` is torch's present default floating-point dtype.
+    `texts` are floats in hexadecimal.
     """
     record = record_of(text)
     reals = tuple(map(float.fromhex, texts))
@@ -318,15 +320,17 @@ def _graph(
 
 
 @assume_constant
-def _text_of(kind: str, steps: tuple[Step, ...], result: Any, learned: tuple[int, ...]) -> str:
-    return encoded((kind, steps, result, learned))
+def _text_of(
+    kind: str, steps: tuple[Step, ...], result: Any, learned: tuple[int, ...], default: torch.dtype
+) -> str:
+    return encoded((kind, steps, result, learned, default))
 
 
 @lru_cache(4096)
 def record_of(text: str) -> Record:
     """Reads a Record from its text. Raises ConstantError for any other text."""
     parts = decoded(text)
-    if not isinstance(parts, tuple) or len(parts) != 4:
+    if not isinstance(parts, tuple) or len(parts) != 5:
         raise ConstantError(problem=f"the text {text[:80]!r}")
     return Record(*parts, text)
 
@@ -369,7 +373,7 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
     learned = [place for place, tensor in enumerate(recorder.captured) if tensor.requires_grad]
-    text = _text_of(kind, tuple(recorder.steps), noted, tuple(learned))
+    text = _text_of(kind, tuple(recorder.steps), noted, tuple(learned), torch.get_default_dtype())
     captured = [on_device(tensor, device) for tensor in recorder.captured]
     return Recorded(text, captured, recorder.integers, recorder.reals)
 

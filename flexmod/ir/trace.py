@@ -34,7 +34,7 @@ from flexmod.ir.graph import (
     dtype_name,
     flowing,
 )
-from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF, default_dtype
 from flexmod.ir.proxy import CaptureView, Proxy
 from flexmod.ir.source import (
     MASK_ARGUMENTS,
@@ -307,7 +307,7 @@ class Tracer:
         if any(map(is_wide, args)):
             return unrolled(self, name, lambda *elements: self.apply(name, elements), args, {})
         row = BY_TORCH_NAME[name]
-        default = torch.get_default_dtype()
+        default = default_dtype()
         nodes = [self.node(a, name) for a in args]
         kinds = [n.dtype for n in nodes]
         if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
@@ -428,7 +428,7 @@ def plain_number(value: Any) -> bool | int | float | None:
 def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple[torch.dtype, DType | None]:
     """The dtype of an operation's result, and the first argument dtype that torch does not take, or None.
 
-    `default` is torch's present default floating-point dtype.
+    `default` is the present default floating-point dtype.
     """
     row = BY_TORCH_NAME[name]
     dtype = row.dtype(*dtypes)
