@@ -8,6 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -650,6 +651,71 @@ def test_a_handle_sees_what_is_assigned_to_objects(backend: str, mods: str, assi
     for _ in range(2):
         ASSIGNED[assigned](outer)
         assert agree()
+
+
+class Named:
+    """Reaches its tensors by several names. A mod reads `self.second.bias`."""
+
+    def __init__(self, seed: int = 0, many: int = 0) -> None:
+        self.first = self.second = Inner(seed)
+        self.bias = self.first.bias
+        self.others = [SimpleNamespace(bias=self.bias) for _ in range(many)]
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.second.bias[k]
+
+
+class InItself(Named):
+    def __init__(self) -> None:
+        super().__init__()
+        self.me = self
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.me.bias[k]
+
+
+class OfTheClass(Named):
+    shared = torch.rand(LENGTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = self.shared  # type: ignore[assignment]
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.shared[k]
+
+
+class OfAModule(Named):
+    def __init__(self) -> None:
+        super().__init__()
+        settings.bias = self.bias
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + settings.bias[k]
+
+
+settings: Any = ModuleType("settings")
+OTHER_NAMES: dict[str, tuple[Callable[[], Named], Callable[[Any], None]]] = {
+    "an object by two names": (Named, lambda named: setattr(named, "second", Inner(2))),
+    "an object in itself": (InItself, lambda named: setattr(named, "me", Named(2))),
+    "among many objects": (lambda: Named(many=20_000), lambda named: setattr(named, "second", Inner(2))),
+    "the class": (OfTheClass, lambda named: setattr(OfTheClass, "shared", torch.rand(LENGTH))),
+    "in place of the class": (OfTheClass, lambda named: setattr(named, "shared", torch.rand(LENGTH))),
+    "a Python module": (OfAModule, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+@torch.no_grad()
+def test_a_tensor_by_several_names(name: str) -> None:
+    """A handle sees that the mod reads another tensor by one of them."""
+    make, assign = OTHER_NAMES[name]
+    named, tensors = make(), inputs()
+    attend = flexmod.compile(named.score)
+    for _ in range(2):
+        for _ in range(2):
+            assert near(attend(*tensors), flex_attention(*tensors, named.score))
+        assign(named)
 
 
 @torch.no_grad()

@@ -113,9 +113,10 @@ def sources_of(result: Tensor) -> SourceStates | None:
 # on the paths to captured tensors: reads a part of an object, the part's name, its recorded value
 Links = tuple[tuple[Callable[[Any], object], Any, object], ...]
 NEVER: Links = (({}.get, "", NotImplemented),)  # does not hold
-SEARCHED = 1000  # objects to search at most
+SEARCHED = 10_000  # objects to search at most
 OWN = ("flexmod.calls.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
-NOT_SEARCHED = (Tensor, ModuleType, type, str, int, float, Graph)
+NOT_SEARCHED = (Tensor, ModuleType, str, int, float, Graph)
+LIBRARIES = ("builtins", "collections", "functools", "torch.", "types")  # no tensors are in their classes
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 
@@ -125,24 +126,28 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
 
     Includes every path to one of the tensors, since the mod may read any of them. Includes what else the mod
     may find in the objects on a path: new entries (`tables[-1]`), and a tensor in place of None. Without a
-    path to one of the tensors (a class attribute, a weak reference) returns NEVER: only a new trace finds
-    what the mod reads.
+    path to one of the tensors (a weak reference, a property), or with too many objects to search, returns
+    NEVER: only a new trace finds what the mod reads.
     """
     links: dict[object, tuple[Callable[[Any], object], Any, object]] = {}
     for mod, tensors in mods:
         wanted = {id(tensor) for tensor in tensors}
-        found = set()
-        for tensor, path in _paths(mod, wanted):
-            found.add(tensor)
-            for value, part in path:
-                absent = [each for each in _parts(value) if each[2] is None]
-                for owner, name, item in (part, *absent):
+        leading = _parts_by_value(mod, wanted) if wanted else {}
+        if leading is None or not (wanted <= leading.keys() or isinstance(mod, Replay)):
+            return NEVER  # a Replay's tensors stay
+        met, ahead = set(wanted), [*wanted]
+        while ahead:
+            for whole, part in leading.get(ahead.pop(), ()):
+                found = [part]
+                if id(whole) not in met:
+                    met.add(id(whole))
+                    ahead.append(id(whole))
+                    found += [each for each in _parts(whole) if each[2] is None]
+                    for entries in _containers(whole):
+                        links[id(entries)] = (_Entries(entries), "", True)
+                for owner, name, item in found:
                     if owner is not None:
-                        links[id(owner), name] = (_reader(owner), name, item)
-                for entries in _containers(value):
-                    links[id(entries)] = (_Entries(entries), "", True)
-        if found != wanted and not isinstance(mod, Replay):  # a Replay's tensors stay
-            return NEVER
+                        links[id(owner), name] = _reader(owner), name, item
     return tuple(links.values())
 
 
@@ -185,23 +190,31 @@ def _containers(value: Any) -> list[Any]:
 
 
 Part = tuple[Any, Any, Any]  # owner (None if it cannot get another value), name, value
-Path = tuple[tuple[Any, Part], ...]  # an object and its part, whose own part is next
 
 
-def _paths(mod: Callable[..., Any], wanted: set[int]) -> Iterator[tuple[int, Path]]:
-    """Each path from a mod to one of the tensors."""
+def _parts_by_value(mod: Callable[..., Any], wanted: set[int]) -> dict[int, list[tuple[Any, Part]]] | None:
+    """By the id of a value: the parts that have it, each with the object that it is a part of.
+
+    Includes the tensors `wanted`, and all objects that a mod may reach. None if these are too many.
+    """
+    found: dict[int, list[tuple[Any, Part]]] = {}
     seen = {id(mod)}
-    queue: deque[tuple[Any, Path]] = deque([(mod, ())])
-    while queue and wanted and len(seen) < SEARCHED:
-        value, path = queue.popleft()
+    queue: deque[Any] = deque([mod])
+    while queue:
+        value = queue.popleft()
         for part in _parts(value):
-            item, here = part[2], (*path, (value, part))
-            if id(item) in wanted:
-                yield id(item), here
-            elif id(item) not in seen and not isinstance(item, NOT_SEARCHED):
-                seen.add(id(item))
-                if type(item).__module__ not in OWN:
-                    queue.append((item, here))
+            item = part[2]
+            if id(item) not in wanted:
+                if isinstance(item, NOT_SEARCHED) or isinstance(item, dict) and not item:
+                    continue
+                if id(item) not in seen:
+                    seen.add(id(item))
+                    if len(seen) > SEARCHED:
+                        return None
+                    if type(item).__module__ not in OWN:
+                        queue.append(item)
+            found.setdefault(id(item), []).append((value, part))
+    return found
 
 
 def _reader(owner: Any) -> Callable[[Any], object]:
@@ -222,16 +235,29 @@ def _parts(value: Any) -> Iterator[Part]:
                 yield cell, "cell_contents", cell.cell_contents
         yield from ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
         known = value.__globals__
-        yield from ((known, name, known[name]) for name in global_names(value.__code__) if name in known)
+        for name in global_names(value.__code__) & known.keys():
+            yield known, name, known[name]
+            if isinstance(known[name], ModuleType):
+                member = vars(known[name])
+                read = [here for here in value.__code__.co_names if here in member]
+                yield from ((member, here, member[here]) for here in read if not callable(member[here]))
     elif isinstance(value, list):
         yield from [(value, place, part) for place, part in enumerate(value)]
     elif isinstance(value, tuple):
         yield from ((None, "", part) for part in value)
     elif isinstance(value, dict):
         yield from [(value, name, part) for name, part in value.items()]
-    own = getattr(value, "__dict__", {})
+    for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+        if not kind.__module__.startswith(LIBRARIES):
+            yield from [(value, name, part) for name, part in vars(kind).items() if not _binds(part)]
+    own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     if isinstance(value, torch.nn.Module):
         for table in TABLES:
             yield from [(own[table], name, part) for name, part in own[table].items()]
     yield from [(own, name, part) for name, part in [*own.items()] if name not in TABLES]
     yield from ((value, name, part) for name, part in slots_of(value))
+
+
+def _binds(part: object) -> bool:
+    """Is this attribute of a class a function, a property, or another descriptor?"""
+    return hasattr(type(part), "__get__")
