@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import flexmod
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
+from flexmod.calls import autograd
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
@@ -197,6 +199,72 @@ def test_forward_over_reverse_is_refused() -> None:
     q, k, v = tensors(length=9)
     with pytest.raises(errors.ForwardModeError, match="query, key, value or a captured tensor carries"):
         jvp(grad(lambda q: flex_attention(q, k, v).sum()), (q,), (q,))
+
+
+GRAPHS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@GRAPHS
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+def test_forward_mode_of_a_compiled_call_is_refused(known: bool, backend: str) -> None:
+    """An operation of torch.library would drop the tangent."""
+    torch._dynamo.reset()
+    q, k, v = tensors(length=9)
+
+    def attend(query: Tensor) -> Any:
+        return flex_attention(query, k, v, capped)
+
+    compiled = torch.compile(attend, backend=backend)
+    if known:
+        compiled(q)
+    with forward_ad.dual_level(), pytest.raises(errors.ForwardModeError, match="query carries a tangent"):
+        compiled(forward_ad.make_dual(q, q))
+    with pytest.raises(errors.ForwardModeError, match="query carries a tangent"):
+        torch.compile(lambda x: jvp(attend, (x,), (x,)), backend=backend)(q)
+    with pytest.raises(errors.VmapError, match="torch.vmap maps over query"):
+        torch.compile(lambda x: vmap(attend)(x), backend=backend)(q[None])
+
+
+def test_grad_in_a_graph_breaks_it() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(length=9)
+
+    def slope(query: Tensor) -> Any:
+        return grad(lambda x: flex_attention(x, k, v, capped).square().sum())(query)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="see no derivative of an operation"):
+        torch.compile(slope, backend="aot_eager", fullgraph=True)(q)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(slope, backend="aot_eager")(q), slope(q))
+
+
+def test_a_second_derivative_of_the_operation_is_refused() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in tensors(length=9))
+    out = torch.compile(lambda *x: flex_attention(*x, capped), backend="eager")(q, k, v)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(errors.DoubleBackwardError, match="the CPU backend has the first alone"):
+        torch.autograd.grad(first.sum(), k)
+
+
+def test_a_backward_in_a_compiled_function_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchDynamo would compile each of its functions, for ten seconds."""
+    torch._dynamo.reset()
+    attend, compiling = flexmod.compile(capped), []
+    backward = autograd.PreparedCall.backward
+
+    def spied(*arguments: Any) -> Any:
+        compiling.append(torch.compiler.is_compiling())
+        return backward(*arguments)
+
+    monkeypatch.setattr(autograd.PreparedCall, "backward", spied)
+    q, k, v = (x.requires_grad_() for x in tensors(length=9))
+
+    def step() -> None:
+        attend(q, k, v).square().sum().backward()
+
+    torch.compile(step, backend="aot_eager")()
+    assert compiling == [False] and q.grad is not None
 
 
 def test_the_reference_does_it_all() -> None:

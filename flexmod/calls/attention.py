@@ -19,7 +19,7 @@ from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
 from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.runtime import tensor_kinds
-from flexmod.runtime.private_torch import dynamo
+from flexmod.runtime.private_torch import compiles_frames, dynamo, in_forward_ad, in_transform
 
 ScoreFunction = Callable[..., Any]
 
@@ -183,7 +183,10 @@ def flex_attention(
         named = {"layout": layout, **offsets, "scales": scales, "out_dtype": out_dtype}
         return by_override(flex_attention, tensors, *rest, return_aux=return_aux, **named)
     tensor_kinds.refuse_nested(query, key, value)
-    attend = _attend_in_graph if compiling else _attend
+    if compiling:
+        attend = _attend_in_graph
+    else:
+        attend = torch.compiler.disable(_attend) if compiles_frames() else _attend
     return results_of(attend, given, return_lse, return_aux, layout_of(layout))
 
 
@@ -307,6 +310,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         if options.backend == "REFERENCE":
             why = "the REFERENCE backend runs outside of a graph"
+        elif in_transform() or in_forward_ad():
+            why = "torch.func and forward_ad see no derivative of an operation of torch.library"
         elif isinstance(scale, bool) or not isinstance(scale, (int, float, type(None))):
             why = "the scale of a graph is a plain number"
         elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:

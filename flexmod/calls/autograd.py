@@ -44,6 +44,7 @@ from flexmod.runtime.private_torch import (
     default_saved_hooks,
     in_transform,
     is_view,
+    outside_of_graphs,
     saved_without_checks,
     version_of,
 )
@@ -299,6 +300,7 @@ class Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in (max_scores, *kept) if t is not None))
 
     @staticmethod
+    @outside_of_graphs  # TorchDynamo compiles what runs inside of a compiled function, a backward too
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Tensors:
         mask, tensors = restored(ctx, lambda: ctx.call.saved_names(ctx.kept))
         if grad_out is None:  # only the lse was used

@@ -30,7 +30,7 @@ from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import Links, Watched, hold, links_of
 from flexmod.runtime import tensor_kinds
-from flexmod.runtime.private_torch import outside_of_graphs
+from flexmod.runtime.private_torch import compiles_frames, outside_of_graphs
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
 MASKS = 64  # masks that a handle caches, by lengths
@@ -75,7 +75,7 @@ def compile(
     it does if another tensor takes its place: `module.window = other`, `load_state_dict(assign=True)`, a
     variable of a closure, an entry of a list. So it does if the same object gets another tensor:
     `tables.append(other)`, or `module.override = other` where that was None. If a mod's graph depends on
-    values (`t.item()`, `t[0]`, `if t > 3`), or if a tensor's place is hidden (a class attribute), each call
+    values (`t.item()`, `t[0]`, `if t > 3`), or if a tensor's place is hidden (a property), each call
     traces it.
 
     From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
@@ -188,7 +188,8 @@ class CompiledAttention(Inspection):
             return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux, **of_float8)
         tensor_kinds.refuse_nested(query, key, value)
         # torch.compile breaks its graph here, and the call runs outside of it
-        attend = torch.compiler.disable(self._attend) if compiling else self._attend
+        outside = compiling or compiles_frames()
+        attend = torch.compiler.disable(self._attend) if outside else self._attend
         given = (query, key, value, block_mask, scales, out_dtype)
         return results_of(attend, given, return_lse, return_aux, self._layout)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -449,3 +449,16 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     *of_call, needs = rest
     return [layout.empty() for layout in _gradients(query, key, value, Given(*of_call), needs)]
+
+
+def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
+    raise errors.DoubleBackwardError(backend=ctx.backend)
+
+
+def _remember_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    query = inputs[2]
+    given = _variant(Given(*inputs[9:-1]).variant)
+    ctx.backend = prepared.backend_of(KernelOptions(given.backend, given.tiles), query).upper()
+
+
+gradient.register_autograd(_refuse, setup_context=_remember_backend)

@@ -245,7 +245,7 @@ def _attend_anew(
     if any(one is not other for one, other in zip((query, key, value), given, strict=True)):
         return attend(query, key, value, mask, asked, dispatch)
     tensor_kinds.check({"query": query, "key": key, "value": value})
-    _backend(options, query)  # raises before any cast or trace
+    backend_of(options, query)  # raises before any cast or trace
     asked = asked._replace(scale=_scale(asked.scale))
     autocast = autograd.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
@@ -296,7 +296,7 @@ def _named(call: TracedCall) -> dict[str, Tensor]:
 def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
     """Checks a call; also returns the mask from the -inf branches of its score mod."""
     query, key, _, source, mask, asked, track = call
-    backend = _backend(asked.options, query)
+    backend = backend_of(asked.options, query)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(call)
@@ -314,7 +314,7 @@ def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | Non
 
 def _check(call: TracedCall) -> None:
     query, key, value, source, mask, asked, track = call
-    backend = _backend(asked.options, query)
+    backend = backend_of(asked.options, query)
     if asked.out_dtype is not None and track:
         raise errors.Float8GradientError(name="a tensor captured by score_mod")
     checks.check_dtypes(query, key, value, backend, track)
@@ -374,7 +374,7 @@ def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
     return tuple(dtype if t.is_floating_point() and t.dtype not in kept else t.dtype for t in tensors)
 
 
-def _backend(options: KernelOptions, query: Tensor) -> str:
+def backend_of(options: KernelOptions, query: Tensor) -> str:
     """Returns the backend to run: "triton", "cpu", "interpret" or "reference". No backend falls back."""
     kind = query.device.type
     if kind not in ("cuda", "cpu", "meta"):

@@ -212,6 +212,14 @@ def dynamo() -> ModuleType:
     return torch._dynamo
 
 
+compiles_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Returns something while TorchDynamo compiles each Python function that runs, outside of a graph too.
+
+It gives up a function with a graph break in torch.func.grad, and compiles the next ones. No graph
+may call this.
+"""
+
+
 def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorates a function that works on values: inside torch.compile the graph breaks once, at its call.
 
@@ -220,7 +228,7 @@ def outside_of_graphs(function: Callable[Arguments, Result]) -> Callable[Argumen
 
     @wraps(function)
     def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or compiles_frames():
             return torch.compiler.disable(function)(*args, **named)
         return function(*args, **named)
 
