@@ -80,7 +80,7 @@ def on_an_h200() -> Iterator[None]:
         direct, start=_compiled, compiled=_compiled
     ), mock.patch.object(
         launch, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
-    ), mock.patch.object(prepared, "_backend", lambda options, query: "triton"), mock.patch.object(
+    ), mock.patch.object(prepared, "backend_of", lambda options, query: "triton"), mock.patch.object(
         generated, "target_of", lambda device: H200
     ), mock.patch.object(arguments, "processors", lambda device: H200.processors), mock.patch.object(
         launch, "verdict", lambda *_: Verdict()

@@ -39,7 +39,9 @@ def test_kernels_for_captured_tensors() -> None:
         return score + table[h, q_idx, kv_idx]
 
     assert kernels(biased)[-1] == ("scatter", "portable")
-    assert kernels(biased, target="sm_90")[-2:] == [("backward", "hopper"), ("scatter", "portable")]
+    assert kernels(biased, target="sm_90")[-1] == ("backward", "hopper")  # which adds these gradients itself
+    scaled = kernels(lambda s, b, h, q_idx, kv_idx: s * table[h, q_idx, kv_idx], target="sm_90")
+    assert scaled[-2:] == [("backward", "hopper"), ("scatter", "portable")]
 
 
 def test_an_unknown_chip() -> None:

@@ -177,7 +177,7 @@ class CaptureTexts:
 
     `row` and `column` replace the plain derivative in the dQ and the dK/dV kernel; `diagonal` and `element`
     have kernels of their own. If a backward computes these sums itself, `column` has the diagonals' terms
-    too, and `added` may have those of `element`. A direction without terms is None.
+    too, and `added` may replace `element`. A direction without terms is None.
     """
 
     row: ModText | None = None

@@ -20,16 +20,13 @@ class Blocks(NamedTuple):
 
 
 class BuiltMask(NamedTuple):
+    """A mask for one size of call, from build_mask."""
+
     lengths: tuple  # M and N
     by_row: Blocks  # blocks of keys, for each block of queries
     by_column: Blocks  # blocks of queries, for each block of keys
-    captured: tuple  # tensors that the mask reads, in build_mask's order
-    writes: list  # how often each was written to by then
-
-
-def writes_to(tensors):
-    """How often each tensor was written to, as far as torch counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    captured: tuple  # tensors that the mask reads
+    writes: list  # how often each was written to before
 
 
 
