@@ -685,6 +685,11 @@ class OfTheClass(Named):
         return s + self.shared[k]
 
 
+class OfTheUser(OfTheClass):
+    __module__ = "types_of_the_user"  # begins like the name of one of Python's
+    shared = torch.rand(LENGTH)
+
+
 class OfAModule(Named):
     def __init__(self) -> None:
         super().__init__()
@@ -700,6 +705,7 @@ OTHER_NAMES: dict[str, tuple[Callable[[], Named], Callable[[Any], None]]] = {
     "an object in itself": (InItself, lambda named: setattr(named, "me", Named(2))),
     "among many objects": (lambda: Named(many=20_000), lambda named: setattr(named, "second", Inner(2))),
     "the class": (OfTheClass, lambda named: setattr(OfTheClass, "shared", torch.rand(LENGTH))),
+    "a class of another file": (OfTheUser, lambda named: setattr(OfTheUser, "shared", torch.rand(LENGTH))),
     "in place of the class": (OfTheClass, lambda named: setattr(named, "shared", torch.rand(LENGTH))),
     "a Python module": (OfAModule, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
 }  # fmt: skip
@@ -716,6 +722,89 @@ def test_a_tensor_by_several_names(name: str) -> None:
         for _ in range(2):
             assert near(attend(*tensors), flex_attention(*tensors, named.score))
         assign(named)
+
+
+class WithDefaults(Named):
+    """Its attributes have values in classes too, which its own ones hide."""
+
+    bias = None
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + (self.bias if self.other is None else self.other)[k]
+
+
+class WithTwoDefaults(WithDefaults):
+    other = None
+    second = None
+    bias = torch.rand(LENGTH)
+
+
+@torch.no_grad()
+def test_values_of_a_class_that_an_object_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, tensors = WithTwoDefaults(), inputs()
+    attend = flexmod.compile(named.score)
+    attend(*tensors)
+    with monkeypatch.context() as known:
+        known.setattr(compiled, "trace", None)
+        attend(*tensors)
+    for change in (lambda: setattr(named, "other", torch.rand(LENGTH)), lambda: delattr(named, "other"),
+                   lambda: delattr(named, "bias")):  # fmt: skip
+        change()
+        for _ in range(2):
+            assert near(attend(*tensors), flex_attention(*tensors, named.score))
+
+
+class Raises:
+    """Any use raises an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class RaisesInSlots:
+    __slots__ = ("first",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class RaisesInDict(dict[str, Any]):
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+class RaisesInClass(type):
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+STRANGE: dict[str, Callable[[], Any]] = {
+    "attributes": Raises, "slots": RaisesInSlots, "dict": RaisesInDict,
+    "proxy": lambda: weakref.proxy(Inner(0)),  # which is dead at once
+    "class": lambda: RaisesInClass("Made", (), {}), "no module": type("Made", (), {"__module__": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@torch.no_grad()
+def test_objects_that_raise_errors_beside_a_tensor(strange: str) -> None:
+    """They are the user's own, and a mod may never read them."""
+    named, tensors = Named(), inputs()
+    named.other = STRANGE[strange]()  # type: ignore[attr-defined]
+    attend = flexmod.compile(named.score)
+    for _ in range(2):
+        for _ in range(2):
+            assert near(attend(*tensors), flex_attention(*tensors, named.score))
+        named.second = Inner(2)
+
+
+@torch.no_grad()
+def test_a_search_in_vain_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, tensors = Named(many=20_000), inputs()
+    attend = flexmod.compile(named.score)
+    attend(*tensors)
+    monkeypatch.setattr(compiled, "links_of", None)
+    assert near(attend(*tensors), flex_attention(*tensors, named.score))
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
-from flexmod.ir.watched import Links, Watched, hold, links_of
+from flexmod.ir.watched import NEVER, Links, Watched, hold, links_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import compiles_frames, outside_of_graphs
 from flexmod.tools.inspection import CALL, Inspection, Latest
@@ -433,7 +433,8 @@ class _TracedMods:
         changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
         if traces.eager or changed or not hold(self.links):
             traces = self.traces = self._traces_of(self._trace())
-            self.links = self._find_links()
+            if self.links is not NEVER:  # a search may take longer than a trace
+                self.links = self._find_links()
         return traces
 
     def masks(self, traced: Traced) -> _Masks:

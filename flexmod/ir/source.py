@@ -172,11 +172,12 @@ def capture_names(
     """
     found = dict(given or {})
     left = {id(t) for t in tensors} - found.keys()
-    for name, tensor in _surroundings(mod) if left else ():
-        found.setdefault(id(tensor), name)
-        left.discard(id(tensor))
-        if not left:
-            break
+    with suppress(Exception):  # a user's object may raise an error when it is searched
+        for name, tensor in _surroundings(mod) if left else ():
+            found.setdefault(id(tensor), name)
+            left.discard(id(tensor))
+            if not left:
+                break
     names: list[str] = []
     for i, tensor in enumerate(tensors):
         name = (

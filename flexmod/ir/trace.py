@@ -138,7 +138,7 @@ def _random_states(mod: Callable[..., Any]) -> dict[str, object]:
         name, keys, *rest = sys.modules[NUMPY_RANDOM].get_state()
         found[NUMPY_RANDOM] = (name, keys.tobytes(), *rest)
     for name, value in near(mod):
-        if isinstance(value, random.Random):
+        if issubclass(type(value), random.Random):  # isinstance would run an object's own code
             found[name] = value.getstate()
         elif type(value).__name__ == "Generator" and type(value).__module__.startswith("numpy."):
             found[name] = repr(value.bit_generator.state)

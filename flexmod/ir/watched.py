@@ -116,7 +116,7 @@ NEVER: Links = (({}.get, "", NotImplemented),)  # does not hold
 SEARCHED = 10_000  # objects to search at most
 OWN = ("flexmod.calls.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
 NOT_SEARCHED = (Tensor, ModuleType, str, int, float, Graph)
-LIBRARIES = ("builtins", "collections", "functools", "torch.", "types")  # no tensors are in their classes
+LIBRARIES = {"builtins", "collections", "functools", "torch", "types"}  # no tensors are in their classes
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 
@@ -125,10 +125,18 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
     variables of closures, globals, default arguments.
 
     Includes every path to one of the tensors, since the mod may read any of them. Includes what else the mod
-    may find in the objects on a path: new entries (`tables[-1]`), and a tensor in place of None. Without a
-    path to one of the tensors (a weak reference, a property), or with too many objects to search, returns
-    NEVER: only a new trace finds what the mod reads.
+    may find in the objects on a path: new entries (`tables[-1]`), and a tensor in place of None.
+
+    Returns NEVER, so that each call traces the mod, if there is no path to one of the tensors (a weak
+    reference, a property), if there are too many objects, or if one of them raises an error.
     """
+    try:
+        return _links_of(mods)
+    except Exception:  # from a user's method: a mod may never call it
+        return NEVER
+
+
+def _links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Links:
     links: dict[object, tuple[Callable[[Any], object], Any, object]] = {}
     for mod, tensors in mods:
         wanted = {id(tensor) for tensor in tensors}
@@ -157,7 +165,7 @@ def hold(links: Links) -> bool:
         for read, name, value in links:
             if read(name) is not value:
                 return False
-    except (AttributeError, LookupError, ValueError):  # the part is gone
+    except Exception:  # the part is gone, or a user's method raises: a new trace shows whether the mod does
         return False
     return True
 
@@ -248,8 +256,10 @@ def _parts(value: Any) -> Iterator[Part]:
     elif isinstance(value, dict):
         yield from [(value, name, part) for name, part in value.items()]
     for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
-        if not kind.__module__.startswith(LIBRARIES):
-            yield from [(value, name, part) for name, part in vars(kind).items() if not _binds(part)]
+        if str(kind.__module__).partition(".")[0] not in LIBRARIES:
+            parts = [(name, part) for name, part in vars(kind).items() if not _binds(part)]
+            # not what a subclass or the object itself has by the same name
+            yield from [(value, name, part) for name, part in parts if getattr(value, name) is part]
     own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     if isinstance(value, torch.nn.Module):
         for table in TABLES:
