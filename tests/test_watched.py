@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -699,6 +700,41 @@ class OfAModule(Named):
         return s + settings.bias[k]
 
 
+class InAHelper(OfAModule):
+    """Its mod reads the tensor in methods, and inner functions, of names that occur in code only."""
+
+    def read(self) -> Tensor:
+        return (lambda: settings.inner.bias)()
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.read()[k]
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings.inner = ModuleType("inner")
+        settings.inner.bias = self.bias
+        self.score = self  # type: ignore[assignment,method-assign]
+
+
+class OfAProperty(InAHelper):
+    @property
+    def here(self) -> Tensor:
+        module = settings
+        return module.bias
+
+    def read(self) -> Tensor:
+        return self.here
+
+
+class InADeque(Named):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = deque([self.bias])
+
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.last[-1][k]
+
+
 settings: Any = ModuleType("settings")
 OTHER_NAMES: dict[str, tuple[Callable[[], Named], Callable[[Any], None]]] = {
     "an object by two names": (Named, lambda named: setattr(named, "second", Inner(2))),
@@ -708,6 +744,12 @@ OTHER_NAMES: dict[str, tuple[Callable[[], Named], Callable[[Any], None]]] = {
     "a class of another file": (OfTheUser, lambda named: setattr(OfTheUser, "shared", torch.rand(LENGTH))),
     "in place of the class": (OfTheClass, lambda named: setattr(named, "shared", torch.rand(LENGTH))),
     "a Python module": (OfAModule, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
+    "a module in it": (InAHelper, lambda named: setattr(settings.inner, "bias", torch.rand(LENGTH))),
+    "another module in it": (
+        InAHelper, lambda named: setattr(settings, "inner", SimpleNamespace(bias=torch.rand(LENGTH)))
+    ),
+    "a property": (OfAProperty, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
+    "a deque": (InADeque, lambda named: named.last.append(torch.rand(LENGTH))),
 }  # fmt: skip
 
 

@@ -271,6 +271,11 @@ def global_names(code: CodeType) -> set[str]:
     return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
 
 
+def names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes that a code and its inner functions read."""
+    return {name for part in _nested(code) for name in part.co_names}
+
+
 def _pure() -> frozenset[object]:
     """The functions and types that may be met: what they give depends on their arguments alone."""
     found = [*FUNCTIONS.values(), *(getattr(builtins, name) for name in BUILTINS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flexmod.ir.fingerprint import global_names, tensor_key
+from flexmod.ir.fingerprint import global_names, names_in, tensor_key
 from flexmod.ir.graph import Graph
 from flexmod.ir.replay import Replay, slots_of
 from flexmod.runtime.private_torch import UNCOUNTED as UNCOUNTED
@@ -115,8 +116,11 @@ Links = tuple[tuple[Callable[[Any], object], Any, object], ...]
 NEVER: Links = (({}.get, "", NotImplemented),)  # does not hold
 SEARCHED = 10_000  # objects to search at most
 OWN = ("flexmod.calls.compiled", "flexmod.block_mask.format")  # handles and masks: no mod reads their tensors
-NOT_SEARCHED = (Tensor, ModuleType, str, int, float, Graph)
-LIBRARIES = {"builtins", "collections", "functools", "torch", "types"}  # no tensors are in their classes
+LISTS = (list, deque)
+NOT_SEARCHED = (Tensor, str, int, float, Graph)
+# no tensors of a user are in their modules, classes and globals
+LIBRARIES = sys.stdlib_module_names | {"flexmod", "numpy", "torch"}
+UNNAMED = {"__call__", "__getitem__", "__getattr__"}  # methods that run without their names in any code
 TABLES = ("_parameters", "_buffers", "_modules")  # of a torch.nn.Module
 
 
@@ -127,8 +131,8 @@ def links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Lin
     Includes every path to one of the tensors, since the mod may read any of them. Includes what else the mod
     may find in the objects on a path: new entries (`tables[-1]`), and a tensor in place of None.
 
-    Returns NEVER, so that each call traces the mod, if there is no path to one of the tensors (a weak
-    reference, a property), if there are too many objects, or if one of them raises an error.
+    Returns NEVER if there is no path to one of the tensors (a weak reference), if there are too many objects,
+    or if one of them raises an error. Then each call traces the mods.
     """
     try:
         return _links_of(mods)
@@ -144,18 +148,19 @@ def _links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Li
         if leading is None or not (wanted <= leading.keys() or isinstance(mod, Replay)):
             return NEVER  # a Replay's tensors stay
         met, ahead = set(wanted), [*wanted]
+        watched: list[Part] = []
         while ahead:
             for whole, part in leading.get(ahead.pop(), ()):
-                found = [part]
+                watched.append(part)
                 if id(whole) not in met:
                     met.add(id(whole))
                     ahead.append(id(whole))
-                    found += [each for each in _parts(whole) if each[2] is None]
                     for entries in _containers(whole):
                         links[id(entries)] = (_Entries(entries), "", True)
-                for owner, name, item in found:
-                    if owner is not None:
-                        links[id(owner), name] = _reader(owner), name, item
+        watched += [part for whole, part in leading.get(id(None), ()) if id(whole) in met]
+        for owner, name, item in watched:
+            if owner is not None:
+                links[id(owner), name] = _reader(owner), name, item
     return tuple(links.values())
 
 
@@ -194,7 +199,8 @@ def _containers(value: Any) -> list[Any]:
     """The lists and dicts that are an object's own parts."""
     own = getattr(value, "__dict__", None)
     tables = [own[name] for name in TABLES] if own is not None and isinstance(value, torch.nn.Module) else []
-    return [each for each in (value, own, *tables) if isinstance(each, (list, dict))]
+    parts = () if isinstance(value, ModuleType) else (value, own, *tables)
+    return [each for each in parts if isinstance(each, (*LISTS, dict))]
 
 
 Part = tuple[Any, Any, Any]  # owner (None if it cannot get another value), name, value
@@ -208,9 +214,19 @@ def _parts_by_value(mod: Callable[..., Any], wanted: set[int]) -> dict[int, list
     found: dict[int, list[tuple[Any, Part]]] = {}
     seen = {id(mod)}
     queue: deque[Any] = deque([mod])
-    while queue:
+    named: list[Any] = []  # objects with parts that count if a code on the way has their names
+    names, known = {*UNNAMED}, 0
+    while queue or known < len(names):
+        if not queue:
+            known = len(names)
+            queue, named = deque(named), []
+            continue
         value = queue.popleft()
-        for part in _parts(value):
+        if isinstance(value, FunctionType) and not _of_library(value):
+            names |= names_in(value.__code__)
+        elif isinstance(value, ModuleType) or _classes(value):
+            named.append(value)
+        for part in _parts(value, names):
             item = part[2]
             if id(item) not in wanted:
                 if isinstance(item, NOT_SEARCHED) or isinstance(item, dict) and not item:
@@ -228,11 +244,19 @@ def _parts_by_value(mod: Callable[..., Any], wanted: set[int]) -> dict[int, list
 def _reader(owner: Any) -> Callable[[Any], object]:
     if isinstance(owner, dict):
         return owner.get
-    return owner.__getitem__ if isinstance(owner, list) else partial(getattr, owner)
+    return owner.__getitem__ if isinstance(owner, LISTS) else partial(getattr, owner)
 
 
-def _parts(value: Any) -> Iterator[Part]:
-    """The parts of an object that may lead to a tensor."""
+def _parts(value: Any, names: set[str]) -> Iterator[Part]:
+    """The parts of an object that may lead to a tensor.
+
+    `names` choose among the members of a Python module and the functions of a class, of which others may lead
+    to everything.
+    """
+    if isinstance(value, ModuleType):
+        known = vars(value)
+        yield from [(known, name, known[name]) for name in names & known.keys() if not _of_library(value)]
+        return
     if isinstance(value, MethodType):
         yield from ((None, "", part) for part in (value.__self__, value.__func__))
     elif isinstance(value, partial):
@@ -242,30 +266,48 @@ def _parts(value: Any) -> Iterator[Part]:
             with suppress(ValueError):  # an empty cell
                 yield cell, "cell_contents", cell.cell_contents
         yield from ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
-        known = value.__globals__
-        for name in global_names(value.__code__) & known.keys():
-            yield known, name, known[name]
-            if isinstance(known[name], ModuleType):
-                member = vars(known[name])
-                read = [here for here in value.__code__.co_names if here in member]
-                yield from ((member, here, member[here]) for here in read if not callable(member[here]))
-    elif isinstance(value, list):
+        known = {} if _of_library(value) else value.__globals__
+        yield from [(known, name, known[name]) for name in global_names(value.__code__) & known.keys()]
+    elif isinstance(value, LISTS):
         yield from [(value, place, part) for place, part in enumerate(value)]
     elif isinstance(value, tuple):
         yield from ((None, "", part) for part in value)
     elif isinstance(value, dict):
         yield from [(value, name, part) for name, part in value.items()]
-    for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
-        if str(kind.__module__).partition(".")[0] not in LIBRARIES:
-            parts = [(name, part) for name, part in vars(kind).items() if not _binds(part)]
+    for kind in _classes(value):
+        for name, part in [*vars(kind).items()]:
+            function = _function_of(part)
+            if function is not None and name in names:
+                yield None, "", function
             # not what a subclass or the object itself has by the same name
-            yield from [(value, name, part) for name, part in parts if getattr(value, name) is part]
+            if not _binds(part) and getattr(value, name) is part:
+                yield value, name, part
     own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     if isinstance(value, torch.nn.Module):
         for table in TABLES:
             yield from [(own[table], name, part) for name, part in own[table].items()]
     yield from [(own, name, part) for name, part in [*own.items()] if name not in TABLES]
     yield from ((value, name, part) for name, part in slots_of(value))
+
+
+def _classes(value: Any) -> list[type]:
+    """An object's class and its bases, or a class and its bases, without a library's."""
+    return [k for k in (value if isinstance(value, type) else type(value)).__mro__ if not _of_library(k)]
+
+
+def _of_library(value: Any) -> bool:
+    """Is it a module, class or function of a library?"""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(name).partition(".")[0] in LIBRARIES
+
+
+def _function_of(part: Any) -> FunctionType | None:
+    """The function of an attribute of a class: a method, or a property's."""
+    if isinstance(part, (staticmethod, classmethod)):
+        part = part.__func__
+    elif isinstance(part, property):
+        part = part.fget
+    return part if isinstance(part, FunctionType) else None
 
 
 def _binds(part: object) -> bool:
