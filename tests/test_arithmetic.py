@@ -13,6 +13,7 @@ import pytest
 import torch
 from arithmetic_mods import MODS, as_mask, eager
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention
@@ -80,6 +81,40 @@ def test_gradients(name: str, backend: str) -> None:
     expected = torch.autograd.grad(attended(MODS[name], q, k, v).sin().sum(), (q, k, v))
     for mine, torchs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+
+
+# assignments with an operator
+
+small = torch.arange(4 * 24 * 40).view(SIZES[1:]).to(torch.int8)
+halves = 100 * torch.rand(SIZES[1:], generator=torch.Generator().manual_seed(3)).half()
+rows = halves[..., :3].contiguous()
+
+
+def times_a_position(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    x = small[h, q, k]
+    x *= k
+    return s + x
+
+
+def plus_a_wider_float(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    x = halves[h, q, k]
+    x += q / 3
+    return s + x
+
+
+def plus_a_wider_row(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    row = rows[h, q] + k
+    row *= torch.stack([q / 3, q / 7, q / 11])
+    return s + row[0] + row[2]
+
+
+@pytest.mark.parametrize("mod", [times_a_position, plus_a_wider_float, plus_a_wider_row])
+def test_a_value_keeps_its_dtype_in_an_assignment_with_an_operator(mod: Callable[..., Any]) -> None:
+    q, k, v = inputs()
+    expected = torch_flex_attention(q, k, v, mod)
+    for backend in ON_CPU:
+        found = flex_attention(q, k, v, mod, kernel_options={"BACKEND": backend})
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
 # what keys hold

@@ -16,7 +16,7 @@ from flexmod.errors import Where
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY
 from flexmod.ir.graph import Graph, Node, dtype_name
-from flexmod.ir.ops import promote
+from flexmod.ir.ops import category, promote
 from flexmod.ir.source import is_users, user_line
 
 
@@ -209,10 +209,13 @@ def _install_operators() -> None:
         return lambda self, other, *rest: NotImplemented if rest else self._tracer.apply(name, (self, other))
 
     def augmented(name: str, operator: str) -> Any:
-        """`x += y` makes a new value. torch writes in place, so other names of x may not be read later."""
+        """`x += y` makes a new value of x's dtype. torch writes in place, so other names of x may not be read
+        later."""
 
-        def write(self: TracedValue, other: Any) -> Any:
+        def write(self: Any, other: Any) -> Any:
             found = self._tracer.apply(name, (self, other))
+            if found.dtype != self.dtype and category(found.dtype) <= category(self.dtype):
+                found = found.to(self.dtype)
             self._overwritten = operator, user_line()
             delattr(self, type(self).__slots__[0])
             return found
