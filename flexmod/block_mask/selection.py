@@ -217,13 +217,14 @@ class _Ask:
             return range(steps.start, steps[-1] + 1, steps.step) if steps else steps
         if _is_number(entry):
             return [operator.index(entry)]
+        like_list = isinstance(entry, (list, range)) or hasattr(entry, "__array__")
+        if like_list and not isinstance(entry, Tensor):
+            try:
+                entry = torch.as_tensor(entry, device="cpu")
+            except (TypeError, ValueError, RuntimeError):
+                self.refuse("it is no list of numbers", "use one list of ints")
         if isinstance(entry, Tensor):
             return self._entries(entry, axis)
-        if isinstance(entry, (list, range)) or hasattr(entry, "__array__"):
-            try:
-                return self._entries(torch.as_tensor(entry, device="cpu"), axis)
-            except (TypeError, ValueError, RuntimeError):  # of torch: no table of numbers
-                self.refuse("it is no list of numbers", "use one list of ints")
         self.refuse(f"{type(entry).__name__} is no index", "use ints, slices, or one list or tensor of ints")
         raise AssertionError
 

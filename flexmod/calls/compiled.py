@@ -75,7 +75,7 @@ def compile(
     it does if another tensor takes its place: `module.window = other`, `load_state_dict(assign=True)`, a
     variable of a closure, an entry of a list. So it does if the same object gets another tensor:
     `tables.append(other)`, or `module.override = other` where that was None. If a mod's graph depends on
-    values (`t.item()`, `t[0]`, `if t > 3`), or if a tensor's place is hidden (a property), each call
+    values (`t.item()`, `t[0]`, `if t > 3`), or if a tensor's place is hidden (a weak reference), each call
     traces it.
 
     From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
