@@ -700,6 +700,13 @@ class OfAModule(Named):
         return s + settings.bias[k]
 
 
+class OfAWrapped(OfAModule):
+    def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + settings.bias[k]
+
+    score.__module__ = "torch"  # as functools.wraps does
+
+
 class InAHelper(OfAModule):
     """Its mod reads the tensor in methods, and inner functions, of names that occur in code only."""
 
@@ -744,6 +751,7 @@ OTHER_NAMES: dict[str, tuple[Callable[[], Named], Callable[[Any], None]]] = {
     "a class of another file": (OfTheUser, lambda named: setattr(OfTheUser, "shared", torch.rand(LENGTH))),
     "in place of the class": (OfTheClass, lambda named: setattr(named, "shared", torch.rand(LENGTH))),
     "a Python module": (OfAModule, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
+    "a wrapped function": (OfAWrapped, lambda named: setattr(settings, "bias", torch.rand(LENGTH))),
     "a module in it": (InAHelper, lambda named: setattr(settings.inner, "bias", torch.rand(LENGTH))),
     "another module in it": (
         InAHelper, lambda named: setattr(settings, "inner", SimpleNamespace(bias=torch.rand(LENGTH)))

@@ -250,8 +250,8 @@ def _reader(owner: Any) -> Callable[[Any], object]:
 def _parts(value: Any, names: set[str]) -> Iterator[Part]:
     """The parts of an object that may lead to a tensor.
 
-    `names` choose among the members of a Python module and the functions of a class, of which others may lead
-    to everything.
+    Of a Python module's members and a class's functions, includes those with one of the `names`: the others
+    might lead to everything.
     """
     if isinstance(value, ModuleType):
         known = vars(value)
@@ -297,7 +297,10 @@ def _classes(value: Any) -> list[type]:
 
 def _of_library(value: Any) -> bool:
     """Is it a module, class or function of a library?"""
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    if isinstance(value, FunctionType):
+        name = value.__globals__.get("__name__")  # functools.wraps changes __module__
+    else:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     return str(name).partition(".")[0] in LIBRARIES
 
 
