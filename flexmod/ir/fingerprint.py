@@ -83,7 +83,8 @@ def fingerprint(mod: Any) -> Seen | None:
     sight = _Sight()
     try:
         sight.add(mod)
-        sight.add_members()
+        if sight.modules:
+            sight.add_members()
     except _Unknown:
         return None
     return Seen(tuple(sight.key), tuple(sight.tensors))
@@ -116,12 +117,12 @@ class _Sight:
         self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}  # functions and tensors met so far, by id
         # met so far; a module may be an argument of another function, so each attribute is read from each
-        self._modules: dict[ModuleType, None] = {}
+        self.modules: dict[ModuleType, None] = {}
         self._attributes: dict[str, None] = {}
 
     def add_members(self) -> None:
         """Adds what the code may read from the modules that it reaches."""
-        modules, attributes, met = self._modules, self._attributes, (0, 0)
+        modules, attributes, met = self.modules, self._attributes, (0, 0)
         while met != (len(modules), len(attributes)):  # members may be modules and functions
             met = len(modules), len(attributes)
             for module in [*modules]:
@@ -169,7 +170,7 @@ class _Sight:
                 self.add(item)
         elif kind is ModuleType and value in MODULES:
             self.key.append(value)
-            self._modules[value] = None
+            self.modules[value] = None
         elif kind is partial and not value.__dict__:
             self.key += (kind, len(value.args), *value.keywords)
             for item in (value.func, *value.args, *value.keywords.values()):

@@ -199,8 +199,11 @@ def _containers(value: Any) -> list[Any]:
     """The lists and dicts that are an object's own parts."""
     own = getattr(value, "__dict__", None)
     tables = [own[name] for name in TABLES] if own is not None and isinstance(value, torch.nn.Module) else []
-    parts = () if isinstance(value, ModuleType) else (value, own, *tables)
-    return [each for each in parts if isinstance(each, (*LISTS, dict))]
+    if isinstance(value, ModuleType) or (isinstance(value, FunctionType) and not own):
+        return []
+    if str(type(value).__module__).startswith("flexmod."):
+        own = None  # attributes of mods and masks of the library stay
+    return [each for each in (value, own, *tables) if isinstance(each, (*LISTS, dict))]
 
 
 Part = tuple[Any, Any, Any]  # owner (None if it cannot get another value), name, value
@@ -265,7 +268,8 @@ def _parts(value: Any, names: set[str]) -> Iterator[Part]:
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # an empty cell
                 yield cell, "cell_contents", cell.cell_contents
-        yield from ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
+        defaults = ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
+        yield from (part for part in defaults if part[2])
         known = {} if _of_library(value) else value.__globals__
         yield from [(known, name, known[name]) for name in global_names(value.__code__) & known.keys()]
     elif isinstance(value, LISTS):
