@@ -176,7 +176,7 @@ def sums_along_diagonals(
     assert text is not None
     batch, heads, length, keys = call.extents
     diagonals = diagonal_count(length, keys, tile.block_m, tile.block_n)
-    names = [f"{term.into}_by_diagonal" for term in text.terms]
+    names = [term.sums.lower() for term in text.terms]
     shape = (batch, heads, diagonals, 2 * tile.block_m)
     windows = [writer.empty(f"{name}_windows", shape) for name in names]
     arguments = {

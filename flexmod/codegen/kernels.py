@@ -191,7 +191,7 @@ class CaptureTexts:
         return any((self.row, self.diagonal, self.element))
 
     def by_kernel(self, grad: ModText | None) -> dict[str, ModText | None]:
-        """The derivative that each kernel calls: `grad` if it has no terms."""
+        """The derivative that each kernel calls: `grad` if it has no terms. dkdv may call `added` too."""
         return {
             "dq": self.row or grad,
             "dkdv": self.column or grad,

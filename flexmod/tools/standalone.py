@@ -183,8 +183,8 @@ class _File:
         self.captures = NO_CAPTURES
         if self.terms and self.score:
             self.captures = write_terms(capture_grad(self.score, v.learned), self.terms)
-        texts = [(along, text) for along, text in _by_along(self.captures) if text]
-        names = FileNames([f"{term.into.lower()}_by_{along}" for along, text in texts for term in text.terms])
+        texts = [text for _, text in _by_along(self.captures) if text]
+        names = FileNames([term.sums.lower() for text in texts for term in text.terms])
         self.score_names = names.of(self.score, v.score_tensors)
         self.mask_names = names.of(self.mask, v.mask_tensors)
         score, mask = v.score, v.mask
@@ -301,20 +301,19 @@ class _File:
         found: dict[int, list[SumText]] = {}
         for term in self.terms:
             text = next(names[term.along])
-            buffer = f"{text.into.upper()}_BY_{term.along.upper()}"
             sums = found.setdefault(term.capture, [])
             if term.along == "element":
-                if buffer not in [s.buffer for s in sums]:
-                    sums.append(SumText(buffer, term.along))
+                if text.sums not in [s.buffer for s in sums]:
+                    sums.append(SumText(text.sums, term.along))
             elif not term.indices:
-                sums.append(SumText(buffer, term.along))
+                sums.append(SumText(text.sums, term.along))
             else:
                 assert self.score is not None
                 graph = self.score.of(term.indices, "mask")
                 name = f"place_in_{self.score_names[term.capture]}" + (f"_{len(sums) + 1}" if sums else "")
                 place = write_torch(graph, name, self.score_names)
                 given = tuple(self.score_names[n] for n in place.captures)
-                sums.append(SumText(buffer, term.along, place, given))
+                sums.append(SumText(text.sums, term.along, place, given))
         return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
 
     def checks(self, kind: Literal["score", "mask"]) -> list[str]:
