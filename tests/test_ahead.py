@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time are those that a launch would run, with the tile it would settle on."""
+"""A kernel compiled ahead of time is the one that a launch would run, with the tile it would settle on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Compiled:
         return self._counter.frame_count
 
     def check(self, *arguments: Any) -> None:
-        """The results and gradients are those of the function itself."""
+        """The results and gradients equal the ones that the function itself returns."""
         leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
         results = [function(*arguments) for function in (self._compiled, self._plain)]
         for result, plain in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):

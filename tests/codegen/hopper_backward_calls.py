@@ -80,8 +80,8 @@ SCORES |= {
 
 @dataclass(frozen=True)
 class Case:
-    """A call. `score` may also name a row of `learned_mods`, whose captures get gradients; `heads` are those
-    of queries and of keys, `batch` alike."""
+    """A call. `score` may also name a row of `learned_mods`, whose captures get gradients. `heads` and
+    `batch` have two numbers: for queries and for keys."""
 
     mask: str = ""
     score: str = ""
