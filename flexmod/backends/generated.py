@@ -73,6 +73,8 @@ class Generated:
             BlockSizeError, OptionValueError: see `ladder`.
             BlockMaskPartsError: see `mask_arguments`.
         """
+        if meanwhile is not None and not self.interpreted:
+            side_by_side.start_second_process()
         compiled = self._compile(problem, tensors, backward=False, want_max=want_max, keep=keep)
         return self._served(compiled, meanwhile)
 
@@ -97,7 +99,7 @@ class Generated:
         compiled = self._compile(problem, tensors, backward=True, needs=needs, kept=kept)
         family = next(one for one, why in self._families(compiled) if why is None)
         plan = compiled.plan(family, FirstRungs(compiled.kernels(family)))
-        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.device, compiled.extents)
+        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.device, compiled.extents, apart=True)
         return partial(side_by_side.in_threads, jobs) if jobs else None
 
     def _families(self, compiled: PlannedCall) -> Iterator[tuple[Family, str | None]]:

@@ -17,13 +17,17 @@ import threading
 import warnings
 import weakref
 from collections import Counter, OrderedDict, deque
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from flexmod.runtime import config
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.locks import Lock
+
+if TYPE_CHECKING:
+    from flexmod.runtime.private_triton import Specialized
 
 KEPT = 256  # unused modules that stay in memory
 
@@ -147,5 +151,15 @@ def _execute(text: str, path: Path, name: str) -> ModuleType:
         raise
     with lazy_imports():
         from flexmod.codegen.compiled_kernels import share_compiles
-    share_compiles(module)
+    share_compiles(module, partial(_compile, text, path, name))
     return module
+
+
+def _compile(
+    text: str, path: Path, name: str, kernel: str, facts: Specialized, settings: tuple[str, str]
+) -> None:
+    """Compiles a kernel of a module for another process, with that one's `settings` of Triton."""
+    with lazy_imports():
+        from flexmod.runtime.private_triton import compile_same, take_settings
+    take_settings(settings)
+    compile_same(getattr(_execute(text, path, name), kernel), facts)

@@ -4,6 +4,8 @@ Triton stores compiled kernels in its own cache (TRITON_CACHE_DIR). Processes th
 ranks of one host, would all miss it and compile the same kernels in parallel. Here each compile takes a lock
 on a file of flexmod's cache folder, and the processes that wait then find the kernel in Triton's cache.
 
+A thread that compiles ahead may leave its compile to a second process, see `runtime/second_process.py`.
+
 `flexmod warm` fills the folder COMPILED of a cache folder. A process whose cache folder contains it finds the
 kernels, also after the folder has moved.
 """
@@ -11,7 +13,8 @@ kernels, also after the folder has moved.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +22,19 @@ from weakref import WeakValueDictionary
 
 import triton
 
-from flexmod.runtime import config
+from flexmod.runtime import config, second_process
 from flexmod.runtime.locks import Lock, file_lock
-from flexmod.runtime.private_triton import Compile, add_compiled, around_compiles, compiles_always
+from flexmod.runtime.private_triton import (
+    Compile,
+    Specialized,
+    add_compiled,
+    around_compiles,
+    compiles_always,
+    settings,
+    tell_written,
+)
+
+CompileAgain = Callable[[str, Specialized, tuple[str, str]], object]
 
 _locks: WeakValueDictionary[str, Lock] = WeakValueDictionary()  # by key, for compiles in progress
 _guard = Lock()
@@ -30,18 +43,35 @@ COMPILED, LOCKS = "compiled", "locks"
 PATIENCE = 300.0  # seconds; the slowest kernel of the library takes less than 60
 
 
-def share_compiles(module: ModuleType) -> None:
-    """Makes a generated module compile its kernels in one process at a time."""
+def share_compiles(module: ModuleType, again: CompileAgain) -> None:
+    """Makes a generated module compile its kernels in one process at a time.
+
+    `again` compiles a kernel of the module in a process that lacks it, and can be pickled. Its arguments are
+    the kernel's name, its facts, and this process's `settings`.
+    """
     for function in vars(module).values():
         if isinstance(function, triton.JITFunction):
-            around_compiles(function, _compile)
+            around_compiles(function, partial(_compile, function, again))
 
 
-def _compile(key: str, compile_kernel: Compile) -> Any:
+def _compile(
+    function: Any,
+    again: CompileAgain,
+    key: str,
+    facts: Specialized,
+    compile_kernel: Compile,
+) -> Any:
     folder = config.cache_dir()
     find_compiled(folder)
+
+    def compile_or_find() -> Any:
+        if second_process.is_offered():
+            tell_written(facts.source(function))  # IR that this process need not write
+            second_process.run(partial(again, function.__name__, facts, settings()))
+        return compile_kernel()
+
     with _lock_of(key):
-        return compile_kernel() if compiles_always() else _compile_alone(folder, key, compile_kernel)
+        return compile_kernel() if compiles_always() else _compile_alone(folder, key, compile_or_find)
 
 
 def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:

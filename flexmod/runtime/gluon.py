@@ -15,7 +15,8 @@ Triton 3.9 renamed the TMA unit's copies, and exports the sum into memory that 3
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -25,6 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from flexmod.runtime.private_triton import add_tile as add_tile
+
+if TYPE_CHECKING:  # a second process compiles without torch
+    import torch
 
 if hasattr(tma, "async_load"):
     load_tile = tma.async_load
@@ -130,16 +134,16 @@ def running_max(before, tile):  # type: ignore[no-untyped-def]
 
 
 _DTYPES = {
-    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
-    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
+    "torch.float8_e4m3fn": tl.float8e4nv, "torch.float8_e5m2": tl.float8e5,
+    "torch.float16": tl.float16, "torch.bfloat16": tl.bfloat16, "torch.float32": tl.float32,
 }  # fmt: skip
 
 
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
     """Returns a tile's layout in shared memory, as the TMA unit writes it and the matrix unit reads it."""
-    return NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return NVMMASharedLayout.get_default_for(list(block), _DTYPES[str(dtype)])
 
 
 def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
     """Returns Triton's type of a descriptor, for an offline compile."""
-    return f"tensordesc<{_DTYPES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
+    return f"tensordesc<{_DTYPES[str(dtype)]}{list(block)},{layout_of(block, dtype)!r}>"

@@ -36,6 +36,28 @@ from flexmod.runtime.locks import Lock
 # compiles without a launch
 
 
+class Specialized(NamedTuple):
+    """What Triton specializes a jit function on, in Triton's own form."""
+
+    signature: dict[str, str]
+    constexprs: dict[Any, Any]
+    attrs: dict[Any, Any]
+    options: dict[str, Any]
+    target: GPUTarget
+
+    def source(self, function: Any) -> Any:
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        return kind(function, self.signature, self.constexprs, self.attrs)
+
+
+def compile_same(function: Any, facts: Specialized) -> Any:
+    """Compiles a jit function as a launch in any process would that has the same facts."""
+    settle_key(function)
+    return triton.compile(
+        _written_in_turn(facts.source(function)), target=facts.target, options=facts.options
+    )
+
+
 def compile_for(
     target: GPUTarget,
     kernel: Any,
@@ -50,18 +72,14 @@ def compile_for(
     inspects, `divisible` says whether it is a multiple of 16. A launch with the same facts finds this kernel
     in Triton's cache.
     """
-    settle_key(kernel)
-    names = [name for name in kernel.arg_names if name in divisible]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        kernel,
-        {name: signature.get(name, "constexpr") for name in kernel.arg_names},
-        dict(constexprs),
-        {
-            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] if divisible[name] else []
-            for name in names
-        },
-    )
-    return triton.compile(_written_in_turn(source), target=target, options=dict(options))
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    sixteens = {
+        (names.index(name),): [["tt.divisibility", 16]] if divisible[name] else []
+        for name in names
+        if name in divisible
+    }
+    return compile_same(kernel, Specialized(types, dict(constexprs), sixteens, dict(options), target))
 
 
 def assembler(target: GPUTarget) -> list[str]:
@@ -91,8 +109,8 @@ def disassembler() -> Path | None:
 Compile = Callable[[], Any]
 
 
-def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
-    """Has `run(key, compile)` do each compile of a jit function, and return what `compile()` returns.
+def around_compiles(function: Any, run: Callable[[str, Specialized, Compile], Any]) -> None:
+    """Has `run(key, facts, compile)` do each compile of a jit function, and return what `compile()` returns.
 
     A compile may find the kernel in Triton's cache. `key` is the same in all processes that would find the
     same one. Nothing changes where Triton has no such step.
@@ -101,22 +119,26 @@ def around_compiles(function: Any, run: Callable[[str, Compile], Any]) -> None:
     if plain is None:
         return
 
-    def compile_one(kind: str, signature: Any, device: int, *arguments: Any, **options: Any) -> Any:
+    def compile_one(
+        kind: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, warmup: bool
+    ) -> Any:
         with _in_python:
             settle_key(function)
-        facts = (function.cache_key, kind, driver.active.get_current_target(), knobs.cache.dir)
-        key = hashlib.sha256(str(facts).encode()).hexdigest()
+        target = driver.active.get_current_target()
+        facts = Specialized(signature, constexprs, attrs, vars(options), target)
+        places = (function.cache_key, kind, target, knobs.cache.dir)
+        key = hashlib.sha256(str(places).encode()).hexdigest()
 
         def compile_kernel() -> Any:
             known = function.device_caches[device][0].get(kind)
             if known is not None:  # another thread made it while this one waited
                 return known
             start_compiler()
-            _read_own_files()
+            read_own_files()
             _write_in_turn(function)
-            return plain(kind, signature, device, *arguments, **options)
+            return plain(kind, signature, device, constexprs, options, attrs, warmup)
 
-        return run(key, compile_kernel)
+        return run(key, facts, compile_kernel)
 
     function._do_compile = compile_one
 
@@ -163,17 +185,33 @@ def start_compiler() -> None:
 @cache
 def _start_reading() -> None:
     with suppress(RuntimeError):  # no thread can be started
-        threading.Thread(target=_read_own_files).start()
+        threading.Thread(target=read_own_files).start()
 
 
 _starting, _reading = Lock(), Lock()
 
 
-def _read_own_files() -> None:
+def read_own_files() -> str:
+    """Has Triton read its own files, and returns the hash of them that its keys contain; "" if unknown."""
     with _reading, suppress(ImportError):  # later versions may keep it elsewhere
         from triton.runtime.cache import triton_key
 
-        triton_key()
+        return triton_key()
+    return ""
+
+
+def settings() -> tuple[str, str]:
+    """Returns what another process needs in order to leave a kernel where this one looks for it.
+
+    That is the hash of Triton's files, which it need not read again, and the folder of Triton's cache.
+    """
+    return read_own_files(), knobs.cache.dir
+
+
+def take_settings(found: tuple[str, str]) -> None:
+    key, knobs.cache.dir = found
+    if key:
+        triton.runtime.cache.triton_key = lambda: key
 
 
 def load_launchers_apart() -> None:
@@ -239,12 +277,13 @@ def after_writing(begin: Callable[[Any], object]) -> Iterator[None]:
     _of_thread.begin = begin
     try:
         yield
-        _begin(None)
+        tell_written(None)
     finally:
         _of_thread.begin = None
 
 
-def _begin(source: Any) -> None:
+def tell_written(source: Any) -> None:
+    """Ends this thread's wait for the IR of a kernel, see `after_writing`."""
     begin, _of_thread.begin = getattr(_of_thread, "begin", None), None
     if begin is not None:
         begin(source)
@@ -274,7 +313,7 @@ def _written_in_turn(source: Any) -> Any:
     def make_ir(*given: Any) -> Any:
         with _in_python:
             written = write(*given)
-        _begin(source)
+        tell_written(source)
         return written
 
     source.make_ir = make_ir

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexmod.block_mask.storage import is_captured
-from flexmod.runtime import config, direct
+from flexmod.runtime import config, direct, second_process
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
 from flexmod.runtime.locks import Lock
@@ -59,6 +59,13 @@ def start_ahead() -> None:
     """Has a thread start Triton, which takes half a second, while this one imports and traces."""
     if threads() > 1:
         later(_start_compiler)
+
+
+@cache
+def start_second_process() -> None:
+    """Has the first training step of this process compile in two processes."""
+    if threads() > 1:
+        second_process.start()
 
 
 def _start_compiler() -> None:
@@ -223,11 +230,15 @@ def compiles(
     tensors: Sequence[Tensor | None],
     device: torch.device,
     extents: Extents = NO_EXTENTS,
-) -> list[Job]:
+    *,
+    apart: bool = False,
+) -> Sequence[Job]:
     """Returns jobs that each compile one kernel of a plan, for kernels that this process lacks.
 
     `tensors` are a run's tensors or stand-ins; the jobs do not keep them alive. A job drops its error, which
     the launch raises again. There are no jobs without parallel compiles, or while a CUDA graph is captured.
+
+    `apart`: the longest kernel compiles in a second process at once, if one waits, and is not among the jobs.
     """
     if threads() == 1 or is_captured(device):
         return []
@@ -242,10 +253,20 @@ def compiles(
     inputs = zip(plan.inputs, tensors, strict=True)
     named = {place.name: stand_in(tensor) for place, tensor in inputs if place and tensor is not None}
     known = {**extents_of(plan.inputs, tensors), **extents}
-    return [
+    jobs = [
         partial(_compile, function, device, [sample(step, named, known) for step in steps])
         for function, steps in missing.values()
     ]
+    if apart and second_process.waits():
+        longest = max(jobs, key=lambda job: len(job.args[0].src))
+        jobs.remove(longest)
+        later(partial(_apart, longest))
+    return jobs
+
+
+def _apart(job: Job) -> None:
+    with second_process.offered():
+        job()
 
 
 def _compile(function: Any, device: torch.device, launches: Sequence[Mapping[str, Any]]) -> None:

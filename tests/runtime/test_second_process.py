@@ -1,0 +1,175 @@
+"""A second process compiles what this one then finds, without torch; and what happens where it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import spawn
+from pathlib import Path
+
+import pytest
+
+from flexmod.codegen import cache
+from flexmod.runtime import second_process
+from flexmod.runtime.private_triton import (
+    GPUTarget,
+    Specialized,
+    cache_folder,
+    compile_same,
+    knobs,
+    settings,
+)  # fmt: skip
+from flexmod.runtime.second_process import offered, run, start, stop, waits
+
+TEXT = '''
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_one(X, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(X + i, tl.load(X + i, mask=i < N) + 1, mask=i < N)
+'''
+FACTS = Specialized(
+    {"X": "*fp32", "N": "i32", "BLOCK": "constexpr"}, {"BLOCK": 64}, {(0,): [["tt.divisibility", 16]]}, {},
+    GPUTarget("cuda", 90, 32),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _stop() -> Iterator[None]:
+    stop()
+    yield
+    stop()
+
+
+def compiled(name: str, path: Path) -> bool:
+    """Compiles the kernel of TEXT here; was it in Triton's cache?"""
+    module, found = cache.load(TEXT, name), list[bool]()
+    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    try:
+        with cache_folder(path):
+            compile_same(module.add_one, FACTS)
+    finally:
+        knobs.compilation.listener = None
+    return found == [True]
+
+
+def test_it_compiles_what_this_process_finds(tmp_path: Path) -> None:
+    module = cache.load(TEXT, "apart")
+    path = Path(str(module.__file__))
+    start()
+    with cache_folder(tmp_path):
+        assert run(partial(cache._compile, TEXT, path, module.__name__, "add_one", FACTS, settings()))
+    assert not waits()
+    assert compiled("apart", tmp_path)
+    assert not compiled("here", tmp_path / "other")
+
+
+def test_it_has_triton_and_no_torch(tmp_path: Path) -> None:
+    start()
+    names = partial(exec, f"import sys; open({str(tmp_path / 'names')!r}, 'w').write(' '.join(sys.modules))")
+    assert run(names)
+    found = (tmp_path / "names").read_text().split()
+    assert "triton" in found and "torch" not in found
+
+
+def test_no_process_no_job() -> None:
+    assert not run(stop)
+
+
+def test_a_job_that_fails() -> None:
+    start()
+    assert not run(partial(int, "no number"))
+
+
+def test_a_process_that_was_killed_runs_nothing() -> None:
+    start()
+    second_process._waiting[0].kill()
+    assert not run(stop)
+    start()
+    assert run(partial(int, "1")), "a second one can be started"
+
+
+def test_a_job_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_process, "PATIENCE", 0.01)
+    start()
+    process = second_process._waiting[0]
+    assert not run(partial(time.sleep, 100))
+    assert process.poll() is not None
+
+
+def test_one_process_waits_at_a_time() -> None:
+    start()
+    (process,) = second_process._waiting
+    start()
+    assert second_process._waiting == [process]
+
+
+def test_one_that_has_ended_is_replaced() -> None:
+    start()
+    (process,) = second_process._waiting
+    process.kill()
+    process.wait()
+    start()
+    assert second_process._waiting != [process]
+
+
+def test_it_ends_without_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a program that never compiles a backward has no further process."""
+    monkeypatch.setattr(second_process, "START", second_process.START.replace("main()", "main(1)"))
+    start()
+    assert second_process._waiting[0].wait(60) == -signal.SIGALRM
+    assert not run(stop)
+
+
+@pytest.mark.parametrize("executable", ["", None, "/no/such/python"])
+def test_where_no_python_can_be_started(executable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "get_executable", lambda: executable)
+    start()
+    assert not waits()
+
+
+def test_an_application_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    start()
+    assert not waits()
+
+
+def test_only_the_thread_to_which_it_is_offered_uses_it() -> None:
+    start()
+    assert not second_process.is_offered()
+    with offered():
+        assert second_process.is_offered()
+        others: list[bool] = []
+        thread = threading.Thread(target=lambda: others.append(second_process.is_offered()))
+        thread.start()
+        thread.join()
+        assert others == [False]
+    assert not second_process.is_offered()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_none() -> None:
+    start()
+    child = os.fork()
+    if not child:
+        os._exit(waits())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert run(partial(int, "1"))
+
+
+def test_it_ends_with_the_first_process() -> None:
+    script = "from flexmod.runtime import second_process as s; s.start(); print(s._waiting[0].pid)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+    assert done.stderr == ""
