@@ -129,6 +129,10 @@ class Tile:
     warps: int
     stages: int
 
+    def arguments(self) -> Mapping[str, int]:
+        sides = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        return {**sides, "num_warps": self.warps, "num_stages": self.stages}
+
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
 

@@ -54,9 +54,10 @@ class Bound:
         self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
         kinds, self._hooked = _STEPS, _never
         if plan.launches():
-            from flexmod.runtime import launch
+            from flexmod.runtime.direct import hooked
+            from flexmod.runtime.launch import BoundLaunch
 
-            kinds, self._hooked = {**_STEPS, Launch: launch.BoundLaunch}, launch.hooked
+            kinds, self._hooked = {**_STEPS, Launch: BoundLaunch}, hooked
         to = Binding(slots, known, device)
         steps = [kinds[type(step)](step, to) for step in plan.steps]
         self._steps = [step.run for step in steps]

@@ -17,12 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
-from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import Chosen, KernelName, Tile, Verdict, choose, option
+from flexmod.codegen.kernels import Made
+from flexmod.codegen.spec import Chosen, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits
 from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
-from flexmod.runtime.direct import Direct, hooked
+from flexmod.runtime.direct import Direct
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.plan import Binding, Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
@@ -181,24 +181,10 @@ def rung_arguments(step: Launch) -> dict[str, Any]:
     """Returns a launch's arguments for its tile or shape."""
     if step.rung is None:
         return {}
-    if isinstance(step.rung, Tile):
-        return _tile_arguments(step.source, step.kernel, step.rung)  # type: ignore[arg-type]
-    return dict(step.rung.arguments())
+    options = getattr(step.source, "options", {}) if torch.version.hip else {}
+    given = {name: option(options, step.kernel, name, None) for name in AMD_OPTIONS}  # type: ignore[arg-type]
+    return {**step.rung.arguments(), **{name: value for name, value in given.items() if value is not None}}
 
-
-def _tile_arguments(kernels: Kernels, kernel: KernelName, tile: Tile) -> dict[str, Any]:
-    names = AMD_OPTIONS if torch.version.hip else ()
-    given = {name: option(kernels.options, kernel, name, None) for name in names}
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        **{name: value for name, value in given.items() if value is not None},
-    }
-
-
-__all__ = ["BoundLaunch", "hooked", "sample"]
 
 layout = lru_cache(layout_of)
 
@@ -210,20 +196,12 @@ def sample(step: Launch, tensors: Mapping[str, Tensor], extents: Mapping[str, in
     no tensor is known. `extents` includes the numbers of a run.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("meta"))
-
-    def tensor_of(place: Place) -> Tensor:
-        given = tensors.get(place.name)
-        return torch.empty(1, dtype=place.dtype, device=device) if given is None else given
-
-    made: dict[str, Any] = {}
-    for name, value in {**step.arguments, **rung_arguments(step)}.items():
-        if isinstance(value, Descriptor):
-            made[name] = _describer(value, extents)(tensor_of(value.base))
-        elif isinstance(value, RunNumber):
-            made[name] = extents[value.name]
-        else:
-            made[name] = tensor_of(value) if isinstance(value, Place) else value_of(value, extents)
-    return made
+    room: dict[str, Any] = {**extents, **tensors}
+    for place in step.places():
+        if place.name not in room:
+            room[place.name] = torch.empty(1, dtype=place.dtype, device=device)
+    slots = {name: slot for slot, name in enumerate(room)}
+    return BoundLaunch(step, Binding(slots, extents, device)).arguments([*room.values()])
 
 
 class BoundLaunch:
@@ -249,15 +227,16 @@ class BoundLaunch:
         if self._direct is not None:
             self._direct(room)
             return
-        arguments = self._arguments(room)
+        arguments = self.arguments(room)
         compiled = start(self._step.source, self._step.name, self._device, self._grid, arguments)
         self._direct = self._made_direct(compiled, arguments)
 
     def watched(self, room: list[Any], mask: Any) -> None:
-        arguments = self._arguments(room)
+        arguments = self.arguments(room)
         start(self._step.source, self._step.name, self._device, self._grid, arguments)
 
-    def _arguments(self, room: list[Any]) -> dict[str, Any]:
+    def arguments(self, room: list[Any]) -> dict[str, Any]:
+        """Returns the arguments of a run."""
         given = {name: room[slot] for name, slot in self._slots.items()}
         described = {name: describe(given[name]) for name, describe in self._descriptors.items()}
         return {**self._fixed, **given, **described}
