@@ -11,10 +11,10 @@ and can be compiled at any time.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ LAUNCH_OPTIONS = frozenset(
     + ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
 )
 
-Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
+Grid = tuple[int, ...]
 
 # The interpreter stores the position in the grid in one object: one launch at a time.
 _one_launch = Lock()
@@ -66,8 +66,7 @@ class Kernel:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         values = {name: self._argument(value, self._types[name]) for name, value in bound.arguments.items()}
-        sizes = grid(bound.arguments) if callable(grid) else grid
-        extents = (*sizes, 1, 1)[:3]
+        extents = (*grid, 1, 1)[:3]
         builder = self._language.builder
         # a chip does not warn about an overflow or a NaN either
         with _one_launch, np.errstate(all="ignore"):
@@ -94,60 +93,37 @@ class Kernel:
         if not kind:
             kind = _number_type(value)
         tl, interpreter = self._language.tl, self._language.interpreter
-        dtype = tl.str_to_ty(kind, None)
+        dtype = getattr(tl, kind)
         with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, as on the chip
             data = np.array([value]).astype(interpreter._get_np_dtype(dtype))
         return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
 
 
 def _number_type(value: bool | int | float) -> str:
-    """Returns Triton's name for the type of a Python number in a launch."""
+    """Returns the name of the type of a Python number in a launch."""
     if isinstance(value, bool):
-        return "u1"
+        return "int1"
     if isinstance(value, float):
-        return "fp32"
+        return "float32"
     if -(2**31) <= value < 2**31:
-        return "i32"
-    return "i64" if value < 2**63 else "u64"
+        return "int32"
+    return "int64" if value < 2**63 else "uint64"
 
 
 def _annotated(annotation: Any) -> str:
-    """Returns the type in a parameter's annotation: "constexpr", Triton's short name, or ""."""
+    """Returns the type in a parameter's annotation: "constexpr", the name of a dtype, or ""."""
     if annotation is inspect.Parameter.empty:
         return ""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    last = text.rpartition(".")[2]
-    return _SHORT_NAMES.get(last, last)
-
-
-_SHORT_NAMES = {f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)} | {
-    "int1": "u1",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
-}
-
-
-class Interpreted:
-    """The interpreted copy of a module: its kernels are `Kernel`s; everything else is copied."""
-
-    def __init__(self, scope: Mapping[str, Any], language: Language) -> None:
-        self.__name__ = scope["__name__"]
-        self.__file__ = scope["__file__"]
-        for name, value in scope.items():
-            if _is_kernel(value):
-                self.__dict__[name] = Kernel(value, language)
-            elif not name.startswith("__"):
-                self.__dict__[name] = value
+    return text.rpartition(".")[2]
 
 
 def _is_kernel(value: Any) -> bool:
     return callable(value) and getattr(value, "fn", None) is value
 
 
-def interpreted(module: ModuleType) -> Interpreted:
-    """Returns the module's kernels for the interpreter; caches them per module object.
+def interpreted(module: ModuleType) -> SimpleNamespace:
+    """Returns a copy of the module whose kernels are `Kernel`s; caches it per module object.
 
     Args:
         module: a Python module with `@triton.jit` functions whose source can be read (`inspect.getsource`).
@@ -157,6 +133,7 @@ def interpreted(module: ModuleType) -> Interpreted:
         if twin is None:
             private = language()
             file = module.__file__ or module.__name__
-            twin = Interpreted(private.execute(inspect.getsource(module), file, module.__name__), private)
-            module.__dict__["__flexmod_interpreted__"] = twin
+            scope = private.execute(inspect.getsource(module), file, module.__name__)
+            kernels = {name: Kernel(value, private) for name, value in scope.items() if _is_kernel(value)}
+            twin = module.__dict__["__flexmod_interpreted__"] = SimpleNamespace(**{**scope, **kernels})
         return twin

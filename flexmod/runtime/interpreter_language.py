@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -46,18 +47,17 @@ def compile_for_interpreter(text: str, file: str) -> CodeType:
     return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
 
 
-def _is_jit(decorator: ast.expr) -> bool:
-    if isinstance(decorator, ast.Call):
-        decorator = decorator.func
-    name = decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
-    return name == "jit"
+def _called(node: ast.expr) -> str:
+    """Returns the last name of a function, or of what is called."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 class _Functions(ast.NodeTransformer):
     """Finds the functions to rewrite."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        if any(map(_is_jit, node.decorator_list)):
+        if "jit" in map(_called, node.decorator_list):
             node.body = [_Statements().visit(statement) for statement in node.body]
         return node
 
@@ -78,7 +78,7 @@ class _Statements(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.For:
         self.generic_visit(node)
-        if isinstance(node.target, ast.Name) and _is_runtime_range(node.iter):
+        if isinstance(node.target, ast.Name) and _called(node.iter) == "range":
             name = node.target.id
             convert = ast.Assign([ast.Name(name, ast.Store())], _call(TO_TENSOR, ast.Name(name, ast.Load())))
             node.body.insert(0, ast.copy_location(convert, node.target))
@@ -103,14 +103,6 @@ class _Statements(ast.NodeTransformer):
     visit_If = visit_IfExp = visit_While = _visit_test
 
 
-def _is_runtime_range(iterable: ast.expr) -> bool:
-    if not isinstance(iterable, ast.Call):
-        return False
-    function = iterable.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name == "range"
-
-
 def _call(function: str, value: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), [value], []), value)
 
@@ -128,16 +120,11 @@ def _jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
     return fn
 
 
-class _Overlay(ModuleType):
-    """A module with a few replaced attributes."""
-
-    def __init__(self, original: ModuleType, **changed: object) -> None:
-        super().__init__(original.__name__, original.__doc__)
-        self.__dict__.update(changed)
-        self.__dict__["_original"] = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
+def _overlay(original: ModuleType, **changed: object) -> ModuleType:
+    """Returns a module with a few replaced attributes."""
+    made = ModuleType(original.__name__, original.__doc__)
+    vars(made).update(changed, __getattr__=partial(getattr, original))
+    return made
 
 
 class _CompiledOnly(ModuleType):
@@ -159,8 +146,8 @@ class Copies:
         import triton.runtime.jit as jit
 
         self._modules: dict[str, ModuleType] = {
-            "triton": _Overlay(importlib.import_module("triton"), jit=_jit),
-            "triton.runtime.jit": _Overlay(jit, jit=_jit, constexpr_function=lambda fn: fn),
+            "triton": _overlay(importlib.import_module("triton"), jit=_jit),
+            "triton.runtime.jit": _overlay(jit, jit=_jit, constexpr_function=lambda fn: fn),
         }
         self.builtins = {**vars(builtins), "__import__": self.import_module}
 
@@ -258,18 +245,15 @@ class Language:
 
 
 _lock = Lock()
-_language: Language | None = None
 
 
 def language() -> Language:
     """Returns this process's private instance; the first call loads it in some tens of milliseconds."""
-    global _language
     with _lock:
-        if _language is None:
-            _language = _load_language()
-        return _language
+        return _load_language()
 
 
+@cache
 def _load_language() -> Language:
     copies = Copies()
     tl: Any = copies.get(_LANGUAGE)

@@ -264,7 +264,7 @@ at = tl.program_id(0) * s0 + tl.program_id(1) * s1 + tl.program_id(2) * s2
 tl.store(X + at, tl.program_id(0) * 100 + tl.program_id(1) * 10 + tl.num_programs(2))
 """
     x = torch.zeros(4, 3, 2, dtype=torch.int32).transpose(0, 2)[:, :2, ::2]
-    kernel(body, "X", "s0", "s1", "s2")[lambda meta: tuple(meta["X"].shape)](x, *x.stride())
+    kernel(body, "X", "s0", "s1", "s2")[tuple(x.shape)](x, *x.stride())
     expected = torch.arange(2)[:, None] * 100 + torch.arange(2)[None, :] * 10 + 2
     assert torch.equal(x, expected[:, :, None].expand(2, 2, 2).int())
 
