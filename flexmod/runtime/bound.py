@@ -6,7 +6,7 @@ without launches does not need Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,8 +153,10 @@ class _Kept(_Called):
     def __init__(self, step: Keep, to: Binding) -> None:
         super().__init__(step, to)
         self._device = to.device
-        self._reads = [to.slots[place.name] for place in _places(step.arguments)]
-        self._key = (step.function.__name__, _plain(step.arguments, to.extents))
+        parts = [*_parts(step.arguments)]
+        self._reads = [to.slots[part.name] for part in parts if isinstance(part, Place)]
+        plain = (None if isinstance(part, Place) else value_of(part, to.extents) for part in parts)
+        self._key = (step.function.__name__, *plain)
 
     def run(self, room: Room, mask: Any) -> None:
         kept = None if mask is None else mask.derived
@@ -200,17 +202,10 @@ def _filler(value: Any, to: Binding) -> Callable[[Room, Any], Any]:
     return lambda room, mask: number
 
 
-def _places(value: Any) -> list[Place]:
-    if isinstance(value, Place):
-        return [value]
-    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return [place for part in parts for place in _places(part)]
-
-
-def _plain(value: Any, known: Mapping[str, int]) -> object:
-    """Returns nested arguments without their tensors, as a key."""
-    if isinstance(value, Place):
-        return None
+def _parts(value: Any) -> Iterator[Any]:
+    """Yields nested arguments one after another."""
     if type(value) in (list, tuple):
-        return tuple(_plain(part, known) for part in value)
-    return value_of(value, known)
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value

@@ -17,7 +17,6 @@ group that it closes, 7 for none. Tests compare this module with `cuobjdump -sas
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,7 +122,7 @@ def misaddressed(cubin: bytes) -> bool:
     No source asks for that: ptxas has lost the address. A register with a write between the halves counts as
     two. Returns False if `cubin` is no ELF file, or not for Hopper.
     """
-    if not cubin.startswith(b"\x7fELF") or not _for_hopper(cubin):
+    if not _for_hopper(cubin):
         return False
     lower: dict[int, set[int]] = {}  # by the predicate of a carry: the registers that its sum was made of
     for low, high in instructions(cubin):
@@ -141,7 +140,9 @@ def misaddressed(cubin: bytes) -> bool:
 
 
 def _for_hopper(cubin: bytes) -> bool:
-    """Reads the chip's number from the lowest byte of the file's flags, or the next byte since CUDA 13."""
+    """Reads the chip's number from the lowest byte of an ELF file's flags, or the next byte since CUDA 13."""
+    if not cubin.startswith(b"\x7fELF"):
+        return False
     (flags,) = struct.unpack_from("<I", cubin, 0x30)
     return _HOPPER in (flags & 0xFF, flags >> 8 & 0xFF)
 
@@ -161,15 +162,13 @@ SERIALIZED = "its matrix instructions are serialized"
 EVEN_REGISTERS = "its warps hand over no registers"
 MISADDRESSED = "ptxas has its matrix products read at wrong addresses"
 
-_HOPPER_TEXT = re.compile(r"^\.target sm_90", re.MULTILINE)
-
 
 def losses(ptx: str, cubin: bytes) -> tuple[str, ...]:
     """Returns which of SERIALIZED and EVEN_REGISTERS apply to a kernel.
 
-    Returns nothing if the text is not for Hopper, or `cubin` is no ELF file.
+    Returns nothing if `cubin` is no ELF file, or not for Hopper.
     """
-    if not cubin.startswith(b"\x7fELF") or not _HOPPER_TEXT.search(ptx):
+    if not _for_hopper(cubin):
         return ()
     code = list(instructions(cubin))
     closed = {high >> 20 & 7 for low, high in code if low & 0xFFF in MATRIX}

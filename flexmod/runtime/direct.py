@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import getclosurevars
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,16 +153,6 @@ def _in_c(launch: Any) -> Callable[..., None]:
     return launch
 
 
-class _At:
-    """Stands for a tensor, of which a descriptor needs only the address."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def data_ptr(self) -> int:
-        return self._pointer
-
-
 def _descriptor_maker(launcher: Any, descriptor: TensorDescriptor, meta: Any) -> Callable[[int], Any]:
     """Returns Triton's function that makes a TMA descriptor, for other addresses."""
     make = getattr(sys.modules[type(launcher).__module__], "make_tensordesc_arg", None)
@@ -174,7 +164,7 @@ def _descriptor_maker(launcher: Any, descriptor: TensorDescriptor, meta: Any) ->
 
     def made(pointer: int) -> Any:
         at = copy.copy(pattern)
-        at.base = _At(pointer)
+        at.base = SimpleNamespace(data_ptr=lambda: pointer)  # a descriptor needs only the address
         return make(at, meta, *others)[0]
 
     return made
