@@ -133,17 +133,24 @@ def running_max(before, tile):  # type: ignore[no-untyped-def]
     return gl.maximum(before, gl.convert_layout(largest, before.type.layout))
 
 
-_DTYPES = {
-    "torch.float8_e4m3fn": tl.float8e4nv, "torch.float8_e5m2": tl.float8e5,
-    "torch.float16": tl.float16, "torch.bfloat16": tl.bfloat16, "torch.float32": tl.float32,
+# Triton's names of dtypes, by torch's
+TYPES = {
+    "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float64": "fp64",
+    "torch.uint8": "u8", "torch.int8": "i8", "torch.int16": "i16", "torch.int32": "i32", "torch.int64": "i64",
+    "torch.bool": "i1", "torch.float8_e4m3fn": "fp8e4nv", "torch.float8_e5m2": "fp8e5",
 }  # fmt: skip
+
+
+def type_of(dtype: torch.dtype) -> str:
+    """Returns Triton's name of a dtype. Raises KeyError."""
+    return TYPES[str(dtype)]
 
 
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
     """Returns a tile's layout in shared memory, as the TMA unit writes it and the matrix unit reads it."""
-    return NVMMASharedLayout.get_default_for(list(block), _DTYPES[str(dtype)])
+    return NVMMASharedLayout.get_default_for(list(block), tl.dtype(type_of(dtype)))
 
 
 def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
     """Returns Triton's type of a descriptor, for an offline compile."""
-    return f"tensordesc<{_DTYPES[str(dtype)]}{list(block)},{layout_of(block, dtype)!r}>"
+    return f"tensordesc<{type_of(dtype)}{list(block)},{layout_of(block, dtype)!r}>"

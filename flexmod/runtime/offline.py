@@ -16,22 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton import JITFunction
 
 from flexmod.errors import EnvironmentSwitchError
 from flexmod.runtime import compiler_bugs
 from flexmod.runtime.direct import COUNTER
-from flexmod.runtime.gluon import TensorDescriptor, descriptor_type
+from flexmod.runtime.gluon import TensorDescriptor, descriptor_type, type_of
 from flexmod.runtime.private_triton import assembler, compile_for, disassembler
 from flexmod.runtime.target import MEASURED, Target, named
 
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
 STAGES = 3  # the default of a launch
 
 _MATRIX_SASS = re.compile(r"\b((?:[A-Z]GMMA|[A-Z]MMA|UTC[A-Z]*MMA))\b")
@@ -155,7 +149,7 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
 def kind_of(value: Any) -> str:
     """Returns Triton's type of an argument."""
     if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
+        return f"*{type_of(value.dtype)}"
     if isinstance(value, TensorDescriptor):
         return descriptor_type(tuple(value.block_shape), value.base.dtype)
     if value is COUNTER:
