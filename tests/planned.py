@@ -76,7 +76,7 @@ def backward(
     incoming = arguments.incoming(call, given.in_order(), len(kept))
     writer, family = PlanWriter(), family_of(kernels)
     rungs = rungs_of(kernels, "backward", shape)
-    found = family.backward(writer, kernels, call, incoming, needs, rungs, family.facts(k, grad_out))
+    found = family.backward(writer, kernels, call, incoming, needs, rungs, k, grad_out)
     sums = [place for of in found.sums.values() for place in of]
     plan = writer.plan((*incoming.in_order(), *call.of_mask), (*found[:3], *sums))
     made = _run(plan, (*given.in_order(), *(mask.tensors if mask else ())), mask)

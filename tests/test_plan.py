@@ -154,8 +154,7 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
                 lse = torch.empty(q.shape[:3])
                 incoming = arguments.incoming(call, (q, None, q, k, v, q, lse), kept=2)
                 needs, inputs = (True, True, True), (*incoming.in_order(), *call.of_mask)
-                facts = family.facts(k, q)
-                results = family.backward(writer, made, call, incoming, needs, rungs, facts)[:3]
+                results = family.backward(writer, made, call, incoming, needs, rungs, k, q)[:3]
             else:
                 inputs = call.inputs
                 results = family.forward(writer, made, call, rungs, want_max=False, keep=True)

@@ -277,7 +277,7 @@ def _table(parts: Sequence[Tensor], form: Form, columns: int) -> Tensor:
 
 
 def sums_of_elements(
-    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile, deterministic: bool
+    writer: PlanWriter, kernels: Kernels, call: Operands, shared: Arguments, tile: Tile
 ) -> list[Place]:
     """Writes the sums of all elements of each captured tensor with such terms, flat float32, and a 0.
 
@@ -298,6 +298,7 @@ def sums_of_elements(
         given = {**shared, **absent, **made, "room": room}
         writer.launch(kernels, "scatter", grid(batch, heads, length, tile.block_m), given, tile)
 
+    deterministic = torch.are_deterministic_algorithms_enabled()
     if not (deterministic or option(kernels.options, "scatter", "deterministic", False)):
         made = buffers()
         add(made)

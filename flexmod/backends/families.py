@@ -17,7 +17,7 @@ from flexmod.backends import options as kernel_options
 from flexmod.backends.arguments import Operands
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.interface import BackwardInputs
-from flexmod.backends.triton import BackwardFacts, Found, PortableFamily, Rungs
+from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, Made
 from flexmod.codegen.prelude import Family as Chips
@@ -64,14 +64,11 @@ class Family(Protocol):
     ) -> Places:
         """See `triton.forward`."""
 
-    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
-        """Returns the facts that a backward of these tensors depends on."""
-
     def backward(
         self, writer: PlanWriter, made: Any, call: Operands, incoming: BackwardInputs,
-        needs: tuple[bool, bool, bool], rungs: Rungs, facts: BackwardFacts,
+        needs: tuple[bool, bool, bool], rungs: Rungs, key: Tensor, grad_out: Tensor,
     ) -> Found:  # fmt: skip
-        """See `triton.backward`."""
+        """See `triton.backward`. `key` and `grad_out` are tensors of the call, or stand-ins."""
 
     def reads_order(self, target: str) -> bool:
         """Returns whether its kernels on a chip follow the order of a mask's rows and columns."""
@@ -110,10 +107,10 @@ def obstacle(family: Family, variant: Variant, direction: Direction, target: str
     Raises TemplateError if there is an obstacle and the variant's options ask for this family.
     """
     options = dict(variant.options)
+    if template(options, direction) not in ("auto", family.name):
+        return "kernel option TEMPLATE asks for another"
     deterministic = torch.are_deterministic_algorithms_enabled()
     why = family.obstacle(variant, direction, target, deterministic=deterministic)
-    if why is None and template(options, direction) not in ("auto", family.name):
-        why = "kernel option TEMPLATE asks for another"
     if why is not None:
         check_not_asked_for(family, direction, options, why)
     return why

@@ -232,8 +232,8 @@ class PlannedCall:
         if self.direction == "forward":
             return family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
         grad_out: Any = self.tensors[0]
-        facts = family.facts(self.qkv[1], grad_out)
-        found = family.backward(writer, made, call, self.incoming, self.needs, rungs, facts)
+        of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
+        found = family.backward(writer, made, call, *of_call)
         if not self.captured:
             return (*found[:3], *(place for sums in found.sums.values() for place in sums))
         return _with_captured(writer, call, found, self.variant, family.reduce_in_backward)

@@ -29,7 +29,7 @@ from flexmod.backends.arguments import (
 )
 from flexmod.backends.captured import element_buffers
 from flexmod.backends.interface import BackwardInputs
-from flexmod.backends.triton import BackwardFacts, Found, Rungs
+from flexmod.backends.triton import Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
     NAME,
@@ -44,7 +44,7 @@ from flexmod.codegen.hopper import (
     sum_row,
     wide,
 )
-from flexmod.codegen.spec import Direction, option, template
+from flexmod.codegen.spec import Direction, option
 from flexmod.codegen.variant import Variant
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.plan import (
@@ -78,14 +78,6 @@ NO_BLOCKS: Arguments = {
 }  # fmt: skip
 
 
-def facts_of(key: Tensor, grad_out: Tensor) -> BackwardFacts:
-    """Returns the facts that a backward of these tensors depends on."""
-    kv_batch, kv_heads, keys, _ = key.shape
-    programs: Any = grid(kv_batch, kv_heads, keys, 128)
-    most = ORDERED * call_arguments.processors(key.device)
-    return BackwardFacts(addressable=addressable(grad_out), ordered=programs <= most)
-
-
 def obstacle(
     variant: Variant, direction: Direction, target: str, *, deterministic: bool = False
 ) -> str | None:
@@ -95,8 +87,6 @@ def obstacle(
     if (why := spec_obstacle(variant.spec_of(direction), direction)) is not None:
         return why
     options = dict(variant.options)
-    if template(options, direction) not in ("auto", NAME):
-        return "kernel option TEMPLATE asks for it"
 
     def given(name: str) -> Any:
         return option(options, "forward" if direction == "forward" else "dq", name, None)
@@ -207,14 +197,15 @@ def backward(
     incoming: BackwardInputs,
     needs: tuple[bool, bool, bool],
     rungs: Rungs,
-    facts: BackwardFacts,
+    key: Tensor,
+    grad_out: Tensor,
 ) -> Found:
     """Writes the gradients of q, k and v that `needs` asks for, and the sums for captures.
 
     The kernel of dK and dV makes the sums in `captures.column` and `captures.added`; portable kernels make
     the others.
     """
-    if not facts.addressable:
+    if not addressable(grad_out):
         incoming = incoming._replace(grad_out=dense(writer, incoming.grad_out))
     shape: Shape = rungs["backward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
@@ -240,15 +231,19 @@ def backward(
     weights = {"LSE2": lse2, **saved, **made}
     programs, statistics = triton.statistics_arguments(spec, incoming, delta, pitch, weights)
     writer.launch(kernels, "statistics", programs, statistics)
-    order = _order(call.mask, "q", facts.ordered)
+    count: Any = key.shape[0] * key.shape[1] * cdiv(key.shape[2], 128)
+    order = _order(call.mask, "q", count <= ORDERED * call_arguments.processors(key.device))
     arguments = {
         "Q": tiles(q, shape.block_m, spec.head_tile),
         "K": tiles(k, shape.block_n, spec.head_tile),
         "V": tiles(v, shape.block_n, spec.value_tile),
         "GRAD_OUT": tiles(incoming.grad_out, shape.block_m, spec.value_tile),
-        "LSE2": numbers(lse2, shape.block_m),
-        "DELTA": numbers(delta, shape.block_m),
-        "SUM_GRAD_Q": summed(sum_grad_q, spec.head_tile, shape.block_m),
+        "LSE2": Descriptor(lse2, lse2.shape, (1,), (shape.block_m,)),
+        "DELTA": Descriptor(delta, delta.shape, (1,), (shape.block_m,)),
+        # consumers add one block at a time
+        "SUM_GRAD_Q": Descriptor(
+            sum_grad_q, blocks, sum_grad_q.strides, sum_block(spec.head_tile, shape.block_m)
+        ),
         **buffers,
         **made,
         "GRAD_K": tiles(grad_k, 64, spec.head_tile),
@@ -283,8 +278,7 @@ def backward(
     if kernels.portable.captures.besides_columns:
         by_row = {"DELTA": _rows_of(writer, delta, call, pitch)}
         by_row |= saved or {"LSE2": _rows_of(writer, lse2, call, pitch)}
-        grad_out = incoming.grad_out
-        beside = triton.sums_beside(writer, kernels.portable, call, grad_out, by_row, rungs)
+        beside = triton.sums_beside(writer, kernels.portable, call, incoming.grad_out, by_row, rungs)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
 
 
@@ -327,16 +321,6 @@ def tiles(tensor: Place, rows: int, dims: int) -> Descriptor:
     return Descriptor(tensor, tensor.shape, (*strides, 1), (1, 1, rows, dims))
 
 
-def summed(sums: Place, head_tile: int, block_m: int) -> Descriptor:
-    """Describes dQ's sums, [blocks of 64 queries, 64 * D / row, row]; consumers add one block at a time."""
-    return Descriptor(sums, sums.shape, sums.strides, tuple(sum_block(head_tile, block_m)))
-
-
-def numbers(tensor: Place, count: int) -> Descriptor:
-    """Describes a one-dimensional tensor in blocks of `count` numbers."""
-    return Descriptor(tensor, tensor.shape, (1,), (count,))
-
-
 def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
     """Returns the rows from one head to the next in LSE2 and DELTA.
 
@@ -355,7 +339,6 @@ class HopperFamily:
     call_obstacle = staticmethod(call_obstacle)
     kernels = staticmethod(hopper_kernels)
     forward = staticmethod(forward)
-    facts = staticmethod(facts_of)
     backward = staticmethod(backward)
 
     def reads_order(self, target: str) -> bool:

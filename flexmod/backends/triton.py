@@ -6,7 +6,7 @@ with a tile for each kernel that has a ladder. Shapes as in `interface.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -43,21 +43,6 @@ NO_WEIGHTS: Arguments = dict.fromkeys(("LSE2", "ROW_MAX", "REST", "ROW_MAXIMA", 
 Rungs = Mapping[Any, Any]
 """By the names of kernels: the rung of its ladder that each is launched with."""
 Sums = dict[Along, list[Place]]
-
-
-class BackwardFacts(NamedTuple):
-    """Facts that a backward depends on, besides kinds of tensors.
-
-        deterministic  two runs must agree bit for bit
-        addressable    the TMA unit can address the gradient of the output; otherwise the plan copies it
-        ordered        long programs start first
-
-    A family may order programs only if they are few enough for the L2 to matter less.
-    """
-
-    deterministic: bool = False
-    addressable: bool = True
-    ordered: bool = True
 
 
 class Found(NamedTuple):
@@ -161,7 +146,7 @@ def backward(
     incoming: BackwardInputs,
     needs: tuple[bool, bool, bool],
     tiles: Rungs,
-    facts: BackwardFacts,
+    *_: Tensor,
 ) -> Found:
     """Writes the gradients of q, k and v that `needs` asks for, and the sums in `kernels.captures`.
 
@@ -170,36 +155,32 @@ def backward(
     Raises BlockMaskPartsError: the mask has no lists by column, and a gradient needs them.
     """
     batch, heads, length, keys = call.extents
-    captures, lse = kernels.captures, incoming.lse
+    captures, lse, spec = kernels.captures, incoming.lse, kernels.spec
     delta = writer.like("delta", lse)
-    by_lse = kernels.small_scores and not kernels.spec.exact
+    by_lse = kernels.small_scores and not spec.exact
     weights: dict[str, Place] = (
         {"LSE2": writer.like("lse2", lse)} if by_lse else dict(zip(kernels.kept, incoming.kept, strict=True))
     )
     grad_q = grad_k = grad_v = None
     sums: Sums = {}
-    arguments = _of_backward(writer, kernels, call, incoming.grad_out, {**weights, "DELTA": delta})
-    if kernels.spec.exact:
-        given = {**arguments("delta"), **grad_lse_arguments(incoming.grad_lse)}
-        tile = tiles["delta"]
-        writer.launch(kernels, "delta", grid(batch, heads, length, tile.block_m), given, tile)
+    launches = _Launches(writer, kernels, call, tiles, incoming.grad_out, {**weights, "DELTA": delta})
+    if spec.exact:
+        launches.by_row("delta", grad_lse_arguments(incoming.grad_lse))
     else:
-        programs, given = statistics_arguments(
-            kernels.spec, incoming, delta, length, weights if by_lse else {}
-        )
+        programs, given = statistics_arguments(spec, incoming, delta, length, weights if by_lse else {})
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
-        grad_q = call.like(writer, "grad_query", call.q, kernels.spec.head_dim) if needs[0] else None
-        sums["row"] = _by_query(writer, kernels, call, grad_q, arguments, tiles)
+        grad_q = call.like(writer, "grad_query", call.q, spec.head_dim) if needs[0] else None
+        sums["row"] = launches.by_query(grad_q)
     if needs[1] or needs[2] or captures.column:
         # without captured terms the kernel always computes both gradients
-        both, spec = not captures.column, kernels.spec
+        both = not captures.column
         grad_k = call.like(writer, "grad_key", call.k, spec.head_dim) if needs[1] or both else None
         grad_v = call.like(writer, "grad_value", call.v, spec.value_dim) if needs[2] or both else None
         columns, sums["column"] = sum_buffers(writer, captures.column, (batch, heads, keys))
         shared_batch, shared_heads = call.k.shape[:2]
         own = {
-            **arguments("dkdv"),
+            **launches.arguments("dkdv"),
             **strided("GRAD_K", "dk", "n", grad_k),
             **strided("GRAD_V", "dv", "n", grad_v),
             **columns,
@@ -207,7 +188,7 @@ def backward(
         }
         tile = tiles["dkdv"]
         writer.launch(kernels, "dkdv", grid(shared_batch, shared_heads, keys, tile.block_n), own, tile)
-    sums |= _apart(writer, kernels, call, arguments, tiles, facts.deterministic)
+    sums |= launches.apart()
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, sums)
 
 
@@ -218,77 +199,64 @@ def sums_beside(
     grad_out: Place,
     statistics: Mapping[str, Place],
     tiles: Rungs,
-    *,
-    deterministic: bool = False,
 ) -> Sums:
     """Writes the sums in `kernels.captures`, except sums by column, which other kernels make.
 
     `statistics` are arguments, [B, Hq, M] float32: DELTA from `statistics_kernel`, and LSE2 or the tensors
     that the forward kept. Raises the errors of `backward`.
     """
-    arguments = _of_backward(writer, kernels, call, grad_out, statistics)
-    sums: Sums = {}
-    if kernels.captures.row:
-        sums["row"] = _by_query(writer, kernels, call, None, arguments, tiles)
-    return sums | _apart(writer, kernels, call, arguments, tiles, deterministic)
+    launches = _Launches(writer, kernels, call, tiles, grad_out, statistics)
+    rows: Sums = {"row": launches.by_query(None)} if kernels.captures.row else {}
+    return rows | launches.apart()
 
 
-def _of_backward(
-    writer: PlanWriter, kernels: Kernels, call: Operands, grad_out: Place, statistics: Mapping[str, Place]
-) -> Callable[[KernelName], Arguments]:
-    """Returns a function from a backward kernel's name to its arguments without results."""
-    shared = {
-        **strided("Q", "q", "m", call.q),
-        **strided("K", "k", "n", call.k),
-        **strided("V", "v", "n", call.v),
-        **strided("GRAD_OUT", "g", "m", grad_out),
-        **statistics,
-        **sizes(call),
-    }
+class _Launches(NamedTuple):
+    """Writes launches of backward kernels."""
 
-    def arguments(kernel: KernelName) -> Arguments:
+    writer: PlanWriter
+    kernels: Kernels
+    call: Operands
+    tiles: Rungs
+    grad_out: Place
+    statistics: Mapping[str, Place]
+
+    def arguments(self, kernel: KernelName) -> Arguments:
+        """Returns a kernel's arguments without results."""
+        call = self.call
         axis: Literal["q", "kv"] = "q" if kernel == "dkdv" else "kv"
-        lists = {} if kernel == "diagonal" else mask_arguments(writer, call.mask, axis)
-        mods = kernels.mod_arguments(kernel, call.score_captured, call.mask_captured)
-        return {**shared, **lists, **mods}
+        return {
+            **strided("Q", "q", "m", call.q),
+            **strided("K", "k", "n", call.k),
+            **strided("V", "v", "n", call.v),
+            **strided("GRAD_OUT", "g", "m", self.grad_out),
+            **self.statistics,
+            **sizes(call),
+            **({} if kernel == "diagonal" else mask_arguments(self.writer, call.mask, axis)),
+            **self.kernels.mod_arguments(kernel, call.score_captured, call.mask_captured),
+        }
 
-    return arguments
+    def by_row(self, kernel: KernelName, own: Arguments) -> None:
+        """Writes a launch with programs for tiles of queries, and `own` arguments besides."""
+        batch, heads, length, _ = self.call.extents
+        given, tile = {**self.arguments(kernel), **own}, self.tiles[kernel]
+        self.writer.launch(self.kernels, kernel, grid(batch, heads, length, tile.block_m), given, tile)
 
+    def by_query(self, grad_q: Place | None) -> list[Place]:
+        """Writes the launch of dq_kernel, which fills `grad_q`, if any, and makes the sums by row."""
+        rows, sums = sum_buffers(self.writer, self.kernels.captures.row, self.call.extents[:3])
+        self.by_row("dq", {**strided("GRAD_Q", "dq", "m", grad_q), **rows})
+        return sums
 
-def _by_query(
-    writer: PlanWriter,
-    kernels: Kernels,
-    call: Operands,
-    grad_q: Place | None,
-    arguments: Callable[[KernelName], Arguments],
-    tiles: Rungs,
-) -> list[Place]:
-    """Writes the launch of dq_kernel, which fills `grad_q`, if any, and makes the sums by row."""
-    batch, heads, length, _ = call.extents
-    rows, sums = sum_buffers(writer, kernels.captures.row, (batch, heads, length))
-    own = {**arguments("dq"), **strided("GRAD_Q", "dq", "m", grad_q), **rows}
-    tile = tiles["dq"]
-    writer.launch(kernels, "dq", grid(batch, heads, length, tile.block_m), own, tile)
-    return sums
-
-
-def _apart(
-    writer: PlanWriter,
-    kernels: Kernels,
-    call: Operands,
-    arguments: Callable[[KernelName], Arguments],
-    tiles: Rungs,
-    deterministic: bool,
-) -> Sums:
-    """Writes the sums that have their own kernels."""
-    sums: Sums = {}
-    if kernels.captures.diagonal:
-        given, tile = arguments("diagonal"), tiles["diagonal"]
-        sums["diagonal"] = sums_along_diagonals(writer, kernels, call, given, tile)
-    if kernels.captures.element:
-        given, tile = arguments("scatter"), tiles["scatter"]
-        sums["element"] = sums_of_elements(writer, kernels, call, given, tile, deterministic)
-    return sums
+    def apart(self) -> Sums:
+        """Writes the sums that have their own kernels."""
+        sums: Sums = {}
+        shared = self.writer, self.kernels, self.call
+        if self.kernels.captures.diagonal:
+            given, tile = self.arguments("diagonal"), self.tiles["diagonal"]
+            sums["diagonal"] = sums_along_diagonals(*shared, given, tile)
+        if self.kernels.captures.element:
+            sums["element"] = sums_of_elements(*shared, self.arguments("scatter"), self.tiles["scatter"])
+        return sums
 
 
 def sum_buffers(
@@ -340,9 +308,6 @@ class PortableFamily:
         return None
 
     call_obstacle = obstacle
-
-    def facts(self, key: Tensor, grad_out: Tensor) -> BackwardFacts:
-        return BackwardFacts(deterministic=torch.are_deterministic_algorithms_enabled())
 
     def reads_order(self, target: str) -> bool:
         return False

@@ -13,7 +13,6 @@ import torch
 from flexmod import errors, explain, flex_attention, masks, mods
 from flexmod.backends import families, generated, triton
 from flexmod.backends import options as kernel_options
-from flexmod.backends.triton import BackwardFacts
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Limits, Tile
 from flexmod.codegen.variant import Variant, variant
@@ -60,9 +59,6 @@ class Toy:
 
     def kernels(self, portable: Kernels) -> Any:
         return self.made.setdefault(portable, ToyKernels(portable))
-
-    def facts(self, key: Any, grad_out: Any) -> BackwardFacts:
-        return BackwardFacts()
 
     def reads_order(self, target: str) -> bool:
         return False

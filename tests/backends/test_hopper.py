@@ -18,6 +18,7 @@ from triton.compiler.errors import CompilationError
 
 from flexmod import create_block_mask
 from flexmod.backends import arguments, hopper, triton
+from flexmod.backends.families import families, obstacle
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
@@ -382,7 +383,6 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("forward", "sm_90", {"BLOCK_M": 64}, {}, "kernel option BLOCK_M speaks of the portable template"),
         ("backward", "sm_90", {"BLOCK_M": 64}, {}, None),
         ("backward", "sm_90", {"fwd_num_warps": 4}, {}, None),
-        ("forward", "sm_90", {"TEMPLATE": "portable"}, {}, "kernel option TEMPLATE asks for it"),
         ("forward", "sm_90", {"bwd_TEMPLATE": "portable"}, {}, None),
         ("forward", "sm_90", {"deterministic": True}, {"deterministic": True}, None),
         ("backward", "sm_90", {"deterministic": False}, {}, None),
@@ -405,3 +405,10 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_of_the_template(way: Any, target: str, options: Any, facts: Any, why: str | None) -> None:
     made = replace(variant(head_dim=128), options=tuple(options.items()))
     assert hopper.obstacle(made, way, target, **facts) == why
+
+
+def test_options_that_ask_for_another_template() -> None:
+    made = replace(variant(head_dim=128), options=(("TEMPLATE", "portable"), ("BLOCK_M", 64)))
+    own, portable = families()
+    assert obstacle(own, made, "forward", "sm_90") == "kernel option TEMPLATE asks for another"
+    assert obstacle(portable, made, "forward", "sm_90") is None
