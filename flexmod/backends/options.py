@@ -20,18 +20,17 @@ from flexmod.errors import LayoutError
 from flexmod.ir.graph import as_int
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
-_names: tuple[str, ...] = ("hopper", PORTABLE)
 _version = object()
 
 
 def family_names() -> tuple[str, ...]:
     """Returns the families of kernels, in the order in which flexmod tries them."""
-    return _names
+    return OPTIONS["TEMPLATE"].names[1:]
 
 
 def set_family_names(known: Sequence[str]) -> None:
-    global _names, _version
-    _names, _version = tuple(known), object()
+    global _version
+    OPTIONS["TEMPLATE"], _version = _one_of("auto", *known), object()
 
 
 def families_version() -> object:
@@ -39,15 +38,13 @@ def families_version() -> object:
     return _version
 
 
-def accepted() -> tuple[str, ...]:
-    """Returns the values that kernel option TEMPLATE accepts."""
-    return ("auto", *_names)
-
-
 @dataclass(frozen=True)
 class Option:
+    """A kernel option. `names` has its values if these are names."""
+
     accepted: str
     check: Callable[[Any], bool]
+    names: tuple[str, ...] = ()
 
 
 def _power_of_two(value: Any) -> bool:
@@ -62,28 +59,17 @@ def _among(*numbers: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value in numbers
 
 
-@dataclass(frozen=True)
-class Names:
-    """An option that takes names; each check looks them up."""
-
-    names: Callable[[], Sequence[str]]
-
-    @property
-    def accepted(self) -> str:
-        return "one of " + ", ".join(map(repr, self.names()))
-
-    def check(self, value: Any) -> bool:
-        return value in self.names()
+def _one_of(*names: str) -> Option:
+    return Option("one of " + ", ".join(map(repr, names)), names.__contains__, names)
 
 
-BACKENDS = ("AUTO", "TRITON", "INTERPRET", "REFERENCE")
 _BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCK_M3", "BLOCK_N3")
 _FLAG = Option("True or False", lambda value: isinstance(value, bool))
 
 # docs/kernel_options.md explains each option
-OPTIONS: dict[str, Option | Names] = {
-    "BACKEND": Names(lambda: BACKENDS),
-    "TEMPLATE": Names(accepted),
+OPTIONS: dict[str, Option] = {
+    "BACKEND": _one_of("AUTO", "TRITON", "INTERPRET", "REFERENCE"),
+    "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
     **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
