@@ -141,7 +141,7 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
     problem = Problem(score, None, mask, 0.125)
     found = {}
     for backward in (False, True):
-        spec = triton.kernel_spec(q, k, v, mask, scale=0.125, precision="ieee", backward=backward)
+        spec = triton.kernel_spec(q, k, v, problem, backward=backward)
         sizes = (batch, heads, length, keys)
         texts = [lower(x.graph, sizes, split=False) for x in (score, mask.traced)]
         kernels = kernels_for(spec, *texts)

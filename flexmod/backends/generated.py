@@ -130,10 +130,7 @@ class Generated:
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         score = compile_mod(problem.score.graph, extents) if problem.score else None
         mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
-        spec = triton.kernel_spec(
-            q, k, v, problem.mask, scale=problem.scale, precision=problem.precision, backward=backward,
-            out_dtype=problem.out_dtype, value_scale=problem.value_scale is not None,
-        )  # fmt: skip
+        spec = triton.kernel_spec(q, k, v, problem, backward=backward)
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
         variant = Variant(spec, *lowered, learned=grad_captures, options=problem.options)

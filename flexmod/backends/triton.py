@@ -27,9 +27,8 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
-from flexmod.backends.interface import BackwardInputs
+from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.options import PORTABLE
-from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, statistics_rows
@@ -54,19 +53,9 @@ class Found(NamedTuple):
     sums: Sums
 
 
-def kernel_spec(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskSnapshot | None,
-    *,
-    scale: float,
-    precision: Literal["ieee", "tf32"],
-    backward: bool,
-    out_dtype: torch.dtype | None = None,
-    value_scale: bool = False,
-) -> KernelSpec:
-    """Returns the KernelSpec of a call. `precision` applies to float32 only."""
+def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> KernelSpec:
+    """Returns the KernelSpec of a call."""
+    mask, out_dtype = problem.mask, problem.out_dtype
     return KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
@@ -76,12 +65,12 @@ def kernel_spec(
         mask_block=None if mask is None else block_of(mask),
         mask_form="runs" if mask is None else mask.storage.form,
         full_tiles_padded=mask is not None and mask.full_tiles_padded,
-        precision=precision if q.dtype is torch.float32 else "ieee",
-        positive_scale=scale > 0,
+        precision=problem.precision if q.dtype is torch.float32 else "ieee",
+        positive_scale=problem.scale > 0,
         shared_kv=backward and q.shape[:2] != k.shape[:2],
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
-        value_scale=value_scale,
+        value_scale=problem.value_scale is not None,
     )
 
 

@@ -19,6 +19,7 @@ from triton.compiler.errors import CompilationError
 from flexmod import create_block_mask
 from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.families import families, obstacle
+from flexmod.backends.interface import Problem
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
@@ -86,9 +87,8 @@ def made(
     """Kernels for a call with a score mod, and the call's arguments."""
     case = make_case(q_len=300, kv_len=260, head_dim=head_dim, dtype=HALF, **other)
     block_mask = create_block_mask(far, None, None, 300, 260, device="cpu").snapshot() if mask else None
-    spec = triton.kernel_spec(
-        *case.inputs, block_mask, scale=case.scale, precision="ieee", backward=way == "backward"
-    )
+    problem = Problem(None, None, block_mask, case.scale)
+    spec = triton.kernel_spec(*case.inputs, problem, backward=way == "backward")
     extents = (case.q.shape[0], case.q.shape[1], 300, 260)
     lowered: list[Lowered | None] = [lower(trace(capped, "score", CPU).graph, extents, split=False)]
     lowered.append(lower(block_mask.traced.graph, extents, split=False) if block_mask else None)
@@ -311,7 +311,7 @@ def test_the_long_ones_go_first_where_a_backward_has_few_programs(
     chosen: list[Any] = []
     case = make_case(q_len=128, kv_len=keys, head_dim=64, dtype=HALF, heads=8, kv_heads=8)
     mask = create_block_mask(far, None, None, 128, keys, device="cpu").snapshot()
-    spec = triton.kernel_spec(*case.inputs, mask, scale=1.0, precision="ieee", backward=True)
+    spec = triton.kernel_spec(*case.inputs, Problem(None, None, mask, 1.0), backward=True)
     lowered = lower(mask.traced.graph, (1, 8, 128, keys), split=False)
     kernels = HopperKernels(kernels_for(spec, None, lowered))
     monkeypatch.setattr(hopper, "_order", lambda mask, axis, wanted=True: chosen.append((axis, wanted)) or {})
@@ -339,9 +339,8 @@ def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = trace(learned, "score", CPU)
     score = lower(traced.graph, (2, 4, 300, 260), split=False)
     mask = lower(call["mask"].traced.graph, (2, 4, 300, 260), split=False)
-    spec = triton.kernel_spec(
-        call["q"], call["k"], call["v"], call["mask"], scale=1.0, precision="ieee", backward=True
-    )
+    problem = Problem(None, None, call["mask"], 1.0)
+    spec = triton.kernel_spec(call["q"], call["k"], call["v"], problem, backward=True)
     kernels = HopperKernels(
         kernels_for(spec, score, mask, grad_captures=(0, 1, 2, 3, 4), reduce_in_backward=True)
     )

@@ -28,7 +28,7 @@ from planned import NOTHING, Gradients, Mod
 from torch import Tensor
 
 from flexmod.backends import arguments, triton
-from flexmod.backends.interface import Forward
+from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
@@ -89,9 +89,8 @@ class Case:
         return self.lists.snapshot(self.mask_captured) if self.lists else None
 
     def kernels(self, backward: bool) -> Kernels:
-        spec = triton.kernel_spec(
-            self.q, self.k, self.v, self.snapshot(), scale=self.scale, precision="ieee", backward=backward
-        )
+        problem = Problem(None, None, self.snapshot(), self.scale)
+        spec = triton.kernel_spec(self.q, self.k, self.v, problem, backward=backward)
         score, mask, grad = self.score, self.mask, self.grad
         return Kernels(
             spec, lambda s: cache.load(render(s, score, mask, grad), "case"), score, mask, grad,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, flex_attention, masks, mods
 from flexmod.backends import captured
+from flexmod.backends.interface import Problem
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.compiler import capture_terms, kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
@@ -179,9 +180,8 @@ class Call:
         half = torch.bfloat16 if case.dtype == EXACT else case.dtype
         block_mask = self.mask()
         mask = None if block_mask is None else block_mask.snapshot()
-        spec = kernel_spec(
-            *(x.to(half) for x in self.inputs), mask, scale=case.scale, precision="ieee", backward=True
-        )
+        problem = Problem(None, None, mask, case.scale)
+        spec = kernel_spec(*(x.to(half) for x in self.inputs), problem, backward=True)
         assert spec_obstacle(spec, "backward") is None
         tensors = traced["score"].tensors if traced["score"] else ()
         wanted = tuple(n for n, x in enumerate(tensors) if x.requires_grad)
