@@ -11,12 +11,12 @@ such denormal numbers in a hundred times the time: a backward took four to seven
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from flexmod.backends.interface import Problem
 from flexmod.backends.steps import Step
 from flexmod.ir.derivative import is_diagonal
 from flexmod.ir.evaluate import evaluate
@@ -91,15 +91,16 @@ def _without_casts(node: Node) -> Node:
 
 
 class Bias:
-    """The bias of one call. `graph` computes f, see `added_to_score`; `bound` the largest possible score."""
+    """The bias of one call, whose score mod must add one, see `added_to_score`."""
 
-    def __init__(
-        self, graph: Graph, tensors: Sequence[Tensor], lengths: tuple[int, int], bound: Callable[[], float]
-    ) -> None:
-        self._traced = Traced(graph, tuple(tensors))
-        self._bound = cache(bound)
-        self._lengths = lengths
-        self._diagonal = max(lengths) < EXACT and _has_line(graph)
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor) -> None:
+        assert problem.score is not None
+        graph = added_to_score(problem.score.graph)
+        assert graph is not None
+        self._traced = Traced(graph, problem.score.tensors)
+        self._operands = problem.scale, q, k
+        self._lengths = q.shape[2], k.shape[2]
+        self._diagonal = max(self._lengths) < EXACT and _has_line(graph)
         self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
         self._lines: dict[tuple[range, range], Tensor] = {}
 
@@ -154,15 +155,26 @@ class Bias:
             self._lines[step.z, step.g] = known
         return known
 
+    @cached_property
+    def _bound(self) -> float:
+        """The largest possible score without the bias."""
+        scale, q, k = self._operands
+        return abs(scale) * _largest_row(q) * _largest_row(k)
+
     def _is_steep(self, bias: Tensor) -> bool:
         """Returns whether weights may be denormal, of a bias without a mask."""
         return bias.dtype == torch.float32 and bias.numel() > 0 and bool(bias.amin() < STEEP)
 
     def _without_the_least(self, bias: Tensor, largest: Tensor) -> Tensor:
         """Returns -inf where a weight is certainly negligible; `largest` is a bias that its row has too."""
-        return bias.masked_fill(bias < largest - (2.0 * self._bound() - LEFT_OUT), -torch.inf)
+        return bias.masked_fill(bias < largest - (2.0 * self._bound - LEFT_OUT), -torch.inf)
 
     def _evaluated(self, step: Step, dtype: torch.dtype, **positions: Tensor) -> Tensor:
         at = {**step.positions, **positions}
         (bias,) = evaluate(self._traced.graph, self._traced.tensors, real=dtype, **at)
         return bias.to(dtype)[(None,) * (4 - bias.dim())]
+
+
+def _largest_row(x: Tensor) -> float:
+    """Returns the largest norm of a row."""
+    return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()) if x.numel() else 0.0

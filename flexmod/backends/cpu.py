@@ -9,18 +9,17 @@ or with one that adds a bias to the score. `blocks`, in plain torch, serves all 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flexmod.backends import blocks, flash
-from flexmod.backends.bias import Bias, added_to_score
+from flexmod.backends.bias import added_to_score
 from flexmod.backends.interface import BackwardInputs, Forward, Gradients, Problem
 from flexmod.runtime.private_torch import flash_on_cpu
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
     """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
-    found = flash.forward(problem, _bias(problem, q, k), q, k, v) if serves(problem) else None
+    found = flash.forward(problem, q, k, v) if serves(problem) else None
     if found is None:
         return blocks.forward(problem, q, k, v, want_max=want_max)
     return found._replace(max_scores=blocks.largest_scores(problem, q, k)) if want_max else found
@@ -28,9 +27,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
 
 def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
     """Runs a backward, see `interface`. Two runs agree bit for bit."""
-    found = None
-    if problem.capture_grad is None and serves(problem):
-        found = flash.backward(problem, _bias(problem, given.query, given.key), given, needs)
+    by_flash = problem.capture_grad is None and serves(problem)
+    found = flash.backward(problem, given, needs) if by_flash else None
     return blocks.backward(problem, given, needs) if found is None else found
 
 
@@ -38,20 +36,3 @@ def serves(problem: Problem) -> bool:
     """Returns whether flash attention computes this variant."""
     added = problem.score is None or added_to_score(problem.score.graph) is not None
     return added and flash_on_cpu() is not None
-
-
-def _bias(problem: Problem, q: Tensor, k: Tensor) -> Bias | None:
-    if problem.score is None:
-        return None
-    graph = added_to_score(problem.score.graph)
-    assert graph is not None
-
-    def bound() -> float:
-        return abs(problem.scale) * _largest_row(q) * _largest_row(k)
-
-    return Bias(graph, problem.score.tensors, (q.shape[2], k.shape[2]), bound)
-
-
-def _largest_row(x: Tensor) -> float:
-    """Returns the largest norm of a row."""
-    return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()) if x.numel() else 0.0

@@ -44,9 +44,9 @@ BIASES = 1 << 20
 RUN = 1 << 21
 
 
-def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
     """Runs a forward, see `interface`; None if the tensors have values that the kernel does not support."""
-    call = FlashCall(problem, bias, q, k, v)
+    call = FlashCall(problem, q, k, v)
     query, rows = call.rows(q), call.size[:3]
     attend, results = call.kernels[0], None
     for batch, mask, turned in call.batches():
@@ -56,7 +56,7 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
         of_batch = turned(batch.rows_of(query)), batch.columns_of(call.key), batch.columns_of(call.value)
         found = attend(*of_batch, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
         part, lse = turned(found[0])[..., : v.shape[3]], found[1]
-        dead = _dead(step, mask, lse, bias)
+        dead = step.dead if call.bias is None or mask is None else _dead(mask, lse)
         lse = turned(lse if dead is None else lse.masked_fill(dead, -torch.inf))
         if step.shape[:3] == rows:
             results = part.to(q.dtype), lse
@@ -68,9 +68,7 @@ def forward(problem: Problem, bias: Bias | None, q: Tensor, k: Tensor, v: Tensor
     return Forward(in_order_of(call.heads.join_query(out), q), call.heads.join_query(lse), None)
 
 
-def backward(
-    problem: Problem, bias: Bias | None, given: BackwardInputs, needs: tuple[bool, bool, bool]
-) -> Gradients | None:
+def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients | None:
     """Runs a backward, see `interface`; None as in `forward`."""
     grad_out, grad_lse, q, k, v, out, lse = given[:SINGLE]
     if not lse_suffices(lse):
@@ -80,7 +78,7 @@ def backward(
     alive = group(lse.masked_fill(dead, torch.inf))  # exp(score - inf) is 0
     of_lse = None if grad_lse is None else group(grad_lse.masked_fill(dead, 0.0))
     quick = q.dtype in HALF and is_quick(torch.float32)
-    call = FlashCall(problem, bias, q, k, v, more=grad_lse is not None, taller=quick)
+    call = FlashCall(problem, q, k, v, more=grad_lse is not None, taller=quick)
     as_given = [group(x) for x in (grad_out, q, out)]
     grads: list[Tensor] = []
     by_row: list[Tensor] = []
@@ -189,19 +187,13 @@ class FlashCall:
     """The layout of one call: [Z, G, M, dim] for tensors by query, [Z, N, dim] for keys and values."""
 
     def __init__(
-        self,
-        problem: Problem,
-        bias: Bias | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        more: bool = False,
-        taller: bool = False,
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, more: bool = False, taller: bool = False
     ) -> None:
         kernels = flash_on_cpu()
         assert kernels is not None
         self.kernels = kernels
-        self.problem, self.bias, self.heads = problem, bias, Heads.of(q, k)
+        self.bias = None if problem.score is None else Bias(problem, q, k)
+        self.problem, self.heads = problem, Heads.of(q, k)
         self.size = *self.heads.shape, q.shape[2], k.shape[2]
         self._dim = max(q.shape[3], v.shape[3]) + more
         self._taller = taller
@@ -313,9 +305,7 @@ def _last_first(x: Tensor) -> Tensor:
     return x.flip(2)
 
 
-def _dead(step: Step, mask: Tensor | None, lse: Tensor, bias: Bias | None) -> Tensor | None:
+def _dead(bias: Tensor, lse: Tensor) -> Tensor | None:
     """Returns True for rows that attend to nothing; None without such rows. Their `lse` is 0."""
-    if mask is None or bias is None:
-        return step.dead
     dead = lse == 0.0
-    return dead & (mask.amax(-1) == -torch.inf) if bool(dead.any()) else None
+    return dead & (bias.amax(-1) == -torch.inf) if bool(dead.any()) else None

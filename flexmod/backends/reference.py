@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import dtype_of_sums, order_of
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.tiles import element_table
 from flexmod.block_mask.storage import MaskSnapshot
@@ -41,8 +42,7 @@ class Heads:
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> Heads:
         """Returns the layout for q [B, Hq, M, D] and k [B or 1, Hkv, N, D]."""
-        real = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return cls(q.shape[0], q.shape[1], k.shape[0], k.shape[1], real, q.device)
+        return cls(q.shape[0], q.shape[1], k.shape[0], k.shape[1], dtype_of_sums(q.dtype), q.device)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -101,8 +101,8 @@ class Heads:
 
 def in_order_of(x: Tensor, like: Tensor) -> Tensor:
     """Returns x [B, heads, length, dim] without gaps, with like's order of the first three dimensions."""
-    order = sorted((2, 1, 0), key=like.stride)[::-1]
-    if order == [0, 1, 2]:
+    order = order_of(like)[::-1]
+    if order == (0, 1, 2):
         return x.contiguous()
     return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
 
@@ -130,7 +130,7 @@ def _as_range(hits: Tensor) -> range:
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
     """Runs a forward, see `interface`, in float32, or in float64 if q is float64."""
-    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    real = dtype_of_sums(q.dtype)
     group = q.shape[1] // k.shape[1]
     key, value = (x.to(real).repeat_interleave(group, 1) for x in (k, v))
     scores = problem.scale * (q.to(real) @ key.mT)
