@@ -211,24 +211,15 @@ def _diagonal_lists(
     storage, parts = mask.storage, mask.storage.by_row()
     rows = tile_count(mask.seq_lengths[0], tile.block_m)
     shape = (*_batch_of(parts), diagonals)
-    names = ["diagonal_counts", "diagonal_tiles"]
-    names += ["full_diagonal_counts", "full_diagonal_tiles"] if storage.separate else []
-    makes: list[Place] = []
-    for name in names:
+    names = ("diagonal_counts", "diagonal_tiles", "full_diagonal_counts", "full_diagonal_tiles")
+    made: dict[str, Place] = {}
+    for name in names if storage.separate else names[:2]:
         sides = (*shape, rows) if name.endswith("tiles") else shape
-        makes.append(Place(name, sides, (), torch.int32))
+        made[name.upper()] = Place(name, sides, (), torch.int32)
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     layout = (storage.form, columns_of(storage, lengths, block), lengths, block, storage.separate)
-    writer.call(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), makes, Keep)
-    full: Sequence[Place | None] = makes[2:] or (None, None)
-    return {
-        "DIAGONAL_COUNTS": makes[0],
-        "DIAGONAL_TILES": makes[1],
-        "FULL_DIAGONAL_COUNTS": full[0],
-        "FULL_DIAGONAL_TILES": full[1],
-        "tile_slots": rows,
-        **mask_strides(shape),
-    }
+    writer.call(diagonal_lists, (parts, *layout, tile.block_m, tile.block_n), tuple(made.values()), Keep)
+    return {**dict.fromkeys(map(str.upper, names)), **made, "tile_slots": rows, **mask_strides(shape)}
 
 
 def _batch_of(parts: Sequence[Any]) -> tuple[Extent, ...]:

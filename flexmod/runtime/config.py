@@ -43,20 +43,17 @@ def read(environment: Mapping[str, str]) -> Config:
     Raises:
         EnvironmentSwitchError: a value is not in the table above.
     """
-    debug = environment.get(DEBUG) or "0"
-    if debug not in ("0", "1", "2", "3"):
-        raise EnvironmentSwitchError(name=DEBUG, value=debug, accepted="0, 1, 2 or 3")
-    check = environment.get(CHECK_BOUNDS) or "0"
-    if check not in ("0", "1"):
-        raise EnvironmentSwitchError(name=CHECK_BOUNDS, value=check, accepted="0 or 1")
-    threads = environment.get(COMPILE_THREADS) or None
-    if threads is not None and not re.fullmatch("[1-9][0-9]{0,3}", threads):
-        raise EnvironmentSwitchError(
-            name=COMPILE_THREADS, value=threads, accepted="a whole number from 1 to 9999"
-        )
-    return Config(
-        int(debug), _cache_dir(environment), check == "1", None if threads is None else int(threads)
-    )
+
+    def number(name: str, pattern: str, accepted: str) -> int | None:
+        value = environment.get(name)
+        if value and not re.fullmatch(pattern, value):
+            raise EnvironmentSwitchError(name=name, value=value, accepted=accepted)
+        return int(value) if value else None
+
+    debug = number(DEBUG, "[0-3]", "0, 1, 2 or 3") or 0
+    check = number(CHECK_BOUNDS, "[01]", "0 or 1") == 1
+    threads = number(COMPILE_THREADS, "[1-9][0-9]{0,3}", "a whole number from 1 to 9999")
+    return Config(debug, _cache_dir(environment), check, threads)
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:
