@@ -13,7 +13,7 @@ import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from flexmod import errors
 from flexmod.errors import LayoutError
@@ -63,35 +63,6 @@ def _one_of(*names: str) -> Option:
     return Option("one of " + ", ".join(map(repr, names)), names.__contains__, names)
 
 
-_BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCK_M3", "BLOCK_N3")
-_FLAG = Option("True or False", lambda value: isinstance(value, bool))
-
-# docs/kernel_options.md explains each option
-OPTIONS: dict[str, Option] = {
-    "BACKEND": _one_of("AUTO", "TRITON", "INTERPRET", "REFERENCE"),
-    "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
-    "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
-    "num_stages": Option("a positive integer", _positive),
-    **dict.fromkeys(_BLOCKS, Option("a power of two, 16 or more", _power_of_two)),
-    "tuned": _FLAG,
-    "deterministic": _FLAG,
-    # accepted, no effect
-    "PRESCALE_QK": _FLAG,
-    "ROWS_GUARANTEED_SAFE": _FLAG,
-    "BLOCKS_ARE_CONTIGUOUS": _FLAG,
-    "WRITE_DQ": _FLAG,
-    "FORCE_USE_FLEX_ATTENTION": _FLAG,
-    "USE_TMA": _FLAG,
-    # for AMD; passed to Triton
-    "kpack": Option("1 or 2", _among(1, 2)),
-    "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
-    "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
-}
-
-
-PREFIXES = ("fwd_", "bwd_")
-
-
 class FlexKernelOptions(TypedDict, total=False):
     """The names of `kernel_options` and the types of their values, for type checkers.
 
@@ -113,15 +84,34 @@ class FlexKernelOptions(TypedDict, total=False):
     BLOCK_N3: int
     tuned: bool
     deterministic: bool
+    # accepted, no effect
     PRESCALE_QK: bool
     ROWS_GUARANTEED_SAFE: bool
     BLOCKS_ARE_CONTIGUOUS: bool
     WRITE_DQ: bool
     FORCE_USE_FLEX_ATTENTION: bool
     USE_TMA: bool
+    # for AMD; passed to Triton
     kpack: int
     waves_per_eu: int
     matrix_instr_nonkdim: int
+
+
+_FLAG = Option("True or False", lambda value: isinstance(value, bool))
+_BLOCK = Option("a power of two, 16 or more", _power_of_two)
+
+# In the order of FlexKernelOptions: numbers without a row below are sides of tiles.
+OPTIONS: dict[str, Option] = {
+    **{name: _FLAG if kind is bool else _BLOCK for name, kind in get_type_hints(FlexKernelOptions).items()},
+    "BACKEND": _one_of("AUTO", "TRITON", "INTERPRET", "REFERENCE"),
+    "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
+    "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
+    "num_stages": Option("a positive integer", _positive),
+    "kpack": Option("1 or 2", _among(1, 2)),
+    "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
+    "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
+}
+PREFIXES = ("fwd_", "bwd_")
 
 
 @dataclass(frozen=True)
