@@ -78,16 +78,15 @@ class Heads:
 
     def where(self, b: int | None, h: int | None) -> tuple[range, range]:
         """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
-        if b is None and h is None:
-            z, g = self.shape
-            return range(z), range(g)
-        batches, query_heads = self.positions()
-        hits = torch.ones(self.shape, dtype=torch.bool, device=self.device)
-        if b is not None:
-            hits &= batches == b
+        z, g = map(range, self.shape)
+        group = self.query_heads // self.key_heads
+        if b is not None and self.key_batch > 1:
+            z = z[b * self.key_heads : (b + 1) * self.key_heads]
+        elif b is not None:
+            g = g[b * group : (b + 1) * group]
         if h is not None:
-            hits &= query_heads == h
-        return _as_range(hits.any(1)), _as_range(hits.any(0))
+            z, g = z[h // group :: self.key_heads], g[h % group :: group]
+        return z, g
 
     def group(self, x: Tensor) -> Tensor:
         """Returns [B, Hq, ...] as [Z, G, ...], a view if its strides permit."""
@@ -120,12 +119,6 @@ def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
 def as_slice(numbers: range) -> slice:
     """Returns the range as a slice, so that indexing gives a view."""
     return slice(numbers.start, numbers.stop, numbers.step)
-
-
-def _as_range(hits: Tensor) -> range:
-    numbers = hits.nonzero().flatten().tolist()
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    return range(numbers[0], numbers[-1] + 1, step)
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
