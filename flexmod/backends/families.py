@@ -32,14 +32,16 @@ Places = tuple[Place | None, ...]
 class Family(Protocol):
     """A kernel family. `name` is its name in kernel option TEMPLATE, `title` its name in sentences.
 
-    `target`: the chip for which `explain` shows it. `reduce_in_backward`: its backward kernel reduces
-    gradients of captures that only b and h index.
+    `target`: the chip for which `explain` shows it. `reads_order`: there, its kernels follow the order of a
+    mask's rows and columns. `reduce_in_backward`: its backward kernel reduces gradients of captures that only
+    b and h index.
     """
 
     name: str
     title: str
     target: str
     reduce_in_backward: bool
+    reads_order: bool
 
     def obstacle(
         self, variant: Variant, direction: Direction, target: str, *, deterministic: bool
@@ -70,9 +72,6 @@ class Family(Protocol):
     ) -> Found:  # fmt: skip
         """See `triton.backward`. `key` and `grad_out` are tensors of the call, or stand-ins."""
 
-    def reads_order(self, target: str) -> bool:
-        """Returns whether its kernels on a chip follow the order of a mask's rows and columns."""
-
 
 PORTABLE: Family = PortableFamily()
 INTERPRETER = "Triton's interpreter"  # replaces a chip's name
@@ -98,7 +97,7 @@ def _set(known: Sequence[Family]) -> None:
 
 def reads_order(target: str) -> bool:
     """Returns whether any family on a chip follows the order of a mask's rows and columns."""
-    return any(family.reads_order(target) for family in _known)
+    return any(family.reads_order and family.target == target for family in _known)
 
 
 def obstacle(family: Family, variant: Variant, direction: Direction, target: str) -> str | None:

@@ -212,28 +212,25 @@ class PlannedCall:
 
     def plan(self, family: Family, rungs: FirstRungs) -> Plan:
         """Returns the plan on a family's kernels. If they check indices, its last step reads the result."""
-        writer, call, variant = PlanWriter(), self.call, self.variant
+        writer, call, variant, made = PlanWriter(), self.call, self.variant, rungs.made
         watch = None
         if any(mod.checked for mod in (variant.score, variant.mask) if mod):
             watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
-        results = self._results_of(writer, call, family, rungs)
+        results: Results
+        if self.direction == "forward":
+            results = family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
+        else:
+            grad_out: Any = self.tensors[0]
+            of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
+            found = family.backward(writer, made, call, *of_call)
+            results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
+            if self.captured:
+                results = _with_captured(writer, call, found, variant, family.reduce_in_backward)
         if watch is not None:
             watch.raise_if_out_of_bounds()
         return writer.plan(self.inputs, results)
-
-    def _results_of(self, writer: PlanWriter, call: Operands, family: Family, rungs: FirstRungs) -> Results:
-        """Writes the steps, and returns the places of the results."""
-        made = rungs.made
-        if self.direction == "forward":
-            return family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
-        grad_out: Any = self.tensors[0]
-        of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
-        found = family.backward(writer, made, call, *of_call)
-        if not self.captured:
-            return (*found[:3], *(place for sums in found.sums.values() for place in sums))
-        return _with_captured(writer, call, found, self.variant, family.reduce_in_backward)
 
     def chosen(self, family: Family, meanwhile: Meanwhile | None = None) -> Bound:
         """Chooses a rung for each kernel and returns the bound plan. Raises NoRung.

@@ -334,12 +334,10 @@ def _pitch(length: Extent, mask: MaskSnapshot | None) -> Extent:
 class HopperFamily:
     """The Hopper family, see `families.Family`."""
 
-    name, title, target, reduce_in_backward = NAME, "kernels made for Hopper", TARGET, True
+    name, title, target = NAME, "kernels made for Hopper", TARGET
+    reduce_in_backward = reads_order = True
     obstacle = staticmethod(obstacle)
     call_obstacle = staticmethod(call_obstacle)
     kernels = staticmethod(hopper_kernels)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
-
-    def reads_order(self, target: str) -> bool:
-        return target == TARGET

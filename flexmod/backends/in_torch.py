@@ -50,8 +50,7 @@ class InTorch:
         """See `Generated.backward`."""
         first = tensors[0]
         assert first is not None
-        names = (*BackwardInputs._fields[:SINGLE], *(f"kept{number}" for number in range(kept)))
-        inputs, captured = _inputs(names, problem, tensors)
+        inputs, captured = _inputs(BackwardInputs._fields[:SINGLE], problem, tensors)
         wanted = (*needs, *[problem.capture_grad is not None] * len(captured))
         of_call = zip((*inputs[2:5], *captured), wanted, strict=True)
         made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]

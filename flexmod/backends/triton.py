@@ -288,7 +288,8 @@ def statistics_arguments(
 class PortableFamily:
     """The portable kernels as a family, see `families.Family`. They take every call."""
 
-    name, title, target, reduce_in_backward = PORTABLE, "portable Triton kernels", "", False
+    name, title, target = PORTABLE, "portable Triton kernels", ""
+    reduce_in_backward = reads_order = False
     kernels = staticmethod(of_half_values)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
@@ -297,6 +298,3 @@ class PortableFamily:
         return None
 
     call_obstacle = obstacle
-
-    def reads_order(self, target: str) -> bool:
-        return False
