@@ -279,16 +279,14 @@ def _described(name: str, tensor: Tensor) -> tuple[str, str]:
                 plain = f"{it}.{method}()"
                 break
         return f"of the class {kind}, which alone can reach its elements", plain
-    if keys & _bits("Functionalize"):
-        return "a tensor of functionalization", f"{it} outside of torch.func.functionalize"
-    if keys & _bits("ZeroTensor"):
-        return "zeros without storage", f"{it}.clone()"
-    if keys & _bits("Conjugate"):
-        return "a conjugate that was not computed", f"{it}.resolve_conj()"
-    if tensor.is_quantized:
-        return "quantized", f"{it}.dequantize()"
-    if tensor.is_nested:
-        return "a nested tensor", f"{it}.values()"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout}", f"{it}.to_dense()"
-    return f"a tensor on {tensor.device}", f"{it} on cuda or cpu"
+    of_functionalization = "a tensor of functionalization", " outside of torch.func.functionalize"
+    rows = (
+        (keys & _bits("Functionalize"), *of_functionalization),
+        (keys & _bits("ZeroTensor"), "zeros without storage", ".clone()"),
+        (keys & _bits("Conjugate"), "a conjugate that was not computed", ".resolve_conj()"),
+        (tensor.is_quantized, "quantized", ".dequantize()"),
+        (tensor.is_nested, "a nested tensor", ".values()"),
+        (tensor.layout is not torch.strided, f"a tensor of layout {tensor.layout}", ".to_dense()"),
+        (True, f"a tensor on {tensor.device}", " on cuda or cpu"),
+    )
+    return next((described, it + advice) for applies, described, advice in rows if applies)
