@@ -9,7 +9,7 @@ the forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,12 +119,16 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
             dq[part.rows].add_(part.times_columns(change, key), alpha=scale)
         if dk is not None:
             part.add_to_columns(dk, change, query, scale)
-    return Gradients(
-        None if dq is None else as_gradient(heads.join_query(dq), q),
-        None if dk is None else as_gradient(heads.join_key(dk.mT), k),
-        None if dv is None else as_gradient(heads.join_key(dv.mT), v),
-        () if sums is None else sums.result(),
-    )
+    by_row = [dq, *(None if x is None else x.mT for x in (dk, dv))]
+    found = gradients_of(heads, by_row, (q, k, v))
+    return found if sums is None else found._replace(captures=sums.result())
+
+
+def gradients_of(heads: Heads, found: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Gradients:
+    """Returns gradients of q, k and v from dq [Z, G, M, dim], dk and dv [Z, N, dim]."""
+    each = zip((heads.join_query, heads.join_key, heads.join_key), found, tensors, strict=True)
+    dq, dk, dv = (None if x is None else as_gradient(join(x), tensor) for join, x, tensor in each)
+    return Gradients(dq, dk, dv, ())
 
 
 def as_gradient(found: Tensor, tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.bias import Bias
-from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, as_gradient, lse_suffices
+from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, gradients_of, lse_suffices
 from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import is_large, is_quick, product
 from flexmod.backends.reference import Heads, in_order_of
@@ -51,7 +51,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None
     attend, results = call.kernels[0], None
     for batch, mask, turned in call.batches():
         step = batch.step
-        if not call.supports(step, query):
+        if step.forbidden and not call.is_finite:
             return None
         of_batch = turned(batch.rows_of(query)), batch.columns_of(call.key), batch.columns_of(call.value)
         found = attend(*of_batch, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
@@ -84,7 +84,7 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
     by_row: list[Tensor] = []
     for batch, mask, turned in call.batches():
         step = batch.step
-        if not call.supports(step, q):
+        if step.forbidden and not call.is_finite:
             return None
         masked: Any = {"attn_mask": mask, "scale": problem.scale}
         if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
@@ -96,7 +96,10 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
             part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **masked)
             batch.write_rows(dq[..., : q.shape[3]], turned(part))
             continue
-        by_row = by_row or [*call.rows_of_backward(grad_out, q, out, of_lse), alive]
+        if not by_row:
+            by_row = [*map(call.rows, (grad_out, q, out)), alive]
+            if of_lse is not None:
+                by_row[0][..., -1], by_row[2][..., -1] = 1.0, -of_lse
         grad, query, *more = (turned(batch.rows_of(x)) for x in by_row)
         by_column = batch.columns_of(call.key), batch.columns_of(call.value)
         found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.tiles.causal, **masked)
@@ -107,14 +110,9 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
         batch.write_rows(grads[0], turned(found[0]))
         for total, part in zip(grads[1:], found[1:], strict=True):
             batch.add_to_columns(total, part)
-    heads = call.heads
-    dq, dk, dv = grads or call.no_gradients(q.dtype)
-    return Gradients(
-        as_gradient(heads.join_query(dq[..., : q.shape[3]]), q) if needs[0] else None,
-        as_gradient(heads.join_key(dk[..., : k.shape[3]]), k) if needs[1] else None,
-        as_gradient(heads.join_key(dv[..., : v.shape[3]]), v) if needs[2] else None,
-        (),
-    )
+    whole = zip(grads or call.no_gradients(q.dtype), (q, k, v), needs, strict=True)
+    asked = [x[..., : like.shape[3]] if need else None for x, like, need in whole]
+    return gradients_of(call.heads, asked, (q, k, v))
 
 
 def gradients_by_products(
@@ -197,9 +195,8 @@ class FlashCall:
         self.size = *self.heads.shape, q.shape[2], k.shape[2]
         self._dim = max(q.shape[3], v.shape[3]) + more
         self._taller = taller
-        self._finite: bool | None = None
         self._scratch = Scratch(q.new_empty((), dtype=self.heads.real))
-        self.k, self.v = k.flatten(0, 1), v.flatten(0, 1)
+        self._query, self.k, self.v = q, k.flatten(0, 1), v.flatten(0, 1)
 
     @cached_property
     def key(self) -> Tensor:
@@ -214,16 +211,6 @@ class FlashCall:
     def rows(self, x: Tensor) -> Tensor:
         """Returns [B, Hq, M, dim] as [Z, G, M, dim], padded with zeros."""
         return self._ready(self.heads.group(x))
-
-    def rows_of_backward(
-        self, grad_out: Tensor, q: Tensor, out: Tensor, grad_lse: Tensor | None
-    ) -> list[Tensor]:
-        """Returns grad_out, q and out as `rows`, of which another dimension has grad_lse [Z, G, M]."""
-        grad, query, result = (self.rows(x) for x in (grad_out, q, out))
-        if grad_lse is not None:
-            grad[..., -1] = 1.0
-            result[..., -1] = -grad_lse
-        return [grad, query, result]
 
     def no_gradients(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns zeros for gradients by row, in a dtype, by key and by value."""
@@ -244,12 +231,11 @@ class FlashCall:
         lse = torch.full(self.size[:3], -torch.inf, dtype=self.heads.real, device=q.device)
         return q.new_zeros((*self.size[:3], dim)), lse
 
-    def supports(self, step: Step, query: Tensor) -> bool:
-        """Returns whether no masked score can be nan or infinite: the kernel adds -inf to it."""
-        if step.forbidden and self._finite is None:
-            total = query.sum(dtype=self.heads.real) + self.k.sum(dtype=self.heads.real)
-            self._finite = bool(torch.isfinite(total))
-        return not step.forbidden or self._finite is True
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether no score can be nan or infinite: the kernel adds -inf to a masked one."""
+        total = self._query.sum(dtype=self.heads.real) + self.k.sum(dtype=self.heads.real)
+        return bool(torch.isfinite(total))
 
     def batches(self) -> Iterator[tuple[OneStep | EqualSteps, Tensor | None, Turn]]:
         """Yields the batches of the kernel, its mask, and the order of rows.
