@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def compile(
     *,
     num_warps: int = 4,
     num_stages: int = 2,
-    divisible: Collection[str] | Mapping[str, bool] | None = None,
+    divisible: Mapping[str, bool] | None = None,
     **options: object,
 ) -> Report:
     """Compiles one `@triton.jit` or `@gluon.jit` kernel.
@@ -85,8 +85,8 @@ def compile(
         signature   Triton's type of each run-time parameter: "*bf16", "i32", "i64", "fp32", ...
         constexprs  values of the other parameters; None for an absent pointer
         target      a name of `target.NAMES`, or a Target
-        divisible   parameters that Triton may take for multiples of 16 (pointers: of 16 bytes); None means
-                    every pointer. A mapping also has the others, as False.
+        divisible   whether Triton may take a parameter for a multiple of 16 (pointers: of 16 bytes); None
+                    means every pointer
         options     further options of Triton's backend, e.g. maxnreg
 
     Raises:
@@ -95,9 +95,7 @@ def compile(
     """
     chip = named(target) if isinstance(target, str) else target
     if divisible is None:
-        divisible = [name for name, kind in signature.items() if kind.startswith("*")]
-    if not isinstance(divisible, Mapping):
-        divisible = dict.fromkeys(divisible, True)
+        divisible = {name: True for name, kind in signature.items() if kind.startswith("*")}
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
     compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
     read = _read_amd if chip.backend == "hip" else _read_nvidia

@@ -66,15 +66,12 @@ class Key:
 
     @property
     def path(self) -> Path:
-        return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '_', self.device)}_{self.direction}_{self._hash}.json"
-
-    @property
-    def _hash(self) -> str:
         with lazy_imports():
             import triton
         graphs = [graph.skeleton[0] if graph else None for graph in (self.score, self.mask)]
         facts = (FORMAT, triton.__version__, self.device, self.direction, self.spec, graphs)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '_', self.device)}_{self.direction}_{key}.json"
 
 
 def folder() -> Path:

@@ -49,7 +49,7 @@ def compiled(
             divisible.append(name)
     return offline.compile(
         function, signature, constants, target,
-        num_warps=tile.warps, num_stages=tile.stages, divisible=divisible,
+        num_warps=tile.warps, num_stages=tile.stages, divisible=dict.fromkeys(divisible, True),
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_spills_are_counted() -> None:
 
 def test_alignment_is_the_callers_word() -> None:
     aligned = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 64}, "sm_90")
-    not_aligned = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 64}, "sm_90", divisible=())
+    not_aligned = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 64}, "sm_90", divisible={})
     assert "cp.async" in aligned.asm["ptx"]
     assert "cp.async.cg" not in not_aligned.asm["ptx"]
 
