@@ -233,15 +233,9 @@ def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) ->
             f"{axis.upper()}_ROWS": rows, f"{axis.upper()}_RUNS": runs.spans, **mask_strides(rows.shape[:3])
         }  # fmt: skip
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
-    return _list_arguments(writer, axis, names, [mask.storage.list(name) for name in names])
-
-
-def _list_arguments(writer: PlanWriter, axis: str, names: list[str], lists: list[Any]) -> Arguments:
-    """Returns contiguous lists of blocks, with their common strides.
-
-    If a mask is the same for each batch entry or head, its lists are expanded views of one copy.
-    """
+    lists: list[Any] = [mask.storage.list(name) for name in names]
     present: list[Place] = [place for place in lists if place is not None]
+    # if a mask is the same for each batch entry or head, its lists are expanded views of one copy
     for dim in (0, 1):
         if all(place.shape[dim] == 1 or place.strides[dim] == 0 for place in present):
             present = [_first(place, dim) for place in present]

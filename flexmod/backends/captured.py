@@ -126,7 +126,7 @@ class _Total:
         Sums over dimensions that the indices do not read use the dtype `wide`, or else the sum's dtype.
         """
         place = self._place(indices)
-        part = _sum_to(term, place.shape, wide or self._sums.dtype).to(self._sums.dtype)
+        part = term.to(wide or self._sums.dtype).sum_to_size(place.shape).to(self._sums.dtype)
         place, part = place.expand(part.shape).flatten(), part.flatten()
         if part.is_cuda:  # index_add_ would use atomics; this sorts
             self._sums.index_put_((place,), part, accumulate=True)
@@ -150,13 +150,6 @@ class _Total:
 
 def _results(totals: Mapping[int, _Total], count: int) -> tuple[Tensor | None, ...]:
     return tuple(totals[number].result() if number in totals else None for number in range(count))
-
-
-def _sum_to(term: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Sums over the dimensions along which `shape` would broadcast to the term's shape."""
-    missing = term.dim() - len(shape)
-    same = [d for d in range(term.dim()) if d < missing or shape[d - missing] == 1]
-    return term.sum(same, keepdim=True, dtype=dtype) if same else term
 
 
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.

@@ -244,7 +244,7 @@ class FlashCall:
         """
         dtype, no_bias = self.heads.real, self.bias is None
         rules = StepRules(no_bias and self.problem.scale > 0, self._taller and not no_bias, no_bias)
-        known: tuple[Forbidden, int] | None = None
+        known: tuple[Forbidden, int] = (), 0
         mask = None
         steps = steps_of(self.problem.mask, self.heads, *self.size[2:], rules)
         if self.bias is not None:
@@ -258,9 +258,7 @@ class FlashCall:
             return
         for run in runs_of_equal(steps, RUN // self._dim):
             step = run[0]
-            if step.forbidden and (
-                known is None or known[0] is not step.forbidden or known[1] != step.shape[3]
-            ):
+            if step.forbidden and (known[0] is not step.forbidden or known[1] != step.shape[3]):
                 known, mask = (step.forbidden, step.shape[3]), self._mask_of(step)
             for batch in batches_of(run):
                 yield batch, mask if step.forbidden else None, _unchanged

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -108,12 +109,9 @@ def in_order_of(x: Tensor, like: Tensor) -> Tensor:
 
 def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
     """Splits z and g into pairs of ranges with at most `count` heads (at least one); keeps groups whole."""
-    if count >= len(g):
-        step = count // len(g)
-        yield from ((z[i : i + step], g) for i in range(0, len(z), step))
-    else:
-        step = max(1, count)
-        yield from ((z[i : i + 1], g[j : j + step]) for i in range(len(z)) for j in range(0, len(g), step))
+    by_z, by_g = max(1, count // len(g)), min(len(g), max(1, count))
+    for i, j in product(range(0, len(z), by_z), range(0, len(g), by_g)):
+        yield z[i : i + by_z], g[j : j + by_g]
 
 
 def as_slice(numbers: range) -> slice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, product
 from typing import Any
 
@@ -305,14 +305,10 @@ def _remembered(mask: MaskSnapshot, key: object, steps: Iterator[Step]) -> Itera
 
 def _steps(mask: MaskSnapshot, heads: Heads, rows: int, columns: int, rules: StepRules) -> Iterator[Step]:
     table = shared_part(mask.table())
-    lengths = rows, columns
     for b, h in product(range(table.shape[0]), range(table.shape[1])):
         z, g = heads.where(b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
         of_heads = Step(heads, z, g, TileStep(slice(0, 0), (slice(0, 0),)))
-
-        def is_causal(q_tiles: range, first: int, of_heads: Step = of_heads) -> bool:
-            return _is_causal(mask, of_heads, q_tiles, first, lengths)
-
+        is_causal = partial(_is_causal, mask, of_heads, (rows, columns))
         last: Forbidden = ()
         previous: Step | None = None
         for tiles in steps_of_table(table[b, h], mask.BLOCK_SIZE, rows, columns, rules, is_causal):
@@ -340,7 +336,7 @@ def _forbidden(mask: MaskSnapshot, step: Step) -> Iterator[tuple[slice, Tensor]]
 
 
 def _is_causal(
-    mask: MaskSnapshot, of_heads: Step, q_tiles: range, first: int, lengths: tuple[int, int]
+    mask: MaskSnapshot, of_heads: Step, lengths: tuple[int, int], q_tiles: range, first: int
 ) -> bool:
     """Returns whether row i attends to the first i + 1 columns in the tiles of a diagonal.
 
