@@ -99,10 +99,10 @@ class Operands:
         """The extents B, HQ, M and N."""
         return (*self.q.shape[:3], self.k.shape[2])
 
-    def like(self, writer: PlanWriter, name: str, place: Place, dim: int) -> Place:
-        """Allocates a tensor like q, k or v with a last dimension of `dim`, in the same order of strides."""
-        strides = strides_in_order(place.shape, dim, self.orders[place.name])
-        return writer.empty(name, (*place.shape[:3], dim), place.dtype, strides)
+    def like(self, writer: PlanWriter, name: str, place: Place) -> Place:
+        """Allocates a tensor like q, k or v, in the same order of strides."""
+        strides = strides_in_order(place.shape, place.shape[3], self.orders[place.name])
+        return writer.empty(name, place.shape, place.dtype, strides)
 
     def results(
         self, writer: PlanWriter, kept: Sequence[str], want_max: bool, keep: bool
@@ -235,10 +235,11 @@ def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) ->
     names = [f"{axis}_num_blocks", f"{axis}_indices", f"full_{axis}_num_blocks", f"full_{axis}_indices"]
     lists: list[Any] = [mask.storage.list(name) for name in names]
     present: list[Place] = [place for place in lists if place is not None]
-    # if a mask is the same for each batch entry or head, its lists are expanded views of one copy
+    # if a mask is the same for each batch entry or head, its lists are expanded views of one copy: take it
     for dim in (0, 1):
         if all(place.shape[dim] == 1 or place.strides[dim] == 0 for place in present):
-            present = [_first(place, dim) for place in present]
+            shapes = [(*place.shape[:dim], 1, *place.shape[dim + 1 :]) for place in present]
+            present = [replace(place, shape=shape) for place, shape in zip(present, shapes, strict=True)]
     counts, indices, *full = [dense(writer, place) for place in present]
     full_counts, full_indices = full if full else (None, None)
     return {
@@ -250,12 +251,6 @@ def mask_arguments(writer: PlanWriter, mask: MaskSnapshot | None, axis: Axis) ->
         f"full_{axis}_slots": full_indices.shape[3] if full_indices is not None else 0,
         **mask_strides(counts.shape),
     }
-
-
-def _first(place: Place, dim: int) -> Place:
-    """Returns a view of a dimension's first entry."""
-    shape = (*place.shape[:dim], 1, *place.shape[dim + 1 :])
-    return replace(place, shape=shape)
 
 
 def dense(writer: PlanWriter, place: Place) -> Place:

@@ -37,7 +37,7 @@ from flexmod.ir.derivative import GradientTerm
 from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launch import sample
-from flexmod.runtime.plan import Launch, Place, Plan, PlanWriter, contiguous, extents_of
+from flexmod.runtime.plan import Place, Plan, PlanWriter, contiguous, extents_of
 from flexmod.runtime.side_by_side import Job
 from flexmod.runtime.target import family_of, target_of
 
@@ -249,6 +249,8 @@ class PlannedCall:
         first = plan(rungs)
         sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
         jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
+        given = zip(self.inputs, self.tensors, strict=True)
+        named = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
         ahead = partial(meanwhile, self._results(first)) if jobs and meanwhile else None
         with side_by_side.beside(ahead):
             if len(jobs) > 1:
@@ -256,7 +258,8 @@ class PlannedCall:
             for name, source in sources.items():
 
                 def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
-                    return [self._sample(step) for step in plan(rungs.but(name, rung)).launches(name)]
+                    steps = plan(rungs.but(name, rung)).launches(name)
+                    return [sample(step, named, self.extents) for step in steps]
 
                 rungs[name] = launch.choose_tile(source, name, self.device, arguments)
         return Bound(plan(rungs), self.tensors, self.device, self.extents)
@@ -266,11 +269,6 @@ class PlannedCall:
         return tuple(
             None if place is None else side_by_side.stand_in_of(place, self.extents) for place in plan.results
         )
-
-    def _sample(self, step: Launch) -> dict[str, Any]:
-        given = zip(self.inputs, self.tensors, strict=True)
-        tensors = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
-        return sample(step, tensors, self.extents)
 
 
 def _with_captured(

@@ -212,8 +212,8 @@ def backward(
     batch, heads, length, keys = call.extents
     kv_batch, kv_heads = k.shape[:2]
     pitch = _pitch(length, call.mask)
-    grad_k = call.like(writer, "grad_key", k, spec.head_dim)
-    grad_v = call.like(writer, "grad_value", v, spec.value_dim)
+    grad_k = call.like(writer, "grad_key", k)
+    grad_v = call.like(writer, "grad_value", v)
     rows = batch * heads * pitch
     lse2, delta = writer.empty("lse2", (rows,)), writer.empty("delta", (rows,))
     row = sum_row(spec.head_tile)
@@ -262,7 +262,7 @@ def backward(
     writer.launch(kernels, "backward", programs, arguments, shape)
     grad_q = None
     if needs[0]:
-        grad_q = call.like(writer, "grad_query", q, spec.head_dim)
+        grad_q = call.like(writer, "grad_query", q)
         rounding = {
             "SUM_GRAD_Q": sum_grad_q,
             **strided("GRAD_Q", "dq", "m", grad_q),

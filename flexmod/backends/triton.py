@@ -159,13 +159,13 @@ def backward(
         programs, given = statistics_arguments(spec, incoming, delta, length, weights if by_lse else {})
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
-        grad_q = call.like(writer, "grad_query", call.q, spec.head_dim) if needs[0] else None
+        grad_q = call.like(writer, "grad_query", call.q) if needs[0] else None
         sums["row"] = launches.by_query(grad_q)
     if needs[1] or needs[2] or captures.column:
         # without captured terms the kernel always computes both gradients
         both = not captures.column
-        grad_k = call.like(writer, "grad_key", call.k, spec.head_dim) if needs[1] or both else None
-        grad_v = call.like(writer, "grad_value", call.v, spec.value_dim) if needs[2] or both else None
+        grad_k = call.like(writer, "grad_key", call.k) if needs[1] or both else None
+        grad_v = call.like(writer, "grad_value", call.v) if needs[2] or both else None
         columns, sums["column"] = sum_buffers(writer, captures.column, (batch, heads, keys))
         shared_batch, shared_heads = call.k.shape[:2]
         own = {
