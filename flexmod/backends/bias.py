@@ -112,17 +112,12 @@ class Bias:
         bias = self._evaluated(step, dtype)
         steep = self._is_steep(bias)
         if step.forbidden:
-            bias = self._with_mask(bias, step)
+            shapes = (x.shape[:2] for x in (bias, *(x for _, x in step.forbidden)))
+            heads = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            is_own = self._new and bias.shape == (*heads, *step.shape[2:])
+            bias = bias if is_own else bias.expand(*heads, *step.shape[2:]).clone()
+            step.forbid(bias, -torch.inf)
         return self._without_the_least(bias, bias.amax(-1, keepdim=True)) if steep else bias
-
-    def _with_mask(self, bias: Tensor, step: Step) -> Tensor:
-        forbidden = (x.shape[:2] for _, x in step.forbidden)
-        heads = [max(sizes) for sizes in zip(bias.shape[:2], *forbidden, strict=True)]
-        whole = bias.expand(*heads, *step.shape[2:])
-        if whole.shape != bias.shape or not self._new:
-            whole = whole.clone()
-        step.forbid(whole, -torch.inf)
-        return whole
 
     def from_last_row(self, step: Step, dtype: torch.dtype) -> Tensor | None:
         """Returns the same with the last row first, as a view of the bias by diagonal, in little memory.

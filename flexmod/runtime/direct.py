@@ -92,11 +92,9 @@ class Direct:
             elif value is COUNTER:
                 self._counters.append(len(values))
                 values.append(None)
-            elif place in slots and isinstance(value, (bool, int, float)):
-                self._numbers.append((len(values), slots[place]))
-                values.append(None)
             elif place in slots:
-                self._pointers.append((len(values), slots[place]))
+                kind = self._numbers if isinstance(value, (bool, int, float)) else self._pointers
+                kind.append((len(values), slots[place]))
                 values.append(None)
             else:
                 values.append(value)
