@@ -67,7 +67,7 @@ class Kernel:
         bound.apply_defaults()
         values = {name: self._argument(value, self._types[name]) for name, value in bound.arguments.items()}
         extents = (*grid, 1, 1)[:3]
-        builder = self._language.builder
+        builder = self._language.interpreter.interpreter_builder
         # a chip does not warn about an overflow or a NaN either
         with _one_launch, np.errstate(all="ignore"):
             builder.set_grid_dim(*extents)

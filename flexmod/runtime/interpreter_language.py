@@ -209,15 +209,11 @@ def _code(original: ModuleType) -> CodeType:
 
 @dataclass(frozen=True)
 class Language:
-    """The private instance: its modules, and Triton's interpreter as one object (`builder`)."""
+    """The private instance: its modules, of which `tl` and `interpreter` are two."""
 
     copies: Copies
     tl: Any
     interpreter: Any
-
-    @property
-    def builder(self) -> Any:
-        return self.interpreter.interpreter_builder
 
     def to_tensor(self, value: Any) -> Any:
         """Converts an assigned value like the compiler: numbers become tensors, also inside tuples."""
@@ -266,5 +262,6 @@ def _load_language() -> Language:
     quicken(interpreter, tl)
     correct(interpreter, tl)
     # Triton computes in int64 whether each sum overflows, and drops the answer unless kernels are debugged.
-    loaded.builder.options = replace(loaded.builder.options, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     return loaded
