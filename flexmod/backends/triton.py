@@ -152,7 +152,8 @@ def backward(
     )
     grad_q = grad_k = grad_v = None
     sums: Sums = {}
-    launches = _Launches(writer, kernels, call, tiles, incoming.grad_out, {**weights, "DELTA": delta})
+    shared = _of_backward(call, incoming.grad_out, {**weights, "DELTA": delta})
+    launches = _Launches(writer, kernels, call, tiles, shared)
     if spec.exact:
         launches.by_row("delta", grad_lse_arguments(incoming.grad_lse))
     else:
@@ -194,35 +195,39 @@ def sums_beside(
     `statistics` are arguments, [B, Hq, M] float32: DELTA from `statistics_kernel`, and LSE2 or the tensors
     that the forward kept. Raises the errors of `backward`.
     """
-    launches = _Launches(writer, kernels, call, tiles, grad_out, statistics)
+    launches = _Launches(writer, kernels, call, tiles, _of_backward(call, grad_out, statistics))
     rows: Sums = {"row": launches.by_query(None)} if kernels.captures.row else {}
     return rows | launches.apart()
 
 
+def _of_backward(call: Operands, grad_out: Place, statistics: Mapping[str, Place]) -> Arguments:
+    """Returns the arguments that all kernels of a backward have."""
+    return {
+        **strided("Q", "q", "m", call.q),
+        **strided("K", "k", "n", call.k),
+        **strided("V", "v", "n", call.v),
+        **strided("GRAD_OUT", "g", "m", grad_out),
+        **statistics,
+        **sizes(call),
+    }
+
+
 class _Launches(NamedTuple):
-    """Writes launches of backward kernels."""
+    """Writes launches of backward kernels. `shared`: the arguments of all."""
 
     writer: PlanWriter
     kernels: Kernels
     call: Operands
     tiles: Rungs
-    grad_out: Place
-    statistics: Mapping[str, Place]
+    shared: Arguments
 
     def arguments(self, kernel: KernelName) -> Arguments:
         """Returns a kernel's arguments without results."""
         call = self.call
         axis: Literal["q", "kv"] = "q" if kernel == "dkdv" else "kv"
-        return {
-            **strided("Q", "q", "m", call.q),
-            **strided("K", "k", "n", call.k),
-            **strided("V", "v", "n", call.v),
-            **strided("GRAD_OUT", "g", "m", self.grad_out),
-            **self.statistics,
-            **sizes(call),
-            **({} if kernel == "diagonal" else mask_arguments(self.writer, call.mask, axis)),
-            **self.kernels.mod_arguments(kernel, call.score_captured, call.mask_captured),
-        }
+        lists = {} if kernel == "diagonal" else mask_arguments(self.writer, call.mask, axis)
+        mods = self.kernels.mod_arguments(kernel, call.score_captured, call.mask_captured)
+        return {**self.shared, **lists, **mods}
 
     def by_row(self, kernel: KernelName, own: Arguments) -> None:
         """Writes a launch with programs for tiles of queries, and `own` arguments besides."""
@@ -239,12 +244,12 @@ class _Launches(NamedTuple):
     def apart(self) -> Sums:
         """Writes the sums that have their own kernels."""
         sums: Sums = {}
-        shared = self.writer, self.kernels, self.call
+        of_call = self.writer, self.kernels, self.call
         if self.kernels.captures.diagonal:
             given, tile = self.arguments("diagonal"), self.tiles["diagonal"]
-            sums["diagonal"] = sums_along_diagonals(*shared, given, tile)
+            sums["diagonal"] = sums_along_diagonals(*of_call, given, tile)
         if self.kernels.captures.element:
-            sums["element"] = sums_of_elements(*shared, self.arguments("scatter"), self.tiles["scatter"])
+            sums["element"] = sums_of_elements(*of_call, self.arguments("scatter"), self.tiles["scatter"])
         return sums
 
 

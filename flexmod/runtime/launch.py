@@ -181,8 +181,8 @@ def rung_arguments(step: Launch) -> dict[str, Any]:
     """Returns a launch's arguments for its tile or shape."""
     if step.rung is None:
         return {}
-    options = getattr(step.source, "options", {}) if torch.version.hip else {}
-    given = {name: option(options, step.kernel, name, None) for name in AMD_OPTIONS}  # type: ignore[arg-type]
+    options, names = getattr(step.source, "options", {}), AMD_OPTIONS if torch.version.hip else ()
+    given = {name: option(options, step.kernel, name, None) for name in names}  # type: ignore[arg-type]
     return {**step.rung.arguments(), **{name: value for name, value in given.items() if value is not None}}
 
 
