@@ -6,7 +6,8 @@ line of the user's code. All three form the message, which tests compare word by
 
     raise HeadDimMismatch(query=64, key=128)
 
-A class stands in the file for the thing that is wrong; `__all__` makes it public.
+A class stands in the file for the thing that is wrong, which makes it public. A class without `what` takes it
+as the fact `problem`, and one without `instead` as the fact `advice`.
 """
 
 from flexmod.errors.base import *
@@ -15,36 +16,7 @@ from flexmod.errors.kernels import *
 from flexmod.errors.masks import *
 from flexmod.errors.mods import *
 
-__all__ = [
-    "FlexmodError", "Where",
-    # calls.py
-    "NotFourDimensional", "LayoutError", "NotATensor", "EmptyHeadDim", "ExtentError", "NotStrided",
-    "NestedTensorInput", "NestedLayoutError", "PackedShapeError", "MaskTwiceError", "DeviceMismatch", "NoDeviceError",
-    "TensorKindError", "FreedStorageError", "OperationTensorError", "ScaleError", "ScaleValueError", "FakeTensorError", "UnsupportedDevice", "UnsupportedDtype", "MixedDtypes", "LowerPrecisionBackward", "QuantizeGradientError", "HeadDimMismatch",
-    "OffsetTypeError", "OffsetValueError", "OffsetShapeError", "OffsetMismatchError",
-    "Float8MixedError", "Float8HeadDimError", "Float8GradientError", "OutDtypeError", "ScalesTypeError",
-    "ScalesUnusedError", "ScalesShapeError", "ScalesValueError",
-    "LengthMismatch", "BatchMismatch", "KeyValueHeadsMismatch", "HeadCountMismatch", "HeadRatioError",
-    "ReturnArgumentsError", "ArgumentTypeError", "ModifiedBeforeBackwardError", "RecomputedError", "SavedTensorError",
-    "DoubleBackwardError", "ForwardModeError", "JitTraceError", "VmapError", "TransformersArgumentError",
-    "TransformersModelError",
-    # masks.py
-    "NotABlockMask", "MaskBroadcastError", "MaskLengthError", "MaskReadsBroadcastIndex", "BlockSizeError",
-    "BlockMaskPartsError", "LengthError", "MaskExtentError", "DenseMaskError", "BlockMaskIndexError", "BlockMaskCropError", "MaskModChangedError",
-    "BlockMaskResizeError", "BlockMaskCombineError", "SlicedTorchMaskError", "InGraphModError",
-    "ConstantError", "ForgottenGraphError", "GraphNumberError", "InGraphMaskError", "MissingMatplotlib", "GridSizeError",
-    # mods.py
-    "ModArityError", "NotCallable", "NotMadeError", "NoSignatureError", "MaskResultError", "ScoreResultError", "NotScalarError",
-    "NoResultError", "ControlFlowError", "ConcreteValueError", "ReductionError", "RandomNumberError",
-    "MutationError", "UnknownOperationError", "OperationArgumentError", "ForeignCaptureError", "IndexDtypeError",
-    "CaptureIndexError", "CaptureBoundsError", "ModDtypeError", "MaskCaptureGradientError",
-    "NoDerivativeError", "LibraryArgumentError", "NotPicklableError", "CallSizeError",
-    # kernels.py
-    "UnknownOption", "OptionValueError", "FlashBackendError", "DecodeBackendError", "BackendDeviceError",
-    "TemplateError", "NoKernelsError", "NoTileFits", "RoundedProductsError", "MisaddressedProductsError",
-    "NotCalledError", "NoPtxError", "NoStandaloneError", "FlexOnCpuError", "EnvironmentSwitchError",
-    "InterpreterOperationError", "UnknownTarget", "NotAGpuError", "MissingPackage",
-]  # fmt: skip
-
-for _name in __all__:  # a traceback shows the name that users import
-    globals()[_name].__module__ = __name__
+_classes = {name: x for name, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)}
+globals()["__all__"] = [*_classes]  # type checkers take the names of the star imports
+for _class in _classes.values():  # a traceback shows the name that users import
+    _class.__module__ = __name__

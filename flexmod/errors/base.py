@@ -27,8 +27,8 @@ class Where:
 class FlexmodError(Exception):
     """Base of all errors that flexmod raises on purpose."""
 
-    what = "{what}"
-    instead = "{instead}"
+    what = "{problem}."
+    instead = "{advice}."
 
     def __init__(self, message: str | None = None, /, *, where: Where | None = None, **facts: object) -> None:
         """`message` is complete: pickle, copy and torch's DataLoader build an exception from it alone."""

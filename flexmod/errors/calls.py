@@ -43,8 +43,7 @@ class TensorKindError(FlexmodError, TypeError, NotImplementedError):
 
 
 class FakeTensorError(FlexmodError, TypeError):
-    what = "{problem}."
-    instead = "{advice}."
+    """A call mixes fake tensors of two modes, or fake tensors and real ones."""
 
 
 class FreedStorageError(FlexmodError, RuntimeError):
@@ -59,7 +58,6 @@ class OperationTensorError(FlexmodError, ValueError):
 
 class ScaleError(FlexmodError, TypeError):
     what = "scale is a {type}; it is a number, fixed at the call, without a gradient."
-    instead = "{advice}."
 
 
 class ScaleValueError(FlexmodError, ValueError):
@@ -74,7 +72,6 @@ class NestedTensorInput(FlexmodError, ValueError, NotImplementedError):
 
 class NestedLayoutError(FlexmodError, ValueError):
     what = "{name} {problem}; nested_attention takes [batch, heads, length, head_dim], with one length for each batch entry."
-    instead = "{advice}."
 
 
 class PackedShapeError(FlexmodError, ValueError):
@@ -187,7 +184,6 @@ class BatchMismatch(FlexmodError, ValueError):
 
 class KeyValueHeadsMismatch(FlexmodError, ValueError):
     what = "key has {key} heads but value has {value}."
-    instead = "{advice}."
 
     @classmethod
     def of(cls, query: int, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
@@ -222,7 +218,6 @@ class OffsetTypeError(FlexmodError, TypeError):
 
 class OffsetValueError(FlexmodError, ValueError):
     what = "{name} is {value}; it must be from 0 to {bound}."
-    instead = "{advice}."
 
     @classmethod
     def of(cls, name: str, value: int, bound: int, largest: int) -> OffsetValueError:
@@ -237,7 +232,6 @@ class OffsetValueError(FlexmodError, ValueError):
 
 class OffsetShapeError(FlexmodError, ValueError):
     what = "{name} has shape {shape}, but {place} has batch {batch}."
-    instead = "{advice}."
 
 
 class OffsetMismatchError(FlexmodError, ValueError):
@@ -247,7 +241,6 @@ class OffsetMismatchError(FlexmodError, ValueError):
 
 class ArgumentTypeError(FlexmodError, TypeError):
     what = "{name} is {given}."
-    instead = "{advice}."
 
 
 class ReturnArgumentsError(FlexmodError, ValueError):
@@ -296,7 +289,6 @@ class VmapError(FlexmodError, NotImplementedError):
 
 class TransformersArgumentError(FlexmodError, NotImplementedError):
     what = 'attn_implementation="flexmod": {name} is {value}, which flexmod does not do.'
-    instead = "{advice}."
 
 
 class TransformersModelError(FlexmodError, NotImplementedError):

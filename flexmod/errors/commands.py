@@ -30,7 +30,6 @@ class ModFileError(FlexmodError, ValueError):
 
 class ModPlaceError(FlexmodError, TypeError):
     what = "{text!r} is a {kind}_mod, and a {wanted}_mod is wanted here."
-    instead = "{advice}."
 
 
 class MissingPlots(FlexmodError, RuntimeError):
@@ -55,7 +54,6 @@ class NotTunedError(FlexmodError, ValueError):
 
 class WarmFolderError(FlexmodError, OSError):
     what = "compiled kernels cannot be kept in {folder}: {problem}."
-    instead = "{advice}."
 
 
 class NoSourceError(FlexmodError, ValueError):

@@ -79,12 +79,10 @@ class NotCalledError(FlexmodError, RuntimeError):
 
 class NoPtxError(FlexmodError, ValueError):
     what = "there is no PTX of {of}: {why}."
-    instead = "{advice}."
 
 
 class NoStandaloneError(FlexmodError, NotImplementedError):
     what = "this handle cannot be saved as a file of its own: {why}."
-    instead = "{advice}."
 
 
 class FlexOnCpuError(FlexmodError, NotImplementedError):
@@ -114,4 +112,3 @@ class NotAGpuError(FlexmodError, ValueError):
 
 class MissingPackage(FlexmodError, ImportError):
     what = "this needs the package {package}, which cannot be imported: {problem}."
-    instead = "{advice}."

@@ -7,7 +7,6 @@ from flexmod.errors.base import FlexmodError
 
 class NotABlockMask(FlexmodError, TypeError):
     what = "block_mask is a {type}, not a BlockMask."
-    instead = "{advice}."
 
     @classmethod
     def of(cls, value: object) -> NotABlockMask:
@@ -48,18 +47,15 @@ class BlockSizeError(FlexmodError, ValueError):
 
 
 class BlockMaskPartsError(FlexmodError, ValueError, AssertionError, RuntimeError):
-    what = "{problem}."
-    instead = "{advice}."
+    """The lists of a block mask, or its other parts, make no mask."""
 
 
 class LengthError(FlexmodError, ValueError):
     what = "{name} is {value}; it must be a positive integer."
-    instead = "{advice}."
 
 
 class DenseMaskError(FlexmodError, ValueError):
     what = "a dense mask, of shape {shape}, {problem}."
-    instead = "{advice}."
 
 
 class MaskExtentError(FlexmodError, ValueError):
@@ -69,7 +65,6 @@ class MaskExtentError(FlexmodError, ValueError):
 
 class BlockMaskIndexError(FlexmodError, IndexError):
     what = "a block mask of {shape} {axes} is indexed with {index}: {problem}."
-    instead = "{advice}."
 
 
 class BlockMaskCropError(FlexmodError, ValueError):
@@ -84,7 +79,6 @@ class BlockMaskResizeError(FlexmodError, ValueError):
 
 class BlockMaskCombineError(FlexmodError, ValueError):
     what = "these block masks do not go together: {problem}."
-    instead = "{advice}."
 
 
 class MaskModChangedError(FlexmodError, RuntimeError):
@@ -122,7 +116,6 @@ class GraphNumberError(FlexmodError, RuntimeError):
 
 class InGraphMaskError(FlexmodError, NotImplementedError):
     what = "{problem}, inside torch.compile or torch.export."
-    instead = "{advice}."
 
 
 class MissingMatplotlib(FlexmodError, RuntimeError):

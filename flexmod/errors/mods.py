@@ -134,7 +134,6 @@ class NoDerivativeError(FlexmodError, NotImplementedError):
 
 class LibraryArgumentError(FlexmodError, ValueError):
     what = "{function}: {name} is {value}; it must be {rule}."
-    instead = "{advice}."
 
 
 class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
@@ -144,7 +143,6 @@ class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
 
 class CallSizeError(FlexmodError, ValueError):
     what = "{owner} is made for {size} {unit} (its {argument}), but {place} has {given}."
-    instead = "{advice}."
 
     @classmethod
     def of(
