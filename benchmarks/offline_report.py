@@ -25,7 +25,7 @@ from benchmarks.rows import find
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.codegen.variant import variant
-from flexmod.tools.ahead import compiled, portable_kernels
+from flexmod.tools.ahead import compiled
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def measure(part: Part) -> dict[str, Any]:
     extents = (row.batch, row.heads, row.length, row.length)
     made = variant(mods.score_mod, mods.mask_mod, head_dim=part.head_dim, dtype=dtype, extents=extents)
     kernels = made.kernels("forward" if part.kernel == "forward" else "backward")
-    if part.kernel not in portable_kernels(kernels, made):
-        raise ValueError(f"{part.row} has no {part.kernel} kernel")
     call = VariantCall(made)
+    if not call.plan(kernels.spec.direction, kernels).launches(part.kernel):
+        raise ValueError(f"{part.row} has no {part.kernel} kernel")
     own = () if part.tile == "ladder" else (Tile(*map(int, part.tile.split("x"))),)
     for tile in own or kernels.ladder(part.kernel):
         report = compiled(call, kernels, part.kernel, part.target, {part.kernel: tile})

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexmod import errors, masks, mods
+from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.spec import Tile
 from flexmod.codegen.variant import variant
 from flexmod.runtime.offline import Report
@@ -86,6 +87,6 @@ def test_tiles_are_judged_as_a_launch_does(
         return Report(named(target), 0 if fits else 1 << 20, 255, local, local, {})
 
     monkeypatch.setattr(ahead, "compiled", compiled)
-    built = first_tile(made.kernels("forward"), "forward", "sm_80", made)
+    built = first_tile(VariantCall(made), made.kernels("forward"), "forward", "sm_80")
     assert (built.tile, len(seen)) == (rungs[expected], tried)
     assert built.fits == outcomes[expected][0]

@@ -37,8 +37,8 @@ from flexmod.backends.generated import NO_RUNGS
 from flexmod.backends.of_variant import VariantCall
 from flexmod.backends.triton import Rungs
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import Chosen, Direction, KernelName, Tile, Verdict, choose
+from flexmod.codegen.kernels import Made
+from flexmod.codegen.spec import Chosen, Direction, Tile, Verdict, choose
 from flexmod.codegen.variant import Variant, variant
 from flexmod.errors import (
     MisaddressedProductsError,
@@ -51,7 +51,6 @@ from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
 from flexmod.runtime.launch import refusal_in_words
 from flexmod.runtime.offline import Report
-from flexmod.runtime.plan import Launch
 from flexmod.runtime.private_triton import cache_folder, keeps_elsewhere
 from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED, family_of, named
@@ -92,27 +91,21 @@ class Job:
     compile: Callable[[], Built]
 
 
-def jobs(variant: Variant, target: str) -> list[Job]:
-    """Returns the forward and backward kernels of a call on a chip; leaves out kernels without a choice of
-    tiles (statistics, rounding). Raises UnknownTarget, and the errors of `kernels_on`.
+def jobs(variant: Variant, target: str, every: bool = False) -> list[Job]:
+    """Returns the forward and backward kernels of a call on a chip. Raises UnknownTarget, and the errors of
+    `kernels_on`.
+
+    `every`: also kernels without a choice of tiles (statistics, rounding).
     """
-    return [job for job, step in _launched(variant, target) if step.rung is not None]
-
-
-def all_jobs(variant: Variant, target: str) -> list[Job]:
-    """Returns the same as `jobs`, and the kernels without a choice of tiles."""
-    return [job for job, _ in _launched(variant, target)]
-
-
-def _launched(variant: Variant, target: str) -> list[tuple[Job, Launch]]:
     named(target)
     call, found = VariantCall(variant), []
     for direction in variant.spec.directions:
         kernels = kernels_on(variant, direction, target)
         for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
             source: Any = step.source
-            work = partial(_built, call, kernels, name, target)
-            found.append((Job(target, name, source.family, source, work), step))
+            if every or step.rung is not None:
+                work = partial(first_tile, call, kernels, name, target)
+                found.append(Job(target, name, source.family, source, work))
     return found
 
 
@@ -146,23 +139,8 @@ def ptx(variant: Variant, target: str) -> dict[str, str]:
     return texts
 
 
-def portable_kernels(kernels: Kernels, variant: Variant) -> tuple[KernelName, ...]:
-    """Returns the names of the portable kernels of a direction that have a choice of tiles."""
-    plan = VariantCall(variant).plan(kernels.spec.direction, kernels)
-    return tuple(dict.fromkeys(step.kernel for step in plan.launches() if step.rung))  # type: ignore[misc]
-
-
-def first_tile(kernels: Kernels, name: KernelName, target: str, variant: Variant) -> Built:
-    """Compiles a portable kernel with the tile of a launch, or the ladder's last one if no tile fits."""
-    return _built(VariantCall(variant), kernels, name, target)
-
-
 def compiled(
-    call: VariantCall,
-    kernels: Made,
-    name: str,
-    target: str,
-    rungs: Rungs = NO_RUNGS,
+    call: VariantCall, kernels: Made, name: str, target: str, rungs: Rungs = NO_RUNGS
 ) -> Report:
     """Compiles one kernel with one tile or shape, as for a launch on dense aligned tensors.
 
@@ -184,8 +162,8 @@ def _direction_of(kernels: Made, name: str) -> Direction:
     return "backward" if kernels.spec.backward and name != "forward" else "forward"
 
 
-def _built(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
-    """Compiles a kernel with the rung that a launch would choose."""
+def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Built:
+    """Compiles a kernel with the tile or shape that a launch would choose, or the last one if none fits."""
     direction = _direction_of(kernels, name)
     step = call.plan(direction, kernels).launches(name)[0]
     source: Any = step.source
@@ -243,11 +221,11 @@ def warm(
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
         made = variant(score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
-        work = [all_jobs(made, target) for target in targets]
-    for jobs in work:
+        work = [jobs(made, target, every=True) for target in targets]
+    for of_chip in work:
         with cache_dir_at(path), cache_folder(path / COMPILED):
-            found = in_threads([job.compile for job in jobs])
-        yield from ((job.target, built) for job, built in zip(jobs, found, strict=True))
+            found = in_threads([job.compile for job in of_chip])
+        yield from ((job.target, built) for job, built in zip(of_chip, found, strict=True))
 
 
 def checked_folder(folder: str | Path) -> Path:

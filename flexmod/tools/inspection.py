@@ -264,11 +264,11 @@ class Inspection:
         unchanged = all(
             trace(mod, kind).graph.key == traced[kind].graph.key for kind, mod in self._mods.items()
         )
-        text = standalone.file_of(
+        file = standalone.File(
             self._made(of_file, standalone.EXTENTS), quotes([*self._mods.values()], unchanged),
-            target or self._chip() or OLDEST, scale=self._scale,
+            target or self._chip() or OLDEST, self._scale,
         )  # fmt: skip
-        return standalone.written(path, text)
+        return standalone.written(path, file.text())
 
     def _ptx(self, spec: KernelSpec, target: str) -> Named[str]:
         if any(name.endswith("tuned") for name, _ in self._options.tiles):

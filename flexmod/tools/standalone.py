@@ -12,11 +12,11 @@ import builtins
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import triton
@@ -31,13 +31,13 @@ from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.variant import Variant, variant
 from flexmod.errors import ArgumentTypeError, NoTileFits
 from flexmod.ir.derivative import GradientTerm
-from flexmod.ir.graph import UNIFORM, Graph, dtype_name, used_captures
+from flexmod.ir.graph import UNIFORM, ExpectedSize, Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools import standalone_functions
-from flexmod.tools.ahead import first_tile, portable_kernels
+from flexmod.tools.ahead import first_tile
 from flexmod.tools.needed_sizes import fit, least_shapes, positions_in
 from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
 
@@ -48,7 +48,6 @@ ON_GPU = (2, 8, 4, 2000, 2100)
 INTERPRETED = (2, 2, 1, 100, 130)
 # The largest distance of a result from dense attention in float64, as a ratio of norms, by dtype.
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
-NO_TILES: Mapping[KernelName, Tile] = {}
 # A tile that the file chooses.
 IN_THE_FILE: Any = Tile(Size("BLOCK_M"), Size("BLOCK_N"), 0, 0)  # type: ignore[arg-type]
 # The file's names for the sizes of a call, in attention() and in build_mask().
@@ -143,51 +142,41 @@ def standalone(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
         extents=EXTENTS, mask_form="lists", shared_kv=True,
     )  # fmt: skip
-    return file_of(made, quotes([mod for mod in (score_mod, mask_mod) if mod]), target, tiles or {})
-
-
-def file_of(
-    made: Variant,
-    quoted: list[list[str]],
-    target: str,
-    tiles: Mapping[KernelName, Tile] = NO_TILES,
-    scale: float | None = None,
-) -> str:
-    """Returns the text of a file for a variant of EXTENTS, with lists of blocks and shared keys.
-
-    `quoted` has the user's functions. `scale` is the file's default, None for 1/sqrt(D). Raises
-    UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
-    """
-    return _File(made, quoted, target, dict(tiles), scale).text()
+    quoted = quotes([mod for mod in (score_mod, mask_mod) if mod])
+    return File(made, quoted, target, tiles=dict(tiles or {})).text()
 
 
 @dataclass
-class _File:
+class File:
+    """A file for a variant of EXTENTS, with lists of blocks and shared keys.
+
+    `quoted` has the user's functions. `scale` is the file's default, None for 1/sqrt(D).
+    """
+
     variant: Variant
     quoted: list[list[str]]
     target: str
-    tiles: dict[KernelName, Tile]
-    scale: float | None
+    scale: float | None = None
+    tiles: dict[KernelName, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         v = self.variant
-        self.score = v.score.score if v.score else None
-        self.mask = v.mask.score if v.mask else None
+        score, mask = v.score, v.mask
+        graph = score.score if score else None
         self.terms: list[GradientTerm] = []
-        if v.learned and self.score:
+        self.captures = NO_CAPTURES
+        if v.learned and graph:
             # sums along diagonals need a kernel and lists of their own: sum by element instead
             self.terms = [
                 replace(term, along="element") if term.along == "diagonal" else term
-                for term in capture_terms(self.score, v.learned)
+                for term in capture_terms(graph, v.learned)
             ]
-        self.captures = NO_CAPTURES
-        if self.terms and self.score:
-            self.captures = write_terms(capture_grad(self.score, v.learned), self.terms)
+            if self.terms:
+                self.captures = write_terms(capture_grad(graph, v.learned), self.terms)
         texts = [text for _, text in _by_along(self.captures) if text]
         names = FileNames([term.sums.lower() for text in texts for term in text.terms])
-        self.score_names = names.of(self.score, v.score_tensors)
-        self.mask_names = names.of(self.mask, v.mask_tensors)
-        score, mask = v.score, v.mask
+        self.score = names.of(graph, v.score_tensors, v.score_sizes, CALL_SIZES)
+        self.mask = names.of(mask.score if mask else None, v.mask_tensors, v.mask_sizes, MASK_SIZES)
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
             score.grad_text if score else None, dict(v.options), captures=self.captures,
@@ -198,13 +187,13 @@ class _File:
         return build(spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
 
     def text(self) -> str:
-        kernels, spec = self.kernels, self.variant.spec
-        score_names = used_names(self.score, self.score_names)
-        mask_names = used_names(self.mask, self.mask_names)
+        """Raises UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError."""
+        kernels, spec, score, mask = self.kernels, self.variant.spec, self.score, self.mask
+        score_names, mask_names = [*score.used()], [*mask.used()]
         learned = self.learned()
         places = {tensor.name: f"exact[{3 + place}]" for place, tensor in enumerate(learned)}
         mask_only = [name for name in mask_names if name not in score_names]
-        results = ["grad_q", "grad_k", "grad_v", "None", *(["None"] if self.mask else [])]
+        results = ["grad_q", "grad_k", "grad_v", "None", *(["None"] if mask.graph else [])]
         results += [f"grad_{n}.to({n}.dtype)" if n in places else "None" for n in score_names]
         return render(
             spec, kernels.score, kernels.mask, kernels.grad, self.captures, "standalone.jinja",
@@ -212,22 +201,25 @@ class _File:
             shared=lambda name: inspect.getsource(getattr(standalone_functions, name)),
             quotes=self.quoted,
             usual_scale=self.scale,
-            of_score=self.score and write_torch(self.score, "score_mod_in_torch", self.score_names),
-            of_mask=self.mask and write_torch(self.mask, "mask_mod_in_torch", self.mask_names),
+            of_score=score.graph and write_torch(score.graph, "score_mod_in_torch", score.names),
+            of_mask=mask.graph and write_torch(mask.graph, "mask_mod_in_torch", mask.names),
             score_names=score_names,
             mask_names=mask_names,
             mask_only=mask_only,
-            mask_reads=self.mask.reads if self.mask else (),
+            mask_reads=mask.graph.reads if mask.graph else (),
             learned=learned,
             forward=self.statements("forward"),
             backward=self.statements("backward"),
             adds=any(term.place for tensor in learned for term in tensor.terms),
-            captured_shapes=shapes(self.score, self.variant.score_tensors, self.score_names),
+            captured_shapes=[
+                (name, f"{dtype_name(tensor.dtype)} {list(tensor.shape)} where it was captured")
+                for name, tensor in score.used().items()
+            ],
             tiles=self.chosen_tiles(),
-            score_checks=self.checks("score"),
-            mask_checks=self.checks("mask"),
+            score_checks=score.checks(),
+            mask_checks=mask.checks(),
             fixed=[name for name in score_names if name not in places],
-            examples=self.examples(),
+            examples=[(name, example(tensor)) for name, tensor in (score.used() | mask.used()).items()],
             sizes={"gpu": self.sizes(ON_GPU), "interpreted": self.sizes(INTERPRETED)},
             dtype=spec.q_dtype,
             limit=LIMITS[spec.q_dtype],
@@ -254,12 +246,13 @@ class _File:
     def chosen_tiles(self) -> list[tuple[str, Tile]]:
         """Returns tiles by kernel; delta_kernel must add in the order of dq_kernel."""
         chosen: dict[str, Tile] = {}
-        for name in ("forward", *portable_kernels(self.kernels, self.variant)):
+        launches = self.call.plan(self.kernels.spec.direction, self.kernels).launches()
+        for name in dict.fromkeys(["forward", *(step.kernel for step in launches if step.rung)]):
             if name == "delta":
                 continue
-            tile = self.tiles.get(name)
+            tile = self.tiles.get(name)  # type: ignore[call-overload]
             if tile is None:
-                built = first_tile(self.kernels, name, self.target, self.variant)
+                built = first_tile(self.call, self.kernels, name, self.target)
                 assert isinstance(built.tile, Tile) and built.report is not None
                 tile, report = built.tile, built.report
                 if not report.fits:
@@ -280,8 +273,8 @@ class _File:
         names = {"query": "q", "key": "k", "value": "v", "scale": "scale"}
         names |= {f"grad_{name}": f"grad_{names[name]}" for name in ("query", "key", "value")}
         names |= {f"kept{number}": name.lower() for number, name in enumerate(self.kernels.kept)}
-        names |= {f"score_capture{number}": name for number, name in enumerate(self.score_names)}
-        names |= {f"mask_capture{number}": name for number, name in enumerate(self.mask_names)}
+        names |= {f"score_capture{number}": name for number, name in enumerate(self.score.names)}
+        names |= {f"mask_capture{number}": name for number, name in enumerate(self.mask.names)}
         for axis, blocks in (("kv", "by_row"), ("q", "by_column")):
             for part, name in PARTS.items():
                 names[part.format(axis)] = f"mask.{blocks}.{name}"
@@ -296,8 +289,8 @@ class _File:
 
     def learned(self) -> list[Learned]:
         """Returns the tensors with gradients, and the sums of each gradient."""
-        texts = self.captures
-        names = {along: iter(text.terms) for along, text in _by_along(texts) if text}
+        of_score = self.score.names
+        names = {along: iter(text.terms) for along, text in _by_along(self.captures) if text}
         found: dict[int, list[SumText]] = {}
         for term in self.terms:
             text = next(names[term.along])
@@ -308,40 +301,21 @@ class _File:
             elif not term.indices:
                 sums.append(SumText(text.sums, term.along))
             else:
-                assert self.score is not None
-                graph = self.score.of(term.indices, "mask")
-                name = f"place_in_{self.score_names[term.capture]}" + (f"_{len(sums) + 1}" if sums else "")
-                place = write_torch(graph, name, self.score_names)
-                given = tuple(self.score_names[n] for n in place.captures)
+                assert self.score.graph is not None
+                graph = self.score.graph.of(term.indices, "mask")
+                name = f"place_in_{of_score[term.capture]}" + (f"_{len(sums) + 1}" if sums else "")
+                place = write_torch(graph, name, of_score)
+                given = tuple(of_score[n] for n in place.captures)
                 sums.append(SumText(text.sums, term.along, place, given))
-        return [Learned(self.score_names[n], tuple(sums)) for n, sums in sorted(found.items())]
-
-    def checks(self, kind: Literal["score", "mask"]) -> list[str]:
-        """Returns statements that refuse captured tensors and sizes for which the mod was not traced."""
-        v = self.variant
-        graph, tensors, names, expected = {
-            "score": (self.score, v.score_tensors, self.score_names, v.score_sizes),
-            "mask": (self.mask, v.mask_tensors, self.mask_names, v.mask_sizes),
-        }[kind]
-        known = CALL_SIZES if kind == "score" else MASK_SIZES
-        found = []
-        for axis, size, owner, _, start in expected:
-            exact = ", exact=True" if axis in UNIFORM else ""
-            arguments = f"{owner!r}, {CALL_SIZES[axis]!r}, {known[axis]}, {size}, {start}{exact}"
-            found.append(f"check_size({arguments})")
-        for number, least in least_shapes(graph, tensors, EXTENTS, known).items():
-            name, dtype = names[number], tensors[number].dtype
-            found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *least])})")
-        return found
+        return [Learned(of_score[n], tuple(sums)) for n, sums in sorted(found.items())]
 
     def sizes(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Returns main()'s B, HQ, HKV, M and N, as captured tensors and the library's mods need them."""
-        v = self.variant
-        expected = (*v.score_sizes, *v.mask_sizes)
-        loads = (self.score, v.score_tensors), (self.mask, v.mask_tensors)
+        mods = self.score, self.mask
+        expected = [size for mod in mods for size in mod.expected]
         limits: dict[str, int] = {}
-        for graph, tensors in loads:
-            for name, size in positions_in(graph, tensors, EXTENTS).items():
+        for mod in mods:
+            for name, size in positions_in(mod.graph, mod.tensors, EXTENTS).items():
                 limits[name] = min(size, limits.get(name, size))
         for axis, size, _, _, start in expected:
             limits[axis] = min(size - start, limits.get(axis, size))
@@ -351,17 +325,42 @@ class _File:
         batch = exact.get("b", min(batch, limits.get("b", batch)))
         queries = min(queries, limits.get("q_idx", queries))
         keys = min(keys, limits.get("kv_idx", keys))
-        while max(queries, keys) > 1 and not all(fit(*load, (batch, heads, queries, keys)) for load in loads):
+        while max(queries, keys) > 1 and not all(
+            fit(mod.graph, mod.tensors, (batch, heads, queries, keys)) for mod in mods
+        ):
             queries, keys = max(1, queries // 2), max(1, keys // 2)
         return batch, heads, math.gcd(heads, shared), queries, keys
 
-    def examples(self) -> list[tuple[str, str]]:
-        """Returns Python for an example of each captured tensor, by name."""
-        v = self.variant
-        values = [*zip(self.score_names, v.score_tensors, strict=True)]
-        values += zip(self.mask_names, v.mask_tensors, strict=True)
-        wanted = {*used_names(self.score, self.score_names), *used_names(self.mask, self.mask_names)}
-        return [(name, example(tensor)) for name, tensor in dict(values).items() if name in wanted]
+
+class FileMod(NamedTuple):
+    """A mod of the file.
+
+    `names`: of its captured tensors. `expected`: the sizes that it was made for. `sizes`: the names of a
+    call's sizes where the file checks the mod's.
+    """
+
+    graph: Graph | None
+    tensors: Sequence[torch.Tensor]
+    names: tuple[str, ...]
+    expected: Sequence[ExpectedSize]
+    sizes: Mapping[str, str]
+
+    def used(self) -> dict[str, torch.Tensor]:
+        """Returns the captured tensors that the graph loads from, by name."""
+        numbers = used_captures(self.graph.nodes) if self.graph else ()
+        return {self.names[number]: self.tensors[number] for number in numbers}
+
+    def checks(self) -> list[str]:
+        """Returns statements that refuse captured tensors and sizes for which the mod was not traced."""
+        found = []
+        for axis, size, owner, _, start in self.expected:
+            exact = ", exact=True" if axis in UNIFORM else ""
+            arguments = f"{owner!r}, {CALL_SIZES[axis]!r}, {self.sizes[axis]}, {size}, {start}{exact}"
+            found.append(f"check_size({arguments})")
+        for number, least in least_shapes(self.graph, self.tensors, EXTENTS, self.sizes).items():
+            name, dtype = self.names[number], self.tensors[number].dtype
+            found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *least])})")
+        return found
 
 
 class FileNames:
@@ -371,28 +370,22 @@ class FileNames:
         self._taken = {*TAKEN, *sums}
         self._known: dict[object, str] = {}
 
-    def of(self, graph: Graph | None, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
-        names = [capture.name for capture in graph.captures] if graph else []
-        return tuple(
+    def of(
+        self,
+        graph: Graph | None,
+        tensors: Sequence[torch.Tensor],
+        expected: Sequence[ExpectedSize],
+        sizes: Mapping[str, str],
+    ) -> FileMod:
+        captures = graph.captures if graph else ()
+        names = [
             self._known.setdefault(
-                (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), fresh(name, self._taken)
+                (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()),
+                fresh(capture.name, self._taken),
             )
-            for name, tensor in zip(names, tensors, strict=True)
-        )
-
-
-def used_names(graph: Graph | None, names: Sequence[str]) -> list[str]:
-    return [names[number] for number in used_captures(graph.nodes)] if graph else []
-
-
-def shapes(
-    graph: Graph | None, tensors: Sequence[torch.Tensor], names: Sequence[str]
-) -> list[tuple[str, str]]:
-    """Describes each captured tensor that a graph loads from, by name."""
-    return [
-        (names[n], f"{dtype_name(tensors[n].dtype)} {list(tensors[n].shape)} where it was captured")
-        for n in (used_captures(graph.nodes) if graph else ())
-    ]
+            for capture, tensor in zip(captures, tensors, strict=True)
+        ]
+        return FileMod(graph, tensors, tuple(names), expected, sizes)
 
 
 def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:

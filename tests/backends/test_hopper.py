@@ -159,7 +159,7 @@ def test_the_ladder(
     tried.clear()
     monkeypatch.setattr(ahead, "compiled", compiled)
     call = VariantCall(variant(head_dim=64, block_size=128))
-    built = ahead._built(call, kernels, "backward", "sm_90")
+    built = ahead.first_tile(call, kernels, "backward", "sm_90")
     assert (built.tile, built.problem) == (ladder[chosen], "")
     assert tried == list(ladder[: len(found)])
 

@@ -122,7 +122,7 @@ def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torc
     made = replace(half, spec=replace(half.spec.of_dtype(dtype), value_scale=True))
     call, kernels = VariantCall(made), ahead.kernels_on(made, "forward", "sm_90")
     assert isinstance(kernels, HopperKernels)
-    built = ahead._built(call, kernels, "forward", "sm_90")
+    built = ahead.first_tile(call, kernels, "forward", "sm_90")
     report = built.report
     assert report is not None and report.fits and not built.problem
     assert report.warnings == report.losses == ()
@@ -143,7 +143,7 @@ def test_compiles_with_half_values_and_their_scale(dtype: torch.dtype) -> None:
     made = replace(half, spec=spec)
     kernels = ahead.kernels_on(made, "forward", "sm_90")
     assert isinstance(kernels, HopperKernels)
-    built = ahead._built(VariantCall(made), kernels, "forward", "sm_90")
+    built = ahead.first_tile(VariantCall(made), kernels, "forward", "sm_90")
     assert built.report is not None and built.report.fits and not built.report.losses and not built.problem
 
 

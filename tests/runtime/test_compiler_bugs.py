@@ -285,13 +285,14 @@ def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = re.findall(halves, report.asm["sass"])
         assert any(here == there and made == taken for made, here, there, taken in pairs) is wrong
         assert wrong is not NEWEST
-        built = ahead.first_tile(kernels, "forward", "sm_90", plain)
+        built = ahead.first_tile(VariantCall(plain), kernels, "forward", "sm_90")
         assert (built.tile != first) is wrong
         assert built.report is not None and built.fits
         assert not compiler_bugs.misaddressed(built.report.asm["cubin"])
     plain = variant(None, None, head_dim=128, value_dim=16)
     kernels = plain.kernels("forward")
-    assert ahead.first_tile(kernels, "forward", "sm_90", plain).tile == kernels.ladder("forward")[0]
+    built = ahead.first_tile(VariantCall(plain), kernels, "forward", "sm_90")
+    assert built.tile == kernels.ladder("forward")[0]
 
 
 @pytest.mark.parametrize(
