@@ -183,11 +183,7 @@ def flex_attention(
         named = {"layout": layout, **offsets, "scales": scales, "out_dtype": out_dtype}
         return by_override(flex_attention, tensors, *rest, return_aux=return_aux, **named)
     tensor_kinds.refuse_nested(query, key, value)
-    if compiling:
-        attend = _attend_in_graph
-    else:
-        attend = torch.compiler.disable(_attend) if compiles_frames() else _attend
-    return results_of(attend, given, return_lse, return_aux, layout_of(layout))
+    return results_of(_attend, given, return_lse, return_aux, layout_of(layout), compiling, _attend_in_graph)
 
 
 def by_override(
@@ -216,11 +212,18 @@ def results_of(
     return_lse: bool,
     return_aux: AuxRequest | None,
     layout: Layout,
+    compiling: bool,
+    in_graph: Callable[..., Forward] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Calls attend(*given, want_max) and returns its results in the form that the caller asked for.
 
-    The function `attend` takes tensors [B, heads, length, dim]; `given` has them in the layout.
+    The function `attend` takes tensors [B, heads, length, dim]; `given` has them in the layout. Inside of
+    torch.compile, `in_graph` is called in its place; without one the graph breaks.
     """
+    if compiling and in_graph is not None:
+        attend = in_graph
+    elif compiling or compiles_frames():
+        attend = torch.compiler.disable(attend)
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
@@ -284,16 +287,15 @@ def _attend(
     if q_offset is not None or kv_offset is not None or of_mask is not None:
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
         score_mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
+    value_scale = factor = None
     if checks.is_float8(query, key, value, scales, out_dtype):
-        call = float8.lowered(query, key, value, score_mod, scales, out_dtype, enable_gqa, options)
-        score = prepared.score_of(call.score_mod)
-        rest = scale, enable_gqa, options, want_max, call.out_dtype, call.value_scale
-        asked = prepared.CallOptions(score, *rest)
-        result = prepared.attend(call.query, call.key, call.value, block_mask, asked, library.dispatch)
-        return float8.scaled(result, call.factor)
+        query, key, value, score_mod, out_dtype, value_scale, factor = float8.lowered(
+            query, key, value, score_mod, scales, out_dtype, enable_gqa, options
+        )
     score = prepared.score_of(score_mod)
-    asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max)
-    return prepared.attend(query, key, value, block_mask, asked, library.dispatch)
+    asked = prepared.CallOptions(score, scale, enable_gqa, options, want_max, out_dtype, value_scale)
+    result = prepared.attend(query, key, value, block_mask, asked, library.dispatch)
+    return result if factor is None else float8.scaled(result, factor)
 
 
 def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:
@@ -302,8 +304,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     The REFERENCE backend breaks the graph, since torch differentiates it to any order. A mistake breaks it
     too: the call then runs outside of the graph and raises its error there.
     """
-    score_mod, block_mask, scale, enable_gqa, kernel_options, q_offset, kv_offset, *of_float8 = rest[:-1]
-    want_max = rest[-1]
+    score_mod, block_mask, scale, enable_gqa, kernel_options, *others = rest
+    q_offset, kv_offset, scales, out_dtype, want_max = others
     try:
         options = parse_options(kernel_options)
         of_mask = positions_in(block_mask)
@@ -317,15 +319,10 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         elif isinstance(scale, int) and abs(scale) > prepared.LARGEST_SCALE:
             why = "the scale of a graph is a number of 64 bits"
         else:
-            asked = prepared.CallOptions(prepared.NO_SCORE, scale, enable_gqa, options, want_max)
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
-            if not checks.is_float8(query, key, value, *of_float8):
-                key, value = checks.with_equal_heads(query, key, value, enable_gqa) or (key, value)
-                checks.check_tensors(query, key, value, enable_gqa)
-                return library.attend(query, key, value, mod, block_mask, asked)
-            scales, out_dtype = of_float8
             call = float8.lowered(query, key, value, mod, scales, out_dtype, enable_gqa, options)
-            asked = asked._replace(out_dtype=call.out_dtype)
+            choices = scale, enable_gqa, options, want_max, call.out_dtype
+            asked = prepared.CallOptions(prepared.NO_SCORE, *choices)
             result = library.attend(call.query, call.key, call.value, call.score_mod, block_mask, asked)
             return float8.scaled(result, call.factor)
     except errors.FlexmodError as error:

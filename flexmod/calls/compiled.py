@@ -30,7 +30,7 @@ from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import NEVER, Links, Watched, hold, links_of
 from flexmod.runtime import tensor_kinds
-from flexmod.runtime.private_torch import compiles_frames, outside_of_graphs
+from flexmod.runtime.private_torch import outside_of_graphs
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
 MASKS = 64  # masks that a handle caches, by lengths
@@ -187,11 +187,8 @@ class CompiledAttention(Inspection):
             of_float8 = {"scales": scales, "out_dtype": out_dtype}
             return by_override(self, tensors, block_mask, return_lse, return_aux=return_aux, **of_float8)
         tensor_kinds.refuse_nested(query, key, value)
-        # torch.compile breaks its graph here, and the call runs outside of it
-        outside = compiling or compiles_frames()
-        attend = torch.compiler.disable(self._attend) if outside else self._attend
         given = (query, key, value, block_mask, scales, out_dtype)
-        return results_of(attend, given, return_lse, return_aux, self._layout)
+        return results_of(self._attend, given, return_lse, return_aux, self._layout, compiling)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scales: Scales | None,
@@ -223,23 +220,23 @@ class CompiledAttention(Inspection):
                 block_mask = masks.block_mask(query, key)
                 if is_captured(query.device):
                     self._in_graphs[id(block_mask)] = block_mask
-        asked = prepared.CallOptions(score, self._scale, self._enable_gqa, self._options, want_max)
+        value_scale = factor = None
         if in_float8:
-            mod = replay(score.trace(query.device)[0]) if score.trace else None
-            call = float8.lowered(query, key, value, mod, scales, out_dtype, self._enable_gqa, self._options)
-            score = prepared.score_of(call.score_mod)
-            asked = asked._replace(score=score, out_dtype=call.out_dtype, value_scale=call.value_scale)
-            query, key, value = call[:3]
+            mod: Any = replay(score.trace(query.device)[0]) if score.trace else None
+            query, key, value, mod, out_dtype, value_scale, factor = float8.lowered(
+                query, key, value, mod, scales, out_dtype, self._enable_gqa, self._options
+            )
+            score = prepared.score_of(mod)
+        of_handle = self._scale, self._enable_gqa, self._options
+        asked = prepared.CallOptions(score, *of_handle, want_max, out_dtype, value_scale)
         result = prepared.attend(query, key, value, block_mask, asked, library.dispatch)
-        self._latest = self._latest_of(query, key, value, asked.out_dtype)
-        if in_float8:
-            return float8.scaled(result, call.factor)
+        self._latest = self._latest_of(query, key, value, out_dtype)
         ready = None if facts is None else prepared.known(query, key, value, block_mask, asked)
         lasting = not (traces.eager or is_captured(query.device))
         if ready is not None and not ready.autocast and lasting:
             bound = _bound(ready, block_mask, variant, masks, self._latest)
             remember(self._bound, (facts, want_max), bound, MASKS)
-        return result
+        return float8.scaled(result, factor)
 
     def _score(self, traces: _Traces, block_mask: Any) -> prepared.Score:
         """Returns the score mod with the offsets of the call's mask. Raises OffsetMismatchError."""
@@ -252,9 +249,7 @@ class CompiledAttention(Inspection):
                 return prepared.score_of(of_mask.score(replay(traces.score)))
         return traces.known_score()
 
-    def _latest_of(
-        self, query: Tensor, key: Tensor, value: Tensor, out_dtype: torch.dtype | None = None
-    ) -> Latest:
+    def _latest_of(self, query: Tensor, key: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> Latest:
         of_query, of_key, of_value = prepared.dtypes_under_autocast(query, key, value)
         spec = KernelSpec(
             of_query, of_key, of_value, query.shape[3], value.shape[3], mask_block=BLOCK,

@@ -130,7 +130,7 @@ def lowered(
     enable_gqa: bool,
     options: KernelOptions,
 ) -> Float8Call:
-    """Checks a call on float8 tensors, [B, H, length, dim], and returns it as kernels compute it.
+    """Checks a call on tensors [B, H, length, dim], and returns it as kernels compute it.
 
     Raises the errors of `check_tensors`, Float8MixedError, Float8HeadDimError, Float8GradientError,
     OutDtypeError, ScalesTypeError, ScalesUnusedError, ScalesShapeError, ScalesValueError, DeviceMismatch.
