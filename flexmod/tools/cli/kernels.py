@@ -20,19 +20,8 @@ from flexmod.runtime import config
 from flexmod.runtime.target import MEASURED, NAMES, OLDEST
 from flexmod.tools.ahead import Built, checked_folder, jobs
 from flexmod.tools.ahead import warm as fill
-from flexmod.tools.cli.options import (
-    DTYPES,
-    KERNEL_DTYPES,
-    POSITIVE,
-    FileToWrite,
-    dim_option,
-    dtype_option,
-    kernel_setting,
-    mask_argument,
-    score_option,
-    setting_of,
-    size_options,
-)
+from flexmod.tools.cli import options
+from flexmod.tools.cli.options import KERNEL_DTYPES, POSITIVE
 from flexmod.tools.inspection import explain as explain_mods
 from flexmod.tools.mod_names import choose
 from flexmod.tools.standalone import standalone as standalone_text
@@ -42,14 +31,10 @@ from flexmod.tools.tune import tune as tune_mods
 
 
 @click.command()
-@mask_argument
-@score_option
-@dim_option
-@dtype_option(KERNEL_DTYPES)
-def explain(mask: str, score: str | None, dim: int | None, dtype: torch.dtype | None) -> int:
+@options.variant
+def explain(mask: str, score: str | None, **sizes: Any) -> int:
     """The graphs that a mask and a score mod are traced to, and on which template their kernels stand."""
-    setting = kernel_setting(dim, dtype)
-    mods = choose(mask, setting, score)
+    setting, mods = options.chosen(mask, score, **sizes)
     click.echo(str(explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)))
     more = f" --score {quote(score)}" if score else ""
     hint(f"flexmod source {quote(mask)}{more}")
@@ -66,11 +51,7 @@ TEMPLATES = {
 
 
 @click.command()
-@mask_argument
-@score_option
-@dim_option
-@dtype_option(KERNEL_DTYPES)
-@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+@options.variant
 @click.option("--template", type=click.Choice([PORTABLE, *TEMPLATES]), default=PORTABLE, show_default=True)
 @click.option(
     "--standalone", is_flag=True, help="A file that needs torch and triton alone and checks itself."
@@ -79,27 +60,23 @@ TEMPLATES = {
     "--target", type=click.Choice(NAMES), default=OLDEST, show_default=True,
     help="The chip that the tiles of --standalone are chosen for.",
 )  # fmt: skip
-@click.option("--output", "-o", type=FileToWrite(), help="A file, not the screen.")
+@click.option("--output", "-o", type=options.FileToWrite(), help="A file, not the screen.")
 def source(
     mask: str,
     score: str | None,
-    dim: int | None,
-    dtype: torch.dtype | None,
-    seq: int | None,
     template: str,
     standalone: bool,
     target: str,
     output: Path | None,
+    **sizes: Any,
 ) -> int:
     """The module of kernels, forward and backward, as it runs; or a file of its own."""
-    setting = kernel_setting(dim, dtype, seq)
-    mods = choose(mask, setting, score)
+    setting, mods = options.chosen(mask, score, **sizes)
+    of_kernels: dict[str, Any] = {"head_dim": setting.dim, "dtype": setting.dtype}
     if standalone:
-        text = standalone_text(
-            mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, target=target
-        )
+        text = standalone_text(mods.score, mods.mask, **of_kernels, target=target)
     else:
-        explanation = explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
+        explanation = explain_mods(mods.score, mods.mask, **of_kernels)
         text = explanation.source
         if template != PORTABLE:
             family, direction = TEMPLATES[template]
@@ -121,36 +98,15 @@ REPORTED = ("target", "kernel", "template", "tile", "registers", "spills", "shar
 
 
 @click.command()
-@mask_argument
-@score_option
-@click.option(
-    "--target",
-    "targets",
-    type=click.Choice(NAMES),
-    multiple=True,
-    default=[OLDEST, MEASURED],
-    show_default=True,
-    help="A chip; may be given several times.",
-)
-@dim_option
-@dtype_option(KERNEL_DTYPES)
-@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
-@click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
-def build(
-    mask: str,
-    score: str | None,
-    targets: tuple[str, ...],
-    dim: int | None,
-    dtype: torch.dtype | None,
-    seq: int | None,
-    as_json: bool,
-) -> int:
+@options.variant
+@options.targets(OLDEST, MEASURED)
+@options.as_json
+def build(mask: str, score: str | None, targets: tuple[str, ...], as_json: bool, **sizes: Any) -> int:
     """Compile the kernels for chips, and report registers, spills and shared memory. No GPU is needed.
 
     Spills and shared memory are in bytes. The exit status is 1 if a kernel does not fit a chip.
     """
-    setting = kernel_setting(dim, dtype, seq)
-    mods = choose(mask, setting, score)
+    setting, mods = options.chosen(mask, score, **sizes)
     made = variant(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)
     work = [job for target in targets for job in jobs(made, target)]
     with click.progressbar(work, label="compiling", file=sys.stderr) as bar:
@@ -191,16 +147,13 @@ FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
 
 
 @click.command()
-@mask_argument
-@score_option
+@options.mask
+@options.score
 @click.option(
     "--into", type=click.Path(path_type=Path), metavar="FOLDER",
     help="The folder; else the cache folder of flexmod.",
 )  # fmt: skip
-@click.option(
-    "--target", "targets", type=click.Choice(NAMES), multiple=True, default=[MEASURED], show_default=True,
-    help="A chip; may be given several times.",
-)  # fmt: skip
+@options.targets(MEASURED)
 @click.option(
     "--dim", "--head-dim", "dims", type=POSITIVE, multiple=True,
     help="Head dimension; may be given several times.",
@@ -208,7 +161,7 @@ FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
 @click.option(
     "--dtype", "dtypes", type=click.Choice(KERNEL_DTYPES), multiple=True, help="May be given several times."
 )
-@click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+@options.seq
 def warm(
     mask: str,
     score: str | None,
@@ -225,10 +178,9 @@ def warm(
     """
     folder = checked_folder(config.cache_dir() if into is None else into)
     rows, fits = [], True
-    kinds: tuple[torch.dtype | None, ...] = tuple(DTYPES[name] for name in dtypes) or (None,)
+    kinds: tuple[torch.dtype | None, ...] = tuple(options.DTYPES[name] for name in dtypes) or (None,)
     for dim, dtype in [(dim, dtype) for dim in dims or (None,) for dtype in kinds]:
-        setting = kernel_setting(dim, dtype, seq)
-        mods = choose(mask, setting, score)
+        setting, mods = options.chosen(mask, score, dim=dim, dtype=dtype, seq=seq)
         work = fill(folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets)
         for target, built in work:
             click.echo(f"{target} {built.kernel}", file=sys.stderr)
@@ -247,9 +199,9 @@ KERNELS = 3
 
 
 @click.command()
-@mask_argument
-@score_option
-@size_options
+@options.mask
+@options.score
+@options.sizes
 @click.option("--seq", type=POSITIVE)
 @click.option(
     "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
@@ -260,7 +212,7 @@ def tune(mask: str, score: str | None, seconds: float, device: str | None, **siz
 
     Calls use them where they ask for it, with kernel_options={"tuned": True}.
     """
-    setting = setting_of(device, **sizes)
+    setting = options.setting_of(device, **sizes)
     check_device(setting.device)
     mods = choose(mask, setting, score)
     name = f"{mask} with {score}" if score else mask

@@ -17,7 +17,8 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.tools import terminal
 from flexmod.tools.bench import bench as bench_mods
 from flexmod.tools.bench import count
-from flexmod.tools.cli.options import IMAGE, POSITIVE, mask_argument, score_option, setting_of, size_options
+from flexmod.tools.cli import options
+from flexmod.tools.cli.options import IMAGE, POSITIVE
 from flexmod.tools.comparison import Comparison
 from flexmod.tools.comparison import compare as compare_mods
 from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting
@@ -25,7 +26,7 @@ from flexmod.tools.terminal import hint, in_color, table, times_faster, verdict
 
 
 @click.command()
-@mask_argument
+@options.mask
 @click.option("--seq", type=POSITIVE, default=8192, show_default=True, help="Queries, and keys.")
 @click.option("--keys", type=POSITIVE, help="Keys, where there are more or fewer of them.")
 @click.option("--batch", type=POSITIVE, help="For a mask that depends on b.")
@@ -69,16 +70,16 @@ SHOWCASE = 60
 
 @click.command()
 @click.argument("masks", nargs=-1, metavar="[MASK]...")
-@score_option
-@size_options
+@options.score
+@options.sizes
 @click.option("--seq", type=POSITIVE)
-@click.option("--flex", is_flag=True, help="torch's compiled flex_attention too (CUDA).")
-def compare(masks: tuple[str, ...], score: str | None, **options: Any) -> int:
+@options.flex
+def compare(masks: tuple[str, ...], score: str | None, **sizes: Any) -> int:
     """flexmod beside SDPA: results, times, the picture of the mask. causal, if no MASK is given."""
     found: list[Comparison] = []
     for mask in masks or ("causal",):
         click.echo(f"{mask}: results, then times ...", err=True)
-        found.append(compare_mods(mask, score_mod=score, show=False, **options))
+        found.append(compare_mods(mask, score_mod=score, show=False, **sizes))
         terminal.show(*[""] * (len(found) > 1), *found[-1].parts(in_color()))
     if len(found) > 1:
         terminal.show("", *_summary(found))
@@ -137,12 +138,12 @@ ON_CPU = (512, 1024)
 
 @click.command()
 @click.argument("masks", nargs=-1, required=True, metavar="MASK...")
-@score_option
-@size_options
+@options.score
+@options.sizes
 @click.option("--seq", "lengths", type=POSITIVE, multiple=True, help="A length; may be given several times.")
 @click.option("--masked", is_flag=True, help="SDPA with the materialized mask too.")
-@click.option("--flex", is_flag=True, help="torch's compiled flex_attention too (CUDA).")
-@click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
+@options.flex
+@options.as_json
 @click.option("--plot", type=IMAGE, metavar="FILE", help="Draw times over lengths to an image.")
 def bench(
     masks: tuple[str, ...],
@@ -156,12 +157,13 @@ def bench(
     **sizes: Any,
 ) -> int:
     """Times of flexmod beside SDPA, forward and backward, over lengths; several masks side by side."""
-    setting = setting_of(device, **sizes)
+    setting = options.setting_of(device, **sizes)
     lengths = lengths or (ON_GPU if setting.device.type == "cuda" else ON_CPU)
     steps = count(masks, lengths, masked, flex)
-    options: dict[str, Any] = {"score": score, "masked": masked, "flex": flex}
     with click.progressbar(length=steps, label="timing", file=sys.stderr) as bar:
-        found = bench_mods(masks, setting, lengths, **options, progress=lambda step: bar.update(1))
+        found = bench_mods(
+            masks, setting, lengths, score=score, masked=masked, flex=flex, progress=lambda _: bar.update(1)
+        )
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
     else:

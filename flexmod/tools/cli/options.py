@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from flexmod.tools.mod_names import ON_GPU, Setting, usual_setting
+from flexmod.runtime.target import NAMES
+from flexmod.tools.mod_names import ON_GPU, Mods, Setting, choose, usual_setting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -48,25 +49,41 @@ class ImageFile(FileToWrite):
 
 IMAGE = ImageFile()
 
-mask_argument = click.argument("mask", metavar="MASK")
-score_option = click.option("--score", metavar="SCORE", help="A score mod beside the mask, such as alibi:16.")
-device_option = click.option("--device", help="cuda if there is one, else cpu.")
-dim_option = click.option("--dim", "--head-dim", "dim", type=POSITIVE, help="Head dimension.")
+mask = click.argument("mask", metavar="MASK")
+score = click.option("--score", metavar="SCORE", help="A score mod beside the mask, such as alibi:16.")
+seq = click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
+as_json = click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
+flex = click.option("--flex", is_flag=True, help="torch's compiled flex_attention too (CUDA).")
 
 
-def dtype_option(names: tuple[str, ...] = tuple(DTYPES)) -> Callable[[Command], Command]:
-    """`--dtype`, as a torch.dtype or None."""
+def targets(*default: str) -> Callable[[Command], Command]:
+    """`--target`, several times."""
+    return click.option(
+        "--target", "targets", type=click.Choice(NAMES), multiple=True, default=default, show_default=True,
+        help="A chip; may be given several times.",
+    )  # fmt: skip
 
-    def parsed(context: click.Context, parameter: click.Parameter, value: str | None) -> torch.dtype | None:
-        return DTYPES[value] if value else None
 
-    return click.option("--dtype", type=click.Choice(names), callback=parsed)
+def _parsed(context: click.Context, parameter: click.Parameter, value: str | None) -> torch.dtype | None:
+    return DTYPES[value] if value else None
 
 
-def size_options(command: Command) -> Command:
+_dim = click.option("--dim", "--head-dim", "dim", type=POSITIVE, help="Head dimension.")
+
+
+def variant(command: Command) -> Command:
+    """What `chosen` takes: MASK, `--score`, `--dim`, `--dtype` of kernels and `--seq`."""
+    dtype = click.option("--dtype", type=click.Choice(KERNEL_DTYPES), callback=_parsed)
+    for decorate in (seq, dtype, _dim, score, mask):
+        command = decorate(command)
+    return command
+
+
+def sizes(command: Command) -> Command:
     """`--batch`, `--heads`, `--dim`, `--dtype` and `--device`; lengths are each command's own."""
     for decorate in (
-        device_option, dtype_option(), dim_option,
+        click.option("--device", help="cuda if there is one, else cpu."),
+        click.option("--dtype", type=click.Choice(tuple(DTYPES)), callback=_parsed), _dim,
         click.option("--heads", type=POSITIVE), click.option("--batch", type=POSITIVE),
     ):  # fmt: skip
         command = decorate(command)
@@ -75,11 +92,14 @@ def size_options(command: Command) -> Command:
 
 def setting_of(device: str | None, **given: Any) -> Setting:
     """The usual setting of the device, with what was given in place of its own."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(usual_setting(device), **chosen)
+    return _with(usual_setting(device), given)
 
 
-def kernel_setting(dim: int | None, dtype: torch.dtype | None, seq: int | None = None) -> Setting:
-    """A setting for what compiles and does not run: on the CPU, with sizes as on a GPU."""
-    usual = replace(ON_GPU, device=torch.device("cpu"))
-    return replace(usual, dim=dim or usual.dim, dtype=dtype or usual.dtype, seq=seq or usual.seq)
+def chosen(mask: str, score: str | None, **given: Any) -> tuple[Setting, Mods]:
+    """The mods, and a setting for what compiles and does not run: on the CPU, with sizes as on a GPU."""
+    setting = _with(ON_GPU, {**given, "device": torch.device("cpu")})
+    return setting, choose(mask, setting, score)
+
+
+def _with(setting: Setting, given: dict[str, Any]) -> Setting:
+    return replace(setting, **{name: value for name, value in given.items() if value is not None})
