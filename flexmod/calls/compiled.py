@@ -212,11 +212,11 @@ class CompiledAttention(Inspection):
         if isinstance(query, Tensor) and isinstance(key, Tensor):  # otherwise checks raise
             variant = self._variant(query.device)
             traces = variant.current()
-            score = self._score(traces, block_mask)
+            score, of_mask = self._score(traces, block_mask), traces.by_kind.get("mask")
             # a mask has positions; without queries or keys there is nothing to mask
             some = query.dim() == key.dim() == 4 and query.shape[2] and key.shape[2]
-            if block_mask is None and traces.mask is not None and some:
-                masks = variant.masks(traces.mask)
+            if block_mask is None and of_mask is not None and some:
+                masks = variant.masks(of_mask)
                 block_mask = masks.block_mask(query, key)
                 if is_captured(query.device):
                     self._in_graphs[id(block_mask)] = block_mask
@@ -245,8 +245,8 @@ class CompiledAttention(Inspection):
             self._positions.check_agrees(of_mask, "the handle")
         elif of_mask is not None:
             of_mask.check_values()
-            if traces.score is not None:
-                return prepared.score_of(of_mask.score(replay(traces.score)))
+            if "score" in traces.by_kind:
+                return prepared.score_of(of_mask.score(replay(traces.by_kind["score"])))
         return traces.known_score()
 
     def _latest_of(self, query: Tensor, key: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> Latest:
@@ -272,8 +272,8 @@ class CompiledAttention(Inspection):
         )  # fmt: skip
         return Latest(self._first, spec, EXTENTS)
 
-    def _traced(self) -> dict[str, Traced]:
-        return self._variant(self._latest.device if self._latest else self._first).current().by_kind()
+    def _traced(self) -> Mapping[str, Traced]:
+        return self._variant(self._latest.device if self._latest else self._first).current().by_kind
 
     def _variant(self, device: torch.device) -> _TracedMods:
         found = self._on.get(device)
@@ -317,7 +317,7 @@ class CompiledAttention(Inspection):
 
     def _state(self) -> dict[str, Any]:
         """Returns the attributes without caches of calls; of its variants only the traces."""
-        on = {device: variant.current().by_kind() for device, variant in [*self._on.items()]}
+        on = {device: variant.current().by_kind for device, variant in [*self._on.items()]}
         return {**self.__dict__, "_on": on, "_bound": {}, "_in_graphs": {}}
 
 
@@ -343,29 +343,23 @@ def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
 
 
 class _Traces(NamedTuple):
-    """The traces of a handle's mods on a device.
+    """The traces of a handle's mods on a device, by "score" and "mask"; a missing mod has no entry.
 
     `kinds`: the tensors that the graphs depend on, with the kinds they had. `name` stands for the score_mod
     in the keys of cached calls.
     """
 
-    score: Traced | None
-    mask: Traced | None
+    by_kind: Mapping[str, Traced]
     kinds: tuple[tuple[Tensor, object], ...]
     name: object
-
-    def by_kind(self) -> dict[str, Traced]:
-        """Returns the traces by "score" and "mask"; a missing mod has no entry."""
-        given = {"score": self.score, "mask": self.mask}
-        return {kind: traced for kind, traced in given.items() if traced is not None}
 
     @property
     def eager(self) -> bool:
         """Returns whether the graphs may depend on values of tensors."""
-        return any(traced is not None and traced.eager for traced in (self.score, self.mask))
+        return any(traced.eager for traced in self.by_kind.values())
 
     def known_score(self) -> prepared.Score:
-        traced = self.score
+        traced = self.by_kind.get("score")
         if traced is None:
             return prepared.NO_SCORE
         keys = [tensor_key(tensor) for tensor in traced.tensors]
@@ -393,12 +387,12 @@ class _Masks:
         batch, heads, length, _ = query.shape
         reads = self._graph.reads
         sizes = (batch if "b" in reads else None, heads if "h" in reads else None, length, key.shape[2])
-        if tensor_kinds.recorded_by_torch():  # this call's mask belongs to the active mode: do not cache it
-            return create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-        mask = self._by_sizes.get(sizes)
+        recorded = tensor_kinds.recorded_by_torch()
+        mask = None if recorded else self._by_sizes.get(sizes)
         if mask is None:
             mask = create_block_mask(self._mask_mod, *sizes, device=self._device, BLOCK_SIZE=BLOCK)
-            if not is_captured(self._device):  # during capture the mask has no tiles before a replay
+            # a recorded mask belongs to the active mode; during capture a mask has no tiles before a replay
+            if not recorded and not is_captured(self._device):
                 remember(self._by_sizes, sizes, mask, MASKS)
         return mask
 
@@ -416,7 +410,7 @@ class _TracedMods:
         self._mods, self._device = mods, device
         self._masks: _Masks | None = None
         self.links: Links | None
-        self.traces = self._traces_of(self._trace() if traced is None else traced)
+        self.traces = self._trace(traced)
         # a copy finds them at its first call: deepcopy may not have copied its mods' objects yet
         self.links = self._find_links() if traced is None else None
 
@@ -427,7 +421,7 @@ class _TracedMods:
         traces = self.traces
         changed = any(tensor_key(tensor) != kind for tensor, kind in traces.kinds)
         if traces.eager or changed or not hold(self.links):
-            traces = self.traces = self._traces_of(self._trace())
+            traces = self.traces = self._trace()
             if self.links is not NEVER:  # a search may take longer than a trace
                 self.links = self._find_links()
         return traces
@@ -439,19 +433,17 @@ class _TracedMods:
             masks = self._masks = _Masks(traced, self._device)
         return masks
 
-    def _trace(self) -> dict[str, Traced]:
-        found = {kind: trace(mod, kind, self._device) for kind, mod in self._mods.items()}
-        return {kind: unwrapped(traced) if kind == "mask" else traced for kind, traced in found.items()}
-
-    @staticmethod
-    def _traces_of(traced: Mapping[str, Traced]) -> _Traces:
+    def _trace(self, traced: Mapping[str, Traced] | None = None) -> _Traces:
+        if traced is None:
+            found = {kind: trace(mod, kind, self._device) for kind, mod in self._mods.items()}
+            traced = {kind: unwrapped(x) if kind == "mask" else x for kind, x in found.items()}
         read = {id(t): t for x in traced.values() for t in (*x.tensors, *x.described)}
         kinds = tuple([(tensor, tensor_key(tensor)) for tensor in read.values()])
-        return _Traces(traced.get("score"), traced.get("mask"), kinds, object())
+        return _Traces(traced, kinds, object())
 
     def _find_links(self) -> Links:
         """Returns the links of the mods, if the traces serve more than one call."""
-        by_kind = {} if self.traces.eager else self.traces.by_kind()
+        by_kind = {} if self.traces.eager else self.traces.by_kind
         return links_of([(self._mods[kind], (*x.tensors, *x.described)) for kind, x in by_kind.items()])
 
 
@@ -486,9 +478,8 @@ def _bound(
     latest: Latest,
 ) -> _KnownCall:
     traces = variant.traces
-    of_score = traces.score.tensors if traces.score else ()
     mask = ready.mask(None if block_mask is None else block_mask.snapshot())
-    captured = tuple(of_score[place] for place in ready.places)
+    captured = tuple(traces.by_kind["score"].tensors[place] for place in ready.places)
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])

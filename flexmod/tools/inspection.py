@@ -6,7 +6,7 @@ Both show graphs and modules of kernels. A handle also shows PTX, and saves itse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -160,7 +160,7 @@ class Inspection:
     def _positive_scale(self) -> bool:
         return self._scale is None or self._scale > 0
 
-    def _traced(self) -> dict[str, Traced]:
+    def _traced(self) -> Mapping[str, Traced]:
         """Returns the traces of the mods by "score" and "mask"; a missing mod has no entry."""
         raise NotImplementedError
 
