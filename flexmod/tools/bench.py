@@ -10,18 +10,9 @@ from typing import Any
 
 from flexmod.errors import FlexOnCpuError
 from flexmod.errors.commands import MissingPlots
+from flexmod.ir.graph import dtype_name
+from flexmod.tools import peers
 from flexmod.tools.mod_names import Setting, choose, device_name, fitting
-from flexmod.tools.peers import (
-    Implementation,
-    Timing,
-    block_mask_of,
-    compiled_flex,
-    flexmod_attention,
-    random_inputs,
-    sdpa_causal,
-    sdpa_masked,
-    timed,
-)
 from flexmod.tools.terminal import plain, table, times_faster
 
 # A chart's line style for each attention, and the color of SDPA causal; each mask has a color of its own.
@@ -39,7 +30,7 @@ class Row:
     seq: int
     mask: str
     sparsity: float
-    timing: Timing
+    timing: peers.Timing
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,7 @@ class Benchmark:
     @property
     def title(self) -> str:
         s = self.setting
-        dtype = str(s.dtype).removeprefix("torch.")
-        return f"{self.name}, B={s.batch} H={s.heads} D={s.dim} {dtype} on {self.device}"
+        return f"{self.name}, B={s.batch} H={s.heads} D={s.dim} {dtype_name(s.dtype)} on {self.device}"
 
     def __str__(self) -> str:
         return plain(*self.parts())
@@ -75,7 +65,7 @@ class Benchmark:
         note = f"\nspeed-up: over {self.rows[0].timing.attention} of the same length" if self.rows else ""
         return self.title, "", table(header, rows, words=(1, 3)), note
 
-    def baseline(self, seq: int) -> Timing:
+    def baseline(self, seq: int) -> peers.Timing:
         """Returns the times of causal SDPA at a length."""
         return next(row.timing for row in self.rows if row.seq == seq)
 
@@ -86,7 +76,7 @@ class Benchmark:
         rows: list[dict[str, Any]] = []
         for row in self.rows:
             name, *numbers = row.timing
-            timing = zip(Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
+            timing = zip(peers.Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
             rows.append({"seq": row.seq, "mask": row.mask, "sparsity": row.sparsity, **dict(timing)})
         return {"name": self.name, **setting, "rows": rows}
 
@@ -156,12 +146,13 @@ def bench(
     for seq, mod in itertools.product(lengths, mods):
         sized = replace(setting, seq=seq)
         sized = replace(sized, seq=fitting(mod, sized))
-        inputs = random_inputs(sized)
+        inputs = peers.random_inputs(sized)
         if sized.seq not in (row.seq for row in rows):
-            rows.append(Row(sized.seq, "", 50.0, timed(sdpa_causal(sized), inputs, sized)))
+            causal = peers.timed(peers.sdpa_causal(sized), inputs, sized, peers.CAUSAL)
+            rows.append(Row(sized.seq, "", peers.CAUSAL, causal))
             progress(f"causal SDPA at {sized.seq}")
         for sparsity, attention in _attentions(mod, sized, score, masked, flex):
-            rows.append(Row(sized.seq, mod, sparsity, timed(attention, inputs, sized)))
+            rows.append(Row(sized.seq, mod, sparsity, peers.timed(attention, inputs, sized, sparsity)))
             progress(f"{attention.name} of {mod} at {sized.seq}")
     names = ", ".join(mods)
     name = f"{names} with {score}" if score else names
@@ -175,13 +166,12 @@ def count(mods: Sequence[str], lengths: Sequence[int], masked: bool, flex: bool)
 
 def _attentions(
     mod: str, setting: Setting, score: str | None, masked: bool, flex: bool
-) -> Iterator[tuple[float, Implementation]]:
+) -> Iterator[tuple[float, peers.Implementation]]:
     chosen = choose(mod, setting, score)
-    block_mask = block_mask_of(chosen.mask, setting)
-    sparsity = 0.0 if block_mask is None else block_mask.sparsity()
-    density = 1 - sparsity / 100
+    block_mask = peers.block_mask_of(chosen.mask, setting)
+    sparsity = peers.skipped(block_mask)
     if masked:
-        yield sparsity, sdpa_masked(chosen.mask, setting, density)
+        yield sparsity, peers.sdpa_masked(chosen.mask, setting)
     if flex:
-        yield sparsity, compiled_flex(chosen, setting, density)
-    yield sparsity, flexmod_attention("flexmod", chosen.score, block_mask, density)
+        yield sparsity, peers.compiled_flex(chosen, setting)
+    yield sparsity, peers.flexmod_attention("flexmod", chosen.score, block_mask)

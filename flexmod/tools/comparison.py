@@ -19,19 +19,8 @@ from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
 from flexmod.ir.source import mod_kind
 from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.tools import peers
 from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
-from flexmod.tools.peers import (
-    Implementation,
-    Inputs,
-    Timing,
-    block_mask_of,
-    compiled_flex,
-    flexmod_attention,
-    random_inputs,
-    sdpa_causal,
-    sdpa_masked,
-    timed,
-)
 
 # The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -60,7 +49,7 @@ class Comparison:
     reference: str
     agreements: tuple[Agreement, ...]
     first_call_ms: float
-    timings: tuple[Timing, ...]
+    timings: tuple[peers.Timing, ...]
     block_mask: BlockMask | None
 
     @property
@@ -148,25 +137,25 @@ def compare(
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
     chosen = _mods(mod, score_mod, setting)
-    block_mask = block_mask_of(chosen.mask, setting)
-    density = 1.0 if block_mask is None else 1 - block_mask.sparsity() / 100
-    inputs = random_inputs(setting)
+    block_mask = peers.block_mask_of(chosen.mask, setting)
+    inputs = peers.random_inputs(setting)
 
-    flexmod = flexmod_attention("flexmod", chosen.score, block_mask, density)
+    flexmod = peers.flexmod_attention("flexmod", chosen.score, block_mask)
     start = time.perf_counter()
     results = _out_and_gradients(flexmod, inputs)
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     first_call_ms = 1e3 * (time.perf_counter() - start)
 
-    sdpa = sdpa_masked(chosen.mask, setting, density)
+    sdpa = peers.sdpa_masked(chosen.mask, setting)
     reference = sdpa if chosen.score is None else _dense(chosen.score, block_mask, setting)
     agreements = _agreements(results, reference, inputs, setting)
     del results
 
-    others = [compiled_flex(chosen, setting, density)] if flex else []
-    attentions = (sdpa_causal(setting), sdpa, *others, flexmod)
-    timings = tuple(timed(attention, inputs, setting) for attention in attentions)
+    attentions = (sdpa, *([peers.compiled_flex(chosen, setting)] if flex else []), flexmod)
+    skips = peers.skipped(block_mask)
+    causal = peers.timed(peers.sdpa_causal(setting), inputs, setting, peers.CAUSAL)
+    timings = (causal, *(peers.timed(each, inputs, setting, skips) for each in attentions))
     name = " with ".join(_name(each) for each in (mod, score_mod) if each is not None)
     comparison = Comparison(name, setting, reference.name, agreements, first_call_ms, timings, block_mask)
     if show:
@@ -199,7 +188,7 @@ def _mods(mod: str | Mod, score_mod: str | Mod | None, setting: Setting) -> Mods
     return chosen if score_mod is None or isinstance(score_mod, str) else chosen._replace(score=score_mod)
 
 
-def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:
+def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> peers.Implementation:
     """Returns flexmod's dense reference in float32 or float64, for one batch entry and the heads that fit."""
     matrix = 4 * setting.seq**2
     real = torch.promote_types(setting.dtype, torch.float32)
@@ -210,7 +199,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Im
         # a sum: a mod that was made for all heads refuses a call of fewer, but not numbers that it computed
         return score_mod(score, b + 0, h + 0, q_idx, kv_idx)
 
-    dense = flexmod_attention("the dense reference", of_part, front, 1.0, BACKEND="REFERENCE")
+    dense = peers.flexmod_attention("the dense reference", of_part, front, BACKEND="REFERENCE")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dense.call(*(tensor[:1, :heads].to(real) for tensor in (q, k, v)))
@@ -218,7 +207,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Im
     return dense._replace(call=call)
 
 
-def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
+def _out_and_gradients(attention: peers.Implementation, inputs: peers.Inputs) -> tuple[Tensor, ...]:
     """Returns out and the gradients of q, k and v, for a fixed random gradient of the output."""
     out = attention.call(*inputs)
     generator = torch.Generator(out.device).manual_seed(1)
@@ -229,7 +218,7 @@ def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tenso
 
 
 def _agreements(
-    results: tuple[Tensor, ...], reference: Implementation, inputs: Inputs, setting: Setting
+    results: tuple[Tensor, ...], reference: peers.Implementation, inputs: peers.Inputs, setting: Setting
 ) -> tuple[Agreement, ...]:
     """Compares results with the reference over the batches and heads that it computed."""
     expected = _out_and_gradients(reference, inputs)

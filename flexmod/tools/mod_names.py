@@ -39,6 +39,7 @@ from flexmod.errors.commands import (
     UnknownModName,
 )
 from flexmod.ir.composed import and_masks
+from flexmod.ir.graph import dtype_name
 from flexmod.ir.source import mod_kind
 
 Mod = Callable[..., Any]
@@ -61,7 +62,7 @@ class Setting:
     device: torch.device
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"B={self.batch} H={self.heads} S={self.seq} D={self.dim} {dtype} on {self.device.type}"
 
     @property
@@ -91,17 +92,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _eight_documents(setting: Setting) -> Tensor:
-    return torch.arange(setting.seq, device=setting.device) * 8 // setting.seq
-
-
 # Default parameters by name; they follow from the sizes.
 USUAL: Mapping[str, Callable[[Setting], tuple[Any, ...]]] = {
     "sliding_window": lambda s: (max(1, s.seq // 8),),
     "dilated_window": lambda s: (max(1, s.seq // 32), 4),
     "global_window": lambda s: (max(1, s.seq // 8), 4),
     "prefix_lm": lambda s: (s.seq // 4,),
-    "document": lambda s: (_eight_documents(s), True),
+    "document": lambda s: (torch.arange(s.seq, device=s.device) * 8 // s.seq, True),  # eight of them
     "block_diffusion": lambda s: (max(1, s.seq // 2), max(1, s.seq // 32)),
     "standalone_window": lambda s: (s.side, s.side, 8),
     "natten": lambda s: ((s.side, s.side), min(7, s.side - 1 + s.side % 2)),

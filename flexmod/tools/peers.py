@@ -26,12 +26,14 @@ FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
 
 
+CAUSAL = 50.0  # the percentage of all pairs that causal SDPA skips
+
+
 class Implementation(NamedTuple):
-    """One way to compute attention, and the share of all pairs of positions that its TFLOP/s count."""
+    """One way to compute attention."""
 
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
-    density: float = 1.0
 
 
 class Timing(NamedTuple):
@@ -56,6 +58,11 @@ def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
     return create_block_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
 
 
+def skipped(block_mask: BlockMask | None) -> float:
+    """Returns the percentage of all pairs whose tiles the mask skips."""
+    return 0.0 if block_mask is None else block_mask.sparsity()
+
+
 def mask_extent(mask_mod: Mod, setting: Setting) -> tuple[int, int]:
     """Returns a mask's batch and head counts: 1 if it is the same for all."""
     reads = trace(mask_mod, "mask").graph.reads
@@ -74,12 +81,12 @@ def random_inputs(setting: Setting) -> Inputs:
 
 
 def flexmod_attention(
-    name: str, score_mod: Mod | None, block_mask: BlockMask | None, density: float, **options: str
+    name: str, score_mod: Mod | None, block_mask: BlockMask | None, **options: str
 ) -> Implementation:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(q, k, v, score_mod, block_mask, kernel_options=options)
 
-    return Implementation(name, call, density)
+    return Implementation(name, call)
 
 
 def sdpa_causal(setting: Setting) -> Implementation:
@@ -91,11 +98,11 @@ def sdpa_causal(setting: Setting) -> Implementation:
             return causal(q, k, v)
 
     if setting.device.type == "cuda" and setting.dtype in (torch.float16, torch.bfloat16):
-        return Implementation("SDPA causal (flash)", flash, 0.5)
-    return Implementation("SDPA causal", causal, 0.5)
+        return Implementation("SDPA causal (flash)", flash)
+    return Implementation("SDPA causal", causal)
 
 
-def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Implementation:
+def sdpa_masked(mask_mod: Mod | None, setting: Setting) -> Implementation:
     """Returns SDPA with the materialized mask, bool [1 or B, 1 or H, S, S]; a row with no key gives 0."""
     if mask_mod is None:
         return Implementation("SDPA", F.scaled_dot_product_attention)
@@ -110,10 +117,10 @@ def sdpa_masked(mask_mod: Mod | None, setting: Setting, density: float) -> Imple
         out = F.scaled_dot_product_attention(q, k, v, widened)
         return out if all_alive else out * alive
 
-    return Implementation("SDPA + mask", call, density)
+    return Implementation("SDPA + mask", call)
 
 
-def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Implementation:
+def compiled_flex(chosen: Mods, setting: Setting) -> Implementation:
     from torch.nn.attention import flex_attention as torch_flex
 
     block_mask = None
@@ -126,18 +133,19 @@ def compiled_flex(chosen: Mods, setting: Setting, density: float) -> Implementat
     torch.compiler.reset()
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
     return Implementation(
-        "flex_attention (torch)", lambda q, k, v: compiled(q, k, v, chosen.score, block_mask), density
+        "flex_attention (torch)", lambda q, k, v: compiled(q, k, v, chosen.score, block_mask)
     )
 
 
-def timed(attention: Implementation, inputs: Inputs, setting: Setting) -> Timing:
+def timed(attention: Implementation, inputs: Inputs, setting: Setting, skips: float) -> Timing:
+    """Times an attention; its TFLOP/s leave out the percentage of all pairs that it `skips`."""
     out = attention.call(*inputs)
     grad_out = torch.randn_like(out)
     forward_ms = median_ms(lambda: attention.call(*inputs), setting.device)
     backward_ms = median_ms(
         lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True), setting.device
     )
-    pairs = attention.density * setting.batch * setting.heads * setting.seq**2
+    pairs = (1 - skips / 100) * setting.batch * setting.heads * setting.seq**2
     tera = 1e-9 * pairs * setting.dim  # a thousandth of 1e-12: times are in milliseconds
     return Timing(
         attention.name,

@@ -16,6 +16,7 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
 from flexmod.errors.commands import NoSourceError
+from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config
 from flexmod.runtime.target import MEASURED, NAMES, OLDEST
 from flexmod.tools.ahead import Built, checked_folder, jobs
@@ -115,7 +116,7 @@ def build(mask: str, score: str | None, targets: tuple[str, ...], as_json: bool,
     if as_json:
         click.echo(json.dumps([{**row, "problem": row.pop("")} for row in facts], indent=1))
     else:
-        title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {str(setting.dtype)[6:]}\n"
+        title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {dtype_name(setting.dtype)}\n"
         rows = [[*map(_cell, row.values())] for row in facts]
         show(title, table(REPORTED, rows, words=(0, 1, 2, 3, 7, 8)))
         hint(f"flexmod warm {quote(mask)} --into kernels")
@@ -184,7 +185,7 @@ def warm(
         work = fill(folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets)
         for target, built in work:
             click.echo(f"{target} {built.kernel}", file=sys.stderr)
-            sizes = [setting.dim, str(setting.dtype)[6:]]
+            sizes = [setting.dim, dtype_name(setting.dtype)]
             rows.append([target, *sizes, *_kernel_cells(built), built.problem or "fits"])
             fits &= built.fits
     show(table(FILLED, rows, words=(0, 2, 3, 4, 5, 6)))

@@ -22,6 +22,7 @@ from flexmod.tools.cli.options import IMAGE, POSITIVE
 from flexmod.tools.comparison import Comparison
 from flexmod.tools.comparison import compare as compare_mods
 from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting
+from flexmod.tools.peers import skipped
 from flexmod.tools.terminal import hint, in_color, table, times_faster, verdict
 
 
@@ -101,12 +102,12 @@ def _summary(found: list[Comparison]) -> Iterator[RenderableType]:
             )
             for other in others
         )  # fmt: skip
-        rows.append((each.name, verdict(each.agrees), f"{_skipped(each):.0f}%", *gains))
+        rows.append((each.name, verdict(each.agrees), f"{skipped(each.block_mask):.0f}%", *gains))
     names = [f"faster than\n{timing.attention}" for timing in found[0].timings[:-1]]
     yield table(("mask", "results", "tiles\nskipped", *names), rows, words=(0, 1))
     yield "\nforward / backward; below 1x, SDPA is the faster one"
     setting = found[0].setting
-    dense = [each.name for each in found if _skipped(each) < SHOWCASE]
+    dense = [each.name for each in found if skipped(each.block_mask) < SHOWCASE]
     if dense and setting.device.type == "cpu":
         yield (
             f"A dense mask ({', '.join(dense)}) is no showcase on a CPU: there is little to skip, SDPA has a "
@@ -125,10 +126,6 @@ def _summary(found: list[Comparison]) -> Iterator[RenderableType]:
         f"{times_faster(peer.forward_ms, ours.forward_ms)} as fast, backward "
         f"{times_faster(peer.backward_ms, ours.backward_ms)}."
     )
-
-
-def _skipped(comparison: Comparison) -> float:
-    return 0.0 if comparison.block_mask is None else comparison.block_mask.sparsity()
 
 
 # lengths of bench
