@@ -92,8 +92,8 @@ FAULTS = (
           "POSITIVE = click.IntRange(min=0)",
           "tests/test_cli.py"),
     # integrations
-    Fault("flexmod/integrations/transformers.py", "missing = length - kept.shape[-1]",
-          "missing = length - kept.shape[-1] - 1", "tests/integrations/test_transformers.py"),
+    Fault("flexmod/integrations/transformers.py", "missing = kv_offset + kv_length - kept.shape[-1]",
+          "missing = kv_offset + kv_length - kept.shape[-1] - 1", "tests/integrations/test_transformers.py"),
     Fault("flexmod/integrations/transformers.py", "q_idx + q_offset, kv_idx + kv_offset)",
           "q_idx + q_offset, kv_idx)", "tests/integrations/test_transformers.py"),
     # the operation of graphs, autograd and what a backward saves

@@ -31,13 +31,12 @@ from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
 from flexmod.ir.composed import Derived
 from flexmod.ir.graph import dtype_name
-from flexmod.ir.ops import HALF
 from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import assume_constant, is_wrapped
 from flexmod.runtime.target import target_of
 
-OUT_DTYPES = (*HALF, torch.float32)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the default first
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = ("tensor", "head", "block")
 
@@ -165,7 +164,8 @@ def lowered(
 
 def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns a float8 tensor times its scale by block, in `dtype`."""
-    if _is_on_gpu(value):
+    of_torch = torch.compiler.is_compiling() or tensor_kinds.any_dispatched((value,)) or is_wrapped(value)
+    if not of_torch and value.device.type == "cuda" and _multiplies(value.device):
         with lazy_imports():
             from flexmod.runtime.dequantize import dequantized
 
@@ -174,13 +174,6 @@ def _dequantized(value: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
         return value.to(dtype)
     rows = scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : value.shape[2], None]
     return (value.to(torch.float32) * rows).to(dtype)
-
-
-def _is_on_gpu(x: Tensor) -> bool:
-    """Returns whether a kernel can read the tensor, on a chip that knows float8."""
-    if torch.compiler.is_compiling() or tensor_kinds.any_dispatched((x,)) or is_wrapped(x):
-        return False
-    return x.device.type == "cuda" and _multiplies(x.device)
 
 
 @assume_constant
@@ -215,20 +208,19 @@ def _out_dtype(query: Tensor, asked: Any) -> torch.dtype:
     if asked is not None and asked not in allowed:
         given = str(asked) if isinstance(asked, torch.dtype) else repr(asked)
         raise errors.OutDtypeError(given=given, rule=rule)
-    return asked or (torch.bfloat16 if query.dtype in FLOAT8 else query.dtype)
+    return asked or allowed[0]
 
 
 def _checked(scales: Any, tensors: dict[str, Tensor]) -> Scales:
     """Checks scales, and makes a scale of one element a 0-d tensor."""
     if not isinstance(scales, Scales):
         raise errors.ScalesTypeError(name="scales", given=f"a {type(scales).__name__}")
-    found = {}
-    for name, scale in scales._asdict().items():
-        found[name] = None if scale is None else _checked_scale(name, scale, tensors[name])
-    return Scales(**found)
+    return Scales(*(_checked_scale(name, scale, tensors[name]) for name, scale in scales._asdict().items()))
 
 
-def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor:
+def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor | None:
+    if scale is None:
+        return None
     if not isinstance(scale, Tensor):
         raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a {type(scale).__name__}")
     if scale.dtype != torch.float32:

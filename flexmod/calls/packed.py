@@ -90,17 +90,17 @@ def varlen_attention(
         packed = (x[0].transpose(0, 1) for x in (query, key, value))  # [1024, 8, 64]
         out = varlen_attention(*packed, cu_seqlens, mask_mod=masks.causal())
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    named: dict[str, Any] = {"query": query, "key": key, "value": value}
+    starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+    for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise errors.NotATensor(name=name, type=type(tensor).__name__, layout="[total, heads, head_dim]")
         if tensor.is_nested or tensor.dim() != 3:
             shape = "nested" if tensor.is_nested else list(tensor.shape)
             raise errors.PackedShapeError(name=name, shape=shape)
     if not torch.compiler.is_compiling():
-        given: dict[str, Any] = {"query": query, "key": key, "value": value}
-        given |= {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+        given = named | starts
         tensor_kinds.check({name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
-    starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
     check_packing("varlen_attention", starts, query.shape[0], key.shape[0])
     heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     out, lse = _attend(

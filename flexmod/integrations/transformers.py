@@ -126,30 +126,24 @@ def attention_mask(
         # a static cache gives its own counter; each layer adds to it before it attends
         q_offset = q_offset.clone()
     if attention_mask is not None:
-        kept = _to_length(attention_mask.bool(), kv_offset + kv_length)
+        kept = attention_mask.bool()
+        missing = kv_offset + kv_length - kept.shape[-1]
+        if missing > 0:  # a static cache has places that no token was seen for
+            kept = nn.functional.pad(kept, (0, missing))
         # to look would make the host wait, and has no answer while a graph is made
         if kept.device.type != "cpu" or torch.compiler.is_compiling() or not kept.all():
-            mask_function = and_masks(mask_function, _not_padding(kept))
+
+            def not_padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+                return kept[b, kv_idx]
+
+            mask_function = and_masks(mask_function, not_padding)
             allow_is_bidirectional_skip = False
     if allow_is_bidirectional_skip and local_size is None:
         return None
     mask_mod = _at(mask_function, q_offset, kv_offset)
     if q_length <= FEW_QUERIES:
-        mask_mod = _looked_up(_rows(mask_mod, (batch_size, q_length, kv_length), device, use_vmap))
+        mask_mod = _by_rows(mask_mod, (batch_size, q_length, kv_length), device, use_vmap)
     return CarriedMask(create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device))
-
-
-def _to_length(kept: Tensor, length: int) -> Tensor:
-    """A static cache has places that no token was seen for."""
-    missing = length - kept.shape[-1]
-    return nn.functional.pad(kept, (0, missing)) if missing > 0 else kept
-
-
-def _not_padding(kept: Tensor) -> masks.MaskMod:
-    def not_padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kept[b, kv_idx]
-
-    return not_padding
 
 
 def _at(mask_function: masks.MaskMod, q_offset: int | Tensor, kv_offset: int) -> masks.MaskMod:
@@ -161,27 +155,25 @@ def _at(mask_function: masks.MaskMod, q_offset: int | Tensor, kv_offset: int) ->
     return mask_at
 
 
-def _rows(
+def _by_rows(
     mask_mod: masks.MaskMod,
     sizes: tuple[int, int, int],
     device: torch.device | str | None,
     use_vmap: bool,
-) -> Tensor:
-    """The mask itself, bool [batch, queries, keys].
+) -> masks.MaskMod:
+    """The mask that reads the mask itself, bool [batch, queries, keys].
 
     At each step of decoding other constants and lengths come; a mask that is read from a tensor has the same
     graph at all of them.
     """
     batch, queries, keys = sizes
     if use_vmap:
-        return create_mask(mask_mod, batch, None, queries, keys, device)[:, 0]
-    b, q_idx, kv_idx = (torch.arange(size, device=device) for size in sizes)
-    none = torch.zeros((), dtype=torch.int64, device=device)
-    kept: Tensor = mask_mod(b[:, None, None], none, q_idx[:, None], kv_idx)
-    return kept.expand(sizes)
+        rows = create_mask(mask_mod, batch, None, queries, keys, device)[:, 0]
+    else:
+        b, q_idx, kv_idx = (torch.arange(size, device=device) for size in sizes)
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        rows = mask_mod(b[:, None, None], none, q_idx[:, None], kv_idx).expand(sizes)
 
-
-def _looked_up(rows: Tensor) -> masks.MaskMod:
     def row(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return rows[b, q_idx, kv_idx]
 
@@ -225,7 +217,8 @@ def attention(
         dense = _dense("attention_mask", attention_mask, sizes)
         if dense.dtype != torch.bool:
             biases.append(dense)
-        mask: Any = _mask_of_dense(dense)
+        kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
+        mask: Any = create_block_mask(kept)
     elif attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _causal(query, key, sliding_window) if causal and query.shape[2] > 1 else None
@@ -291,11 +284,6 @@ def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor
             advice=f"give a {kinds} tensor of the scores' shape, {sizes}, with 1 for what they share{tokens}",
         )  # fmt: skip
     return given[..., : sizes[3]].expand(-1, -1, sizes[2], -1)
-
-
-def _mask_of_dense(dense: Tensor) -> BlockMask:
-    kept = dense if dense.dtype == torch.bool else dense.detach() > torch.finfo(dense.dtype).min
-    return create_block_mask(kept)
 
 
 def _causal(query: Tensor, key: Tensor, sliding_window: int | None) -> BlockMask:
