@@ -216,7 +216,8 @@ class PreparedCall:
         beside = () if mask is None else mask.tensors
         if known is None or not known.serves(mask):
             _check_readable(tensors)
-            self._check_places(tensors, kept)
+            if self._places:
+                check_places(self.saved_names(kept), self._places, tensors[2:])
             problem = self.whole(mask, tensors[SINGLE + kept :], needs[3:])
             tensors = (*tensors, *map(torch.resolve_neg, beside))
             bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
@@ -233,10 +234,6 @@ class PreparedCall:
             if needs[3 + number] and of_captured[number] is None:
                 of_captured[number] = torch.zeros_like(captured[number])
         return (*found[:3], *of_captured)
-
-    def _check_places(self, tensors: Tensors, kept: int) -> None:
-        if self._places:
-            check_places(self.saved_names(kept), self._places, tensors[2:])  # type: ignore[arg-type]
 
 
 def _check_readable(tensors: Tensors) -> None:

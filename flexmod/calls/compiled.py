@@ -262,10 +262,21 @@ class CompiledAttention(Inspection):
         return Latest(query.device, spec, (batch, heads, length, key.shape[2]))
 
     def _described(self, dtype: Any, head_dim: Any, value_dim: Any) -> Latest | None:
-        """Describes a call with these dtypes and dimensions, for inspection before the first call."""
+        """Checks and describes a call with these dtypes and dimensions, for inspection before the first."""
         if dtype is head_dim is value_dim is None:
             return None
-        _check_described(dtype, head_dim, value_dim)
+        size = "a whole number above 0, with dtype beside it"
+        of_value = head_dim if value_dim is None else value_dim
+        for name, value, right, rule in (
+            ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, with head_dim beside it"),
+            ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size),
+            ("value_dim", of_value, type(of_value) is int and of_value > 0, size),
+        ):
+            if not right:
+                raise errors.LibraryArgumentError(
+                    function="compile", name=name, value=repr(value), rule=rule,
+                    advice=f"write {CALL}, or neither",
+                )  # fmt: skip
         spec = spec_for(
             dtype, head_dim, value_dim, BLOCK,
             precision=_precision(dtype), positive_scale=self._positive_scale, shared_kv=self._enable_gqa,
@@ -324,22 +335,6 @@ class CompiledAttention(Inspection):
 def _precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
     """Returns the precision of products; torch's switch applies to float32 only."""
     return prepared.float32_precision() if dtype is torch.float32 else "ieee"
-
-
-def _check_described(dtype: Any, head_dim: Any, value_dim: Any) -> None:
-    """Checks that dtype and head_dim come together and that each is valid; value_dim may be None."""
-    value_dim = head_dim if value_dim is None else value_dim
-    size = "a whole number above 0, with dtype beside it"
-    for name, value, right, rule in (
-        ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, with head_dim beside it"),
-        ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size),
-        ("value_dim", value_dim, type(value_dim) is int and value_dim > 0, size),
-    ):
-        if not right:
-            advice = f"write {CALL}, or neither"
-            raise errors.LibraryArgumentError(
-                function="compile", name=name, value=repr(value), rule=rule, advice=advice
-            )
 
 
 class _Traces(NamedTuple):

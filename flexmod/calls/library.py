@@ -443,12 +443,9 @@ gradient = torch.library.custom_op(
 
 
 @gradient.register_fake
-def _(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
-    lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    *of_call, needs = rest
-    return [layout.empty() for layout in _gradients(query, key, value, Given(*of_call), needs)]
+def _(*inputs: Any) -> list[Tensor]:
+    (query, key, value), (*given, needs) = inputs[2:5], inputs[9:]
+    return [layout.empty() for layout in _gradients(query, key, value, Given(*given), needs)]
 
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:

@@ -296,10 +296,9 @@ def _named(call: TracedCall) -> dict[str, Tensor]:
 def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
     """Checks a call; also returns the mask from the -inf branches of its score mod."""
     query, key, _, source, mask, asked, track = call
-    backend = backend_of(asked.options, query)
+    backend = _check(call)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    _check(call)
     lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
     problem = Problem(
         Traced(lowered.score) if lowered and lowered.score else None,
@@ -312,7 +311,8 @@ def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | Non
     return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
 
 
-def _check(call: TracedCall) -> None:
+def _check(call: TracedCall) -> str:
+    """Checks a call, and returns its backend."""
     query, key, value, source, mask, asked, track = call
     backend = backend_of(asked.options, query)
     if asked.out_dtype is not None and track:
@@ -325,6 +325,7 @@ def _check(call: TracedCall) -> None:
     if source is not None:
         checks.check_captures(source, query)
         check_sizes(source.graph, (*query.shape[:3], key.shape[2]), "the call")
+    return backend
 
 
 def _scale(scale: Any) -> float | None:
