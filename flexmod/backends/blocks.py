@@ -30,9 +30,8 @@ from flexmod.backends.reference import Heads, as_slice, in_order_of
 from flexmod.backends.steps import Step, steps_of
 from flexmod.backends.tiles import ROWS, TALL, TALLER, StepRules
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import Graph
+from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.ir.ops import HALF
-from flexmod.ir.source import MASK_ARGUMENTS
 from flexmod.runtime.private_torch import hardshrink
 
 # Scores in one buffer, in elements: 4 MiB of float32, so that a few buffers fit in a last-level cache.
@@ -311,8 +310,8 @@ class ScorePart:
     ) -> tuple[Tensor, ...]:
         """Evaluates a graph of the score mod on all elements; `memory` passes to `evaluate`."""
         assert self.problem.score is not None
-        reads_none = graph.reads.isdisjoint(MASK_ARGUMENTS)
-        at = dict.fromkeys(MASK_ARGUMENTS, score) if reads_none else self.step.positions
+        reads_none = graph.reads.isdisjoint(POSITIONS)
+        at = dict.fromkeys(POSITIONS, score) if reads_none else self.step.positions
         tensors, real = self.problem.score.tensors, self.step.heads.real
         return evaluate(graph, tensors, **at, score=score, grad=grad, real=real, quick=True, **memory)
 

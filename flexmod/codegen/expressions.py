@@ -181,14 +181,6 @@ def divides(node: Node) -> bool:
     return node.op in OPS and OPS[node.op].cost == "division" and not strong(node.dtype).is_floating_point
 
 
-# by kind of graph
-ARGUMENTS = {
-    "mask": ("b", "h", "q_idx", "kv_idx"),
-    "score": ("score", "b", "h", "q_idx", "kv_idx"),
-    "grad": ("grad", "score", "b", "h", "q_idx", "kv_idx"),
-}
-
-
 @dataclass
 class Function:
     """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions."""

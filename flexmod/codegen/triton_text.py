@@ -19,7 +19,6 @@ import torch
 
 from flexmod.codegen import prelude
 from flexmod.codegen.expressions import (
-    ARGUMENTS,
     TRITON_DTYPES,
     WIDTH,
     Function,
@@ -40,7 +39,7 @@ from flexmod.codegen.expressions import (
 from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
+from flexmod.ir.graph import ARGUMENTS, COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.ops import CAST, HALF, OPS, kind, strong
 

@@ -43,6 +43,8 @@ Shared = TypeVar("Shared")
 Structure = tuple[object, ...]
 Home = frozenset[str]
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
+# the inputs of a mod, or of a derivative, by kind of graph
+ARGUMENTS = {"mask": POSITIONS, "score": ("score", *POSITIONS), "grad": ("grad", "score", *POSITIONS)}
 UNIFORM: Home = frozenset({"b", "h"})
 ROW: Home = UNIFORM | {"q_idx"}
 COLUMN: Home = UNIFORM | {"kv_idx"}

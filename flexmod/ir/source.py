@@ -19,10 +19,9 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.ir.graph import ARGUMENTS, POSITIONS
 from flexmod.runtime.private_torch import members_of_module
 
-MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
-SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 EXAMPLES = {
     "mask": "def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx",
     "score": "def score_mod(score, b, h, q_idx, kv_idx): return score",
@@ -93,10 +92,9 @@ def mod_kind(mod: Callable[..., Any]) -> str:
     Raises ModArityError for any other count, NotCallable for an object that is not callable.
     """
     count = _checked_count(mod, "the function", EXAMPLES["mask"])
-    if count == len(SCORE_ARGUMENTS):
-        return "score"
-    if count == len(MASK_ARGUMENTS):
-        return "mask"
+    for kind in EXAMPLES:
+        if count == len(ARGUMENTS[kind]):
+            return kind
     raise errors.ModArityError(
         mod=mod_name(mod), count=count, expected=f"{EXAMPLES['mask']}, or {EXAMPLES['score']}"
     )
@@ -105,13 +103,13 @@ def mod_kind(mod: Callable[..., Any]) -> str:
 def check_arity(mod: Callable[..., Any], kind: str) -> None:
     """Raises an error if a mod cannot be called with the arguments of its kind."""
     count = _checked_count(mod, f"{kind}_mod", EXAMPLES[kind])
-    if count != len(MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS):
+    if count != len(ARGUMENTS[kind]):
         expected = EXAMPLES[kind]
-        if kind == "score" and count == len(MASK_ARGUMENTS):
+        if kind == "score" and count == len(ARGUMENTS["mask"]):
             expected += (
                 f", or give the mask as block_mask=create_block_mask({mod_name(mod)}, B, H, Q_LEN, KV_LEN)"
             )
-        elif kind == "mask" and count == len(SCORE_ARGUMENTS):
+        elif kind == "mask" and count == len(ARGUMENTS["score"]):
             expected += f", or give the score_mod to the call: flex_attention(..., score_mod={mod_name(mod)})"
         raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=expected)
 
@@ -147,8 +145,8 @@ def check_made(mod: object) -> None:
 
 def _of_tensor(what: str, tensor: torch.Tensor) -> str:
     """A mod that reads a dense bias."""
-    arguments = SCORE_ARGUMENTS if what.startswith("score") else MASK_ARGUMENTS
-    element = f"bias[{', '.join(MASK_ARGUMENTS[-tensor.dim() :])}]" if 0 < tensor.dim() <= 4 else "bias[...]"
+    arguments = ARGUMENTS["score" if what.startswith("score") else "mask"]
+    element = f"bias[{', '.join(POSITIONS[-tensor.dim() :])}]" if 0 < tensor.dim() <= 4 else "bias[...]"
     result = element
     if what.startswith("score"):
         hides = tensor.dtype == torch.bool

@@ -24,6 +24,7 @@ from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir import advice, torch_calls
 from flexmod.ir.graph import (
+    ARGUMENTS,
     POSITIONS,
     Capture,
     DType,
@@ -36,17 +37,7 @@ from flexmod.ir.graph import (
 )
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF, default_dtype
 from flexmod.ir.proxy import CaptureView, Proxy
-from flexmod.ir.source import (
-    MASK_ARGUMENTS,
-    SCORE_ARGUMENTS,
-    capture_names,
-    check_arity,
-    is_users,
-    line_of,
-    mod_name,
-    near,
-    user_line,
-)
+from flexmod.ir.source import capture_names, check_arity, is_users, line_of, mod_name, near, user_line
 from flexmod.ir.torch_calls import Watch
 from flexmod.ir.vectors import Vector, is_wide, unrolled
 from flexmod.runtime import tensor_kinds
@@ -91,8 +82,7 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     """
     check_arity(mod, kind)
     tracer = Tracer(mod, device or torch.device("cpu"))
-    names = MASK_ARGUMENTS if kind == "mask" else SCORE_ARGUMENTS
-    arguments = [tracer.position(name) for name in names]
+    arguments = [tracer.position(name) for name in ARGUMENTS[kind]]
     before = _random_states(mod)
     with watching(tracer), _translated_errors():
         node = tracer.result(mod(*arguments), kind)
@@ -295,7 +285,7 @@ class Tracer:
     def not_scalar(self, value: torch.Tensor | CaptureView, operation: str) -> errors.NotScalarError:
         """The error for a captured tensor, or a part of one, used as a scalar."""
         name = value.name if isinstance(value, CaptureView) else self.name_of(value)
-        indices = ", ".join(MASK_ARGUMENTS[-value.dim() :])
+        indices = ", ".join(POSITIONS[-value.dim() :])
         indices = f"..., {indices}" if isinstance(value, CaptureView) else indices
         return errors.NotScalarError(
             what=f"{operation} was given {name}", shape=tuple(value.shape), where=user_line(),

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from flexmod.codegen.expressions import (
-    ARGUMENTS,
     WIDTH,
     Function,
     count_users,
@@ -38,7 +37,7 @@ from flexmod.codegen.expressions import (
     printable,
     tidy,
 )
-from flexmod.ir.graph import Graph, Node, used_captures
+from flexmod.ir.graph import ARGUMENTS, Graph, Node, used_captures
 from flexmod.ir.offsets import MaskAt, ScoreAt
 from flexmod.ir.ops import CAST, OPS, strong
 from flexmod.ir.replay import Replay
