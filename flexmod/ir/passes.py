@@ -92,21 +92,14 @@ def _integers_only(rule: Callable[..., Node | None]) -> Callable[..., Node | Non
 
 
 def _absorbing(value: bool) -> Callable[..., Node | None]:
-    """x and False -> False; x or True -> True."""
+    """x and False -> False, x and True -> x; x or True -> True, x or False -> x."""
 
     def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        if node.dtype == torch.bool and any(_const(a, value) for a in args):
+        if node.dtype != torch.bool:
+            return None
+        if any(_const(a, value) for a in args):
             return builder.const(value, torch.bool, node.where)
-        return None
-
-    return rule
-
-
-def _neutral(value: bool) -> Callable[..., Node | None]:
-    def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        if node.dtype == torch.bool and all(strong(a.dtype) == torch.bool for a in args):
-            return _unit(value, (0, 1))(builder, node, args)
-        return None
+        return _unit(not value, (0, 1))(builder, node, args)
 
     return rule
 
@@ -184,16 +177,16 @@ def _divide_score(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> 
 _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
     "add": (_integers_only(_unit(0, (0, 1))),),
     "sub": (_unit(0, (1,)),),
-    "mul": (_neutral(True), _unit(1, (0, 1))),
+    "mul": (_unit(1, (0, 1)),),
     "div": (_unit(1, (1,)), _divide_score),
     "pow": (_power,),
     "neg": (_twice, _swapped),
     "logical_not": (_twice,),
     "bitwise_not": (_twice,),
-    "bitwise_and": (_absorbing(False), _neutral(True), _idempotent),
-    "logical_and": (_absorbing(False), _neutral(True), _idempotent),
-    "bitwise_or": (_absorbing(True), _neutral(False), _idempotent),
-    "logical_or": (_absorbing(True), _neutral(False), _idempotent),
+    "bitwise_and": (_absorbing(False), _idempotent),
+    "logical_and": (_absorbing(False), _idempotent),
+    "bitwise_or": (_absorbing(True), _idempotent),
+    "logical_or": (_absorbing(True), _idempotent),
     "minimum": (_idempotent,),
     "maximum": (_idempotent,),
     "where": (_choose,),
