@@ -34,6 +34,7 @@ from flexmod.ir.graph import (
     Node,
     dtype_name,
     flowing,
+    rebuild,
 )
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF, default_dtype
 from flexmod.ir.proxy import CaptureView, Proxy
@@ -219,24 +220,19 @@ class Tracer:
 
     def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy:
         """Copies a graph into this one, with these tensors as captures and these values as inputs."""
-        new: dict[Node, Node] = {}
-        for n in graph.nodes:
-            args = tuple(new[a] for a in n.args)
-            if n.op == "input":
-                new[n] = inputs[str(n.value)]._node
-            elif n.op == "load":
-                number = n.value
-                assert isinstance(number, int)
-                tensor = tensors[number]
-                self._given_names[id(tensor)] = graph.captures[number].name
-                new[n] = self.builder.node("load", args, n.dtype, self.capture(tensor), n.where)
-            elif n.is_const:
-                new[n] = n  # stays unshared, see `GraphBuilder.fresh_const`
-            else:
-                new[n] = self.builder.node(n.op, args, n.dtype, n.value, n.where)
+
+        def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+            if node.op == "input":
+                return inputs[str(node.value)]._node
+            if node.op == "load":
+                number: int = node.value  # type: ignore[assignment]
+                self._given_names[id(tensors[number])] = graph.captures[number].name
+                return builder.node("load", args, node.dtype, self.capture(tensors[number]), node.where)
+            return node if node.is_const else None  # stays unshared, see `GraphBuilder.fresh_const`
+
         for expected in graph.expected:
             self.expect_size(inputs[expected.axis], *expected[1:])
-        return Proxy(self, new[graph.result])
+        return Proxy(self, rebuild(graph, change, self.builder).result)
 
     def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
         """Records the size of an axis if the index is a position, from `start` on; see `check_sizes`."""
