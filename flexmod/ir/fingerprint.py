@@ -188,8 +188,8 @@ class _Sight:
         return False
 
     def _add_function(self, function: FunctionType) -> None:
-        code = _read(function.__code__)
-        if code is None or function.__dict__:
+        code = names_of(function.__code__)
+        if not code.covered or function.__dict__:
             raise _Unknown
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         self.key += (code, len(defaults), *keywords)
@@ -216,47 +216,45 @@ def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Code:
-    """The names that a function's code and its inner functions use. Stands for the code in a key."""
+class CodeNames:
+    """The names that a function's code and its inner functions use. Stands for the code in a key.
+
+    `covered`: the code does nothing else than a fingerprint covers.
+    """
 
     code: CodeType
     globals: tuple[str, ...]
     attributes: dict[str, None]
+    covered: bool
 
 
 # By the id of a code, which the entry keeps alive: comparing equal codes would compare all their constants.
-CODES = 4096  # entries at most
-_codes: dict[int, tuple[CodeType, _Code | None]] = {}
+CODES = 4096  # entries at most; keys hold their own CodeNames, so they stay right
+_codes: dict[int, CodeNames] = {}
 _lock = Lock()
 
 
-def _read(code: CodeType) -> _Code | None:
-    """Reads a code's names; None for code that does more than a fingerprint covers."""
+def names_of(code: CodeType) -> CodeNames:
+    """Reads a code's names, once."""
     known = _codes.get(id(code))
     if known is None:
-        known = (code, _study(code))
-        with _lock:
-            if len(_codes) >= CODES:  # keys hold their own _Code, so they stay right
-                del _codes[next(iter(_codes))]
-            known = _codes.setdefault(id(code), known)
-    return known[1]
+        known = _study(code)
+        remember(_codes, id(code), known, CODES)
+    return known
 
 
-def _study(code: CodeType) -> _Code | None:
+def _study(code: CodeType) -> CodeNames:
     named: dict[str, None] = {}
     attributes: dict[str, None] = {}
+    covered = True
     for part in _nested(code):
         for step in dis.get_instructions(part):
-            if step.opname.startswith(REFUSED):
-                return None
-            if step.opname.startswith("STORE_DEREF") and step.argval in part.co_freevars:
-                return None
+            rebinds = step.opname.startswith("STORE_DEREF") and step.argval in part.co_freevars
+            covered &= not (rebinds or step.opname.startswith(REFUSED))
             if step.opcode in dis.hasname:
                 names = named if step.opname == "LOAD_GLOBAL" else attributes
                 names[step.argval] = None
-    if not attributes.keys() <= ATTRIBUTES:
-        return None
-    return _Code(code, tuple(named), attributes)
+    return CodeNames(code, tuple(named), attributes, covered and attributes.keys() <= ATTRIBUTES)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -264,17 +262,6 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
     for value in code.co_consts:
         if isinstance(value, CodeType):
             yield from _nested(value)
-
-
-def global_names(code: CodeType) -> set[str]:
-    """The globals that a code and its inner functions read."""
-    steps = (step for part in _nested(code) for step in dis.get_instructions(part))
-    return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
-
-
-def names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes that a code and its inner functions read."""
-    return {name for part in _nested(code) for name in part.co_names}
 
 
 def _pure() -> frozenset[object]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flexmod.ir.fingerprint import global_names, names_in, tensor_key
+from flexmod.ir.fingerprint import names_of, tensor_key
 from flexmod.ir.graph import Graph
 from flexmod.ir.replay import Replay, slots_of
 from flexmod.runtime.private_torch import UNCOUNTED as UNCOUNTED
@@ -226,7 +226,8 @@ def _parts_by_value(mod: Callable[..., Any], wanted: set[int]) -> dict[int, list
             continue
         value = queue.popleft()
         if isinstance(value, FunctionType) and not _of_library(value):
-            names |= names_in(value.__code__)
+            code = names_of(value.__code__)
+            names.update(code.globals, code.attributes)
         elif isinstance(value, ModuleType) or _classes(value):
             named.append(value)
         for part in _parts(value, names):
@@ -271,7 +272,7 @@ def _parts(value: Any, names: set[str]) -> Iterator[Part]:
         defaults = ((value, name, getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
         yield from (part for part in defaults if part[2])
         known = {} if _of_library(value) else value.__globals__
-        yield from [(known, name, known[name]) for name in global_names(value.__code__) & known.keys()]
+        yield from [(known, name, known[name]) for name in names_of(value.__code__).globals if name in known]
     elif isinstance(value, LISTS):
         yield from [(value, place, part) for place, part in enumerate(value)]
     elif isinstance(value, tuple):
