@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexmod.errors import CaptureBoundsError
-from flexmod.ir.graph import DType, Graph, Node
-from flexmod.ir.ops import CAST, HALF, OPS, number, strong
+from flexmod.ir.graph import DType, Graph
+from flexmod.ir.ops import CAST, HALF, OPS, Op, number, strong
 from flexmod.ir.trace import Traced
 from flexmod.runtime.private_torch import in_forward_ad, in_transform
 from flexmod.runtime.tensor_kinds import as_plain_class
@@ -103,19 +103,47 @@ def evaluate(
     tensors = all_on_device(tensors, b.device)
     if quick:
         tensors = [*map(as_plain_class, tensors)]
-    values: dict[Node, Any] = {}
-    last = {} if overwrite is None else _last_uses(graph, overwrite)
+    steps, results = steps_of(graph)
+    values: list[Any] = []
+    last = None if overwrite is None else _last_uses(graph, overwrite)
     room = [] if spare is None else [spare]
-    for node in graph.nodes:
-        if node.op == "param":
-            values[node] = numbers[_number(node)]
-        elif node.op == "load":
-            tensor, indices = tensors[_number(node)], [values[a] for a in node.args]
-            loaded = _guarded(tensor, indices) if guarded else _loaded(graph, node, tensor, indices)
-            values[node] = _cast(loaded, real_dtype(node.dtype, real))
+    for place, step in enumerate(steps):
+        if step.op == "param":
+            values.append(numbers[step.value])
+        elif step.op == "const":
+            values.append(step.value)
+        elif step.op == "load":
+            tensor, indices = tensors[step.value], [values[a] for a in step.args]
+            loaded = _guarded(tensor, indices) if guarded else _loaded(graph, place, tensor, indices)
+            values.append(_cast(loaded, real_dtype(step.dtype, real)))
         else:
-            values[node] = _value(node, values, inputs, real, quick, last.get(node, ()), room)
-    return tuple(_strong(values[r], r.dtype, real, b.device) for r in graph.results)
+            free = [values[a] for a in last[place]] if last is not None else ()
+            values.append(value_of(step, values, inputs, real, quick, free, room))
+    pairs = zip(results, graph.results, strict=True)
+    return tuple(_strong(values[place], r.dtype, real, b.device) for place, r in pairs)
+
+
+class Step(NamedTuple):
+    """A node of a graph, its arguments by place, and the dtypes to which they are cast."""
+
+    op: str
+    args: tuple[int, ...]
+    dtype: DType
+    value: Any
+    row: Op | None = None
+    at: tuple[torch.dtype, ...] = ()
+
+
+@lru_cache(1024)
+def steps_of(graph: Graph) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """The nodes in order, and the places of the results."""
+    places = {n: i for i, n in enumerate(graph.nodes)}
+    steps: list[Step] = []
+    for n in graph.nodes:
+        row = OPS.get(n.op)
+        at = tuple([d for _, d in row.arguments(n)]) if row else ()
+        steps.append(Step(n.op, tuple([places[a] for a in n.args]), n.dtype, n.value, row, at))
+    return tuple(steps), tuple([places[result] for result in graph.results])
 
 
 def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:
@@ -132,49 +160,49 @@ def _strong(value: Any, dtype: DType, real: torch.dtype, device: torch.device) -
 
 
 @lru_cache(256)
-def _last_uses(graph: Graph, overwrite: str) -> dict[Node, tuple[Node, ...]]:
-    """Returns by node the arguments whose memory is free for its result."""
+def _last_uses(graph: Graph, overwrite: str) -> tuple[tuple[int, ...], ...]:
+    """Returns by step the arguments whose memory is free for its result."""
+    steps, results = steps_of(graph)
     # a cast may return its argument itself
-    memory: dict[Node, Node] = {}
-    users: dict[Node, Node | None] = {}
-    for node in graph.nodes:
-        memory[node] = memory[node.args[0]] if node.op == CAST else node
-        users |= {memory[a]: node for a in node.args if node.op != CAST}
-    users |= {memory[result]: None for result in graph.results}
-    free: dict[Node, tuple[Node, ...]] = {}
-    for node in graph.nodes:
-        owned = [a for a in node.args if memory[a].op in OPS or memory[a].value == overwrite != ""]
-        free[node] = tuple(a for a in owned if users[memory[a]] is node)
-    return free
+    memory: list[int] = []
+    users: dict[int, int | None] = {}
+    for place, step in enumerate(steps):
+        memory.append(memory[step.args[0]] if step.op == CAST else place)
+        users |= {memory[a]: place for a in step.args if step.op != CAST}
+    users |= {memory[result]: None for result in results}
+
+    def is_free(argument: int, place: int) -> bool:
+        owner = steps[memory[argument]]
+        return (owner.row is not None or owner.value == overwrite != "") and users[memory[argument]] == place
+
+    return tuple(tuple([a for a in step.args if is_free(a, at)]) for at, step in enumerate(steps))
 
 
-def _value(
-    node: Node,
-    values: dict[Node, Any],
-    inputs: dict[str, Any],
+def value_of(
+    step: Step,
+    values: Sequence[Any],
+    inputs: Mapping[str, Any],
     real: torch.dtype,
-    quick: bool,
-    free: Sequence[Node],
-    room: list[torch.Tensor],
+    quick: bool = False,
+    free: Sequence[torch.Tensor] = (),
+    room: list[torch.Tensor] | None = None,
 ) -> Any:
-    """The node's value, in the memory of a `free` argument or in `room`, which then loses it."""
-    if node.op == "input":
-        return _cast(inputs[node.value], real_dtype(node.dtype, real))  # type: ignore[index]
-    if node.op == "const":
-        return node.value
-    if node.op == CAST:
-        return _argument(values[node.args[0]], real_dtype(node.dtype, real))
-    row = OPS[node.op]
-    arguments = [_argument(values[a], real_dtype(d, real)) for a, d in row.arguments(node)]
-    function = QUICKER.get(row.torch, row.torch) if quick else row.torch
-    result = real_dtype(node.dtype, real)
-    if row.at == "result" and result in HALF:  # in float32, then rounded, as kernels and torch do
-        return function(*(a.float() for a in arguments)).to(result)
-    if row.torch in INTO_MEMORY:
-        for memory in [*(values[argument] for argument in free), *room]:
-            if memory.numel() >= LARGE and _is_room(memory, arguments):
-                room[:] = [other for other in room if other is not memory]
-                return function(*arguments, out=memory)
+    """The value of an input, a cast or an operation, in `free` memory or in `room`, which then loses it."""
+    result = real_dtype(step.dtype, real)
+    if step.op == "input":
+        return _cast(inputs[step.value], result)
+    if step.row is None:
+        return _argument(values[step.args[0]], result)
+    arguments = [_argument(values[a], real_dtype(d, real)) for a, d in zip(step.args, step.at, strict=True)]
+    own = step.row.torch
+    function = QUICKER.get(own, own) if quick else own
+    if step.row.at == "result" and result in HALF:  # in float32, then rounded, as kernels and torch do
+        return function(*[a.float() for a in arguments]).to(result)
+    room = [] if room is None else room
+    for memory in [*free, *room]:
+        if own in INTO_MEMORY and memory.numel() >= LARGE and _is_room(memory, arguments):
+            room[:] = [other for other in room if other is not memory]
+            return function(*arguments, out=memory)
     return function(*arguments)
 
 
@@ -203,19 +231,20 @@ def _fits(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     return tensor.dim() <= memory.dim() and all(size in (1, room) for size, room in sizes)
 
 
-def _loaded(graph: Graph, node: Node, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+def _loaded(graph: Graph, place: int, tensor: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
     """`tensor[indices]`."""
     if not indices:
         return tensor
     try:
         if tensor.dtype in HALF and tensor.requires_grad:  # its gradients are summed up in float32
-            return tensor.to(torch.float32)[tuple(map(_index, indices))].to(tensor.dtype)
-        return tensor[tuple(map(_index, indices))]
+            return tensor.to(torch.float32)[tuple(map(index, indices))].to(tensor.dtype)
+        return tensor[tuple(map(index, indices))]
     except IndexError:
-        for dim, (index, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):
-            least, most = int(index.min()), int(index.max())
+        node = graph.nodes[place]
+        for dim, (found_at, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):
+            least, most = int(found_at.min()), int(found_at.max())
             if least < -size or most >= size:
-                name, mod = graph.captures[_number(node)].name, graph.mod_name
+                name, mod = graph.captures[node.value].name, graph.mod_name  # type: ignore[call-overload]
                 found = most if most >= size else least
                 raise CaptureBoundsError.of(name, mod, tensor.shape, dim, found, node.where) from None
         raise
@@ -239,12 +268,6 @@ def wrapped(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]
     return place, (place >= 0) & (place < size)
 
 
-def _number(node: Node) -> int:
-    """A parameter's place, or the number of the capture that a load reads."""
-    assert isinstance(node.value, int)
-    return node.value
-
-
 def _argument(value: Any, dtype: torch.dtype) -> torch.Tensor:
     return _cast(value, dtype) if isinstance(value, torch.Tensor) else number(value, dtype)
 
@@ -258,6 +281,7 @@ def _place(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
 
 
-def _index(value: Any) -> Any:
+def index(value: Any) -> Any:
+    """A value as an index of a tensor."""
     # torch refuses indices of 8 or 16 bits, or takes them for a mask
     return value.long() if isinstance(value, torch.Tensor) and value.dtype.itemsize < 4 else value

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexmod.errors import NotPicklableError
-from flexmod.ir.evaluate import real_dtype
-from flexmod.ir.graph import DType, Graph, Immutable
-from flexmod.ir.ops import CAST, HALF, OPS
+from flexmod.ir.evaluate import index, real_dtype, steps_of, value_of
+from flexmod.ir.graph import Graph, Immutable
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -117,26 +116,13 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
 WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-class _ReplayStep(NamedTuple):
-    """A node for `Replay._run`: its arguments by place, and the dtypes to which they are cast."""
-
-    op: str
-    args: tuple[int, ...]
-    dtype: DType
-    value: Any
-    function: Callable[..., Any] | None = None
-    at: tuple[torch.dtype, ...] = ()
-    half: torch.dtype | None = None
-
-
 class _Program(Immutable):
     """The steps of a graph. Slots hide its contents from searches for tensors and functions in objects."""
 
     __slots__ = ("result", "steps")
 
     def __init__(self, graph: Graph) -> None:
-        self.steps = _steps(graph)
-        self.result = graph.nodes.index(graph.result)
+        self.steps, (self.result,) = steps_of(graph)
 
 
 class Replay(CopiesByAttribute):
@@ -170,26 +156,15 @@ class Replay(CopiesByAttribute):
         real = torch.float64 if score is not None and score.dtype == torch.float64 else torch.float32
         values: list[Any] = []
         # TorchDynamo runs this: no dicts of nodes, no cached properties
-        for op, args, dtype, value, function, at, half in self._program.steps:
-            if op == "input":
-                values.append(given[value].to(real_dtype(dtype, real)))
-            elif op == "const":
-                values.append(given["b"].new_full((), value, dtype=WIDEST[type(value)]))
-            elif op == "load":
-                tensor = self.traced.tensors[value]
-                index = tuple([_index(values[place]) for place in args])
-                values.append((tensor[index] if index else tensor).to(real_dtype(dtype, real)))
-            elif op == CAST:
-                values.append(values[args[0]].to(real_dtype(dtype, real)))
+        for step in self._program.steps:
+            if step.op == "const":
+                values.append(given["b"].new_full((), step.value, dtype=WIDEST[type(step.value)]))
+            elif step.op == "load":
+                tensor = self.traced.tensors[step.value]
+                indices = tuple([index(values[place]) for place in step.args])
+                values.append((tensor[indices] if indices else tensor).to(real_dtype(step.dtype, real)))
             else:
-                assert function is not None
-                operands = [
-                    values[place].to(real_dtype(to, real)) for place, to in zip(args, at, strict=True)
-                ]
-                if half is None or real is torch.float64:
-                    values.append(function(*operands))
-                else:  # in float32, then rounded, as kernels and torch do
-                    values.append(function(*[x.float() for x in operands]).to(half))
+                values.append(value_of(step, values, given, real))
         return values[self._program.result].to(real_dtype(self.traced.graph.result.dtype, real))
 
 
@@ -241,23 +216,3 @@ def traced_for_pickle(mod: Callable[..., Any], kind: str) -> Traced:
             mod=f"{kind}_mod {mod_name(mod)}", error=type(error).__name__, kind=kind,
             reason=f"{error}".partition("\n")[0],
         ) from error  # fmt: skip
-
-
-def _steps(graph: Graph) -> tuple[_ReplayStep, ...]:
-    places = {n: i for i, n in enumerate(graph.nodes)}
-    steps: list[_ReplayStep] = []
-    for n in graph.nodes:
-        known = (n.op, tuple([places[a] for a in n.args]), n.dtype, n.value)
-        row = OPS.get(n.op)
-        if row is None or n.op == CAST:
-            steps.append(_ReplayStep(*known))
-            continue
-        at = tuple([d for _, d in row.arguments(n)])
-        half = n.dtype if row.at == "result" and n.dtype in HALF else None
-        steps.append(_ReplayStep(*known, row.torch, at, half))
-    return tuple(steps)
-
-
-def _index(value: Tensor) -> Tensor:
-    # torch refuses indices of 8 or 16 bits, or takes them for a mask
-    return value.long() if value.dtype.itemsize < 4 else value
