@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -46,32 +45,24 @@ class CopiesByAttribute:
 def deep_copied_traces(
     mod: Callable[..., Any], traces: Sequence[Traced], memo: Memo
 ) -> tuple[Callable[..., Any], list[Traced]]:
-    """Copies a mod. Its traces refer to the tensors that the copy captures, describes and reads."""
-    parts = [part for traced in traces for part in (traced.tensors, traced.described, traced.read)]
-    new, copied = deep_copied(mod, [tensor for part in parts for tensor in part], memo)
-    rest = iter(copied)
-    own = iter([tuple(islice(rest, len(part))) for part in parts])
-    return new, [Traced(x.graph, next(own), x.eager, next(own), next(own)) for x in traces]
-
-
-def deep_copied(
-    mod: Callable[..., Any], tensors: Sequence[Tensor], memo: Memo
-) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """Copies a mod, and returns the copy's captured tensors in the order of `tensors`.
+    """Copies a mod. Its traces refer to the tensors that the copy captures, describes and reads.
 
     Objects that the mod reaches, for example the model that contains it, may be only partly copied yet.
     """
     new = copy.deepcopy(mod, memo)
-    left = {id(tensor) for tensor in tensors}
-    if new is mod or not left:
-        return new, tuple(tensors)
+    left = {id(tensor) for x in traces for part in (x.tensors, x.described, x.read) for tensor in part}
     copied: set[int] = set()
-    for tensor in _tensors(mod):
-        if id(tensor) in left:
-            copied.add(id(tensor))
-            if copied == left:
-                break
-    return new, tuple([copy.deepcopy(t, memo) if id(t) in copied else t for t in tensors])
+    for tensor in _tensors(mod) if left and new is not mod else ():
+        copied |= {id(tensor)} & left
+        if copied == left:
+            break
+
+    def of_copy(part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple([copy.deepcopy(t, memo) if id(t) in copied else t for t in part])
+
+    return new, [
+        Traced(x.graph, of_copy(x.tensors), x.eager, of_copy(x.described), of_copy(x.read)) for x in traces
+    ]
 
 
 def _tensors(mod: Any) -> Iterator[Tensor]:
