@@ -162,6 +162,13 @@ class _AffineIndex(NamedTuple):
     kv: int
     exact: bool
 
+    def plus(self, other: _AffineIndex, factor: int = 1) -> _AffineIndex:
+        exact = self.exact and other.exact
+        return _AffineIndex(self.q + factor * other.q, self.kv + factor * other.kv, exact)
+
+
+NUMBER = _AffineIndex(0, 0, True)
+
 
 class _Differences:
     """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h.
@@ -200,7 +207,7 @@ class _Differences:
         if node.op == "input":
             return _AffineIndex(int(node.value == "q_idx"), int(node.value == "kv_idx"), True)
         if node.op in ("const", "param"):
-            return _AffineIndex(0, 0, True)
+            return NUMBER
         if node.op == CAST:
             found = self._brought(node.args[0], dtype)
             # values may wrap after a cast to int32 that `passes.fitted` kept
@@ -240,17 +247,10 @@ def _combined(op: str, nodes: tuple[Node, ...], found: list[_AffineIndex | None]
     arguments = [a for a in found if a is not None]
     if len(arguments) < len(nodes):
         return None
-    exact = all(a.exact for a in arguments)
-    if op == "neg":
-        return _AffineIndex(-arguments[0].q, -arguments[0].kv, exact)
-    first, second = arguments
-    if op == "mul":
-        if first.q == first.kv == second.q == second.kv == 0:
-            return _AffineIndex(0, 0, exact)
-        for number, other in ((nodes[0], second), (nodes[1], first)):
-            if number.is_const:
-                factor = int(number.value)  # type: ignore[call-overload]
-                return _AffineIndex(factor * other.q, factor * other.kv, exact)
-        return None
-    sign = 1 if op == "add" else -1
-    return _AffineIndex(first.q + sign * second.q, first.kv + sign * second.kv, exact)
+    first, second = arguments if len(arguments) == 2 else (NUMBER, *arguments)  # -x is 0 - x
+    if op != "mul":
+        return first.plus(second, 1 if op == "add" else -1)
+    for number, other in ((nodes[0], second), (nodes[1], first)):
+        if number.is_const:
+            return NUMBER.plus(other, int(number.value))  # type: ignore[call-overload]
+    return first.plus(second) if first.q == first.kv == second.q == second.kv == 0 else None
