@@ -155,12 +155,6 @@ class Proxy(TracedValue):
     shape = property(lambda self: torch.Size(()))
     requires_grad = property(lambda self: False)
 
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(())
-
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
