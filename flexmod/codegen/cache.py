@@ -69,17 +69,11 @@ def load(text: str, name: str) -> ModuleType:
         elif Path(str(module.__file__)).parent != config.cache_dir():
             _write(stem + ".py", text)  # `flexmod warm` fills another folder
         _modules.move_to_end(stem)
-        while len(_modules) > KEPT:
-            _drop_oldest()
+        while len(_modules) > KEPT:  # the users of the oldest one keep it alive
+            sys.modules.pop(_module_name(_modules.popitem(last=False)[0]), None)
         while _dead:
             _forget_lines(_dead.popleft())
         return module
-
-
-def _drop_oldest() -> None:
-    """Drops the least recently used module from the cache; its users keep it alive."""
-    stem, _ = _modules.popitem(last=False)
-    sys.modules.pop(_module_name(stem), None)
 
 
 def _forget_lines(path: str) -> None:

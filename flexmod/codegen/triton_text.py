@@ -179,10 +179,8 @@ class TritonWriter:
         return f"{targets} = {self.called(function)}", function.source(JIT)
 
     def called(self, function: Function) -> str:
-        return f"{function.name}({', '.join([*function.arguments, *self._kernel_names(function)])})"
-
-    def _kernel_names(self, function: Function) -> list[str]:
-        return [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
+        further = [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
+        return f"{function.name}({', '.join([*function.arguments, *further])})"
 
     def shaped(self, value: str, result: Node) -> str:
         """Gives a result its shape: a score fills the tile even if the mod ignores it, and a constant mask

@@ -207,12 +207,9 @@ class _Sight:
             if name in scope:
                 self.add(scope[name])
             else:
-                self.add(_builtins_of(scope).get(name, self))
-
-
-def _builtins_of(scope: dict[str, Any]) -> dict[str, Any]:
-    member = scope.get("__builtins__", builtins)
-    return member if isinstance(member, dict) else vars(member)
+                member = scope.get("__builtins__", builtins)
+                own = member if isinstance(member, dict) else vars(member)
+                self.add(own.get(name, self))
 
 
 @dataclass(frozen=True, eq=False)

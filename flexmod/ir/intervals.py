@@ -127,7 +127,8 @@ class _Analyzer:
         names = {n.value for n in graph.nodes if n.op == "input"}
         terms = (term for term, _ in self.terms.values())
         used = tuple(t for t in terms if {t.low, t.high} & names)
-        return Analysis(graph, used, serves(self.graph, self.forms, self._by_rules()))
+        by_rules = [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
+        return Analysis(graph, used, serves(self.graph, self.forms, by_rules))
 
     def _needed(self) -> list[Node]:
         """The nodes that need bounds, arguments first; nodes inside a term need none."""
@@ -139,10 +140,6 @@ class _Analyzer:
             elif plan == "linear":
                 wanted.update(self._form(node).others)
         return [n for n in self.graph.nodes if n in wanted]
-
-    def _by_rules(self) -> list[Node]:
-        """The nodes whose bounds follow from the bounds of other nodes by a rule."""
-        return [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
 
     def _node(self, end: Any, dtype: torch.dtype) -> Node:
         return end.node if isinstance(end, End) else self.builder.const(number(end, dtype).item(), dtype)
@@ -302,7 +299,8 @@ class _Analyzer:
         moderate: Any = True
         taken = []
         for low, high in arguments:
-            if not _is_moderate((low, high)):
+            least, most = bounds.known_ends((low, high))
+            if least < -MODERATE or most > MODERATE:
                 inside = (low >= -MODERATE) & (high <= MODERATE)
                 moderate = moderate & inside
                 low, high = (
@@ -332,8 +330,3 @@ class _Analyzer:
         loaded = self.builder.node("load", chosen, node.dtype, node.value, node.where)
         end = End(self.builder, loaded)
         return bounds.choose_bounds(at, without_nan(self.builder, (end, end), dtype), dtype_limits(dtype))
-
-
-def _is_moderate(found: Bounds) -> bool:
-    low, high = bounds.span(found[0])[0], bounds.span(found[1])[1]
-    return low >= -MODERATE and high <= MODERATE

@@ -70,7 +70,9 @@ class TracedValue:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return tracer_of(args, kwargs).call(func, args, kwargs or {})
+        found = _first_traced([*args, *(kwargs or {}).values()])
+        assert found is not None, "torch dispatches here only for a traced argument"
+        return found._tracer.call(func, args, kwargs or {})
 
     @property
     def device(self) -> torch.device:
@@ -324,12 +326,6 @@ class CaptureView(TracedValue):
 def mentions_traced(values: Iterable[Any]) -> bool:
     """Is there a Proxy or a CaptureView among arguments?"""
     return _first_traced(values) is not None
-
-
-def tracer_of(args: Any, kwargs: dict[str, Any] | None) -> AbstractTracer:
-    found = _first_traced([*args, *(kwargs or {}).values()])
-    assert found is not None, "torch dispatches here only for a traced argument"
-    return found._tracer
 
 
 def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:

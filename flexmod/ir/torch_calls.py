@@ -96,7 +96,10 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
     operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
     first = Proxy(tracer, tracer.node(operands[0], name))
-    rest = [Proxy(tracer, tracer.node(x, name)) if _is_scalar(x) else x for x in operands[1:]]
+    rest = [
+        Proxy(tracer, tracer.node(x, name)) if isinstance(x, torch.Tensor) and not x.dim() else x
+        for x in operands[1:]
+    ]
     try:
         return COMPOSED[name](first, *rest, **options)
     except errors.FlexmodError:
@@ -106,11 +109,6 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
             operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
             advice=f"leave out what is not elementwise ({error}).",
         ) from error  # fmt: skip
-
-
-def _is_scalar(x: Any) -> bool:
-    """Is it a captured tensor without dimensions?"""
-    return isinstance(x, torch.Tensor) and not x.dim()
 
 
 def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
