@@ -18,14 +18,13 @@ from torch import Tensor
 
 from flexmod.backends.interface import Problem
 from flexmod.backends.steps import Step
-from flexmod.ir.derivative import is_diagonal
+from flexmod.ir.derivative import LARGEST_ON_LINE, is_diagonal
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST
 from flexmod.ir.trace import Traced
 
 FLOATS = (torch.float32, torch.float64)
-EXACT = 1 << 24  # integers below are exact in float32
 # The logarithm of the largest weight that may be left out, and a bias from which on weights may be denormal.
 LEFT_OUT, STEEP = -46.0, -60.0
 
@@ -100,7 +99,7 @@ class Bias:
         self._traced = Traced(graph, problem.score.tensors)
         self._operands = problem.scale, q, k
         self._lengths = q.shape[2], k.shape[2]
-        self._diagonal = max(self._lengths) < EXACT and _has_line(graph)
+        self._diagonal = max(self._lengths) <= LARGEST_ON_LINE and _has_line(graph)
         self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
         self._lines: dict[tuple[range, range], Tensor] = {}
 

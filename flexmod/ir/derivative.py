@@ -13,15 +13,19 @@ either position, as for slopes of heads and scalars, the sum may run over a row'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from flexmod import errors
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, DType, Graph, Node, rebuild
-from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, strong
+from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, rebuild
+from flexmod.ir.integers import integer_bounds
+from flexmod.ir.linear import Forms, Linear, taken_apart
+from flexmod.ir.ops import CAST, HALF, OPS, strong
+from flexmod.ir.passes import EXACT
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.trace import Tracer, watching
 
@@ -101,6 +105,8 @@ def _backward(tracer: Tracer, node: Node, grads: dict[Node, Proxy], active: set[
         grads[argument] = tracer.apply("add", (grads[argument], part)) if argument in grads else part
 
 
+# Up to here float32 has all differences of two positions, and of positions plus small numbers.
+LARGEST_ON_LINE = EXACT // 2
 Along = Literal["row", "column", "diagonal", "element"]
 Uniform = Literal["row", "column"]
 """How to sum terms whose indices read only b and h."""
@@ -122,135 +128,66 @@ class GradientTerm:
 
 def terms_of(found: CaptureGrad, uniform: Uniform = "row") -> tuple[GradientTerm, ...]:
     """The terms of a CaptureGrad in the order of its loads, each with the sum that its indices permit."""
-    known = _Differences(found.graph)
+    forms = _Modular(found.graph, 2**31)
     results = iter(found.graph.results[1:])
     terms = []
     for number in found.loads:
         gradient = next(results)
         indices = tuple(next(results) for _ in range(found.graph.captures[number].rank))
-        terms.append(GradientTerm(number, gradient, indices, _along(indices, known, uniform)))
+        terms.append(GradientTerm(number, gradient, indices, _along(indices, forms, uniform)))
     return tuple(terms)
 
 
 def is_diagonal(graph: Graph) -> bool:
     """Do the graph's results depend on q_idx and kv_idx only through their difference?
 
-    Positions are less than 2^24, so that they are exact in float32.
+    q_idx and kv_idx are less than LARGEST_ON_LINE.
     """
-    known = _Differences(graph, floats=True)
-    return all(result in known.diagonal for result in graph.results)
+    return all(map(_Modular(graph, LARGEST_ON_LINE, floats=True).is_diagonal, graph.results))
 
 
-def _along(indices: tuple[Node, ...], known: _Differences, uniform: Uniform) -> Along:
+def _along(indices: tuple[Node, ...], forms: Forms, uniform: Uniform) -> Along:
     if all(index.home <= UNIFORM for index in indices):
         return uniform
     if all(index.home <= ROW for index in indices):
         return "row"
     if all(index.home <= COLUMN for index in indices):
         return "column"
-    return "diagonal" if all(index in known.diagonal for index in indices) else "element"
+    return "diagonal" if all(map(forms.is_diagonal, indices)) else "element"
 
 
-class _AffineIndex(NamedTuple):
-    """An integer q * q_idx + kv * kv_idx + (a value of b and h only), modulo the dtype's range.
+class _Modular(Forms):
+    """Linear forms modulo the range of a node's dtype: a difference of positions that wraps is constant along
+    diagonals too. Comparisons, and casts to wider integers, need forms that do not wrap.
 
-    `exact`: computed from positions and numbers in 32 bits or more, where nothing wraps (see
-    `passes.fitted`).
+    `floats`: also forms of floats that are exact integers.
     """
 
-    q: int
-    kv: int
-    exact: bool
-
-    def plus(self, other: _AffineIndex, factor: int = 1) -> _AffineIndex:
-        exact = self.exact and other.exact
-        return _AffineIndex(self.q + factor * other.q, self.kv + factor * other.kv, exact)
-
-
-NUMBER = _AffineIndex(0, 0, True)
-
-
-class _Differences:
-    """Finds `diagonal`, the nodes of a graph that are constant along each diagonal for a given b and h.
-
-    `floats`: positions are exact as floats.
-    """
-
-    def __init__(self, graph: Graph, floats: bool = False) -> None:
+    def __init__(self, graph: Graph, largest: int, floats: bool = False) -> None:
+        super().__init__(integer_bounds(graph, dict.fromkeys(POSITIONS, largest)))
+        self._exact = Forms(self.known)
         self._floats = floats
-        self._affine: dict[Node, _AffineIndex] = {}
-        self.diagonal: set[Node] = set()
-        for node in graph.nodes:
-            affine = self._affine_of(node)
-            if affine is not None:
-                self._affine[node] = affine
-            opposite = affine is not None and affine.q == -affine.kv
-            if node.home <= UNIFORM or opposite or self._of_diagonals(node) or self._compares(node):
-                self.diagonal.add(node)
 
-    def _of_diagonals(self, node: Node) -> bool:
-        return bool(node.args) and all(a in self.diagonal for a in node.args)
+    def difference(self, comparison: Node) -> Linear | None:
+        return self._exact.difference(comparison)
 
-    def _compares(self, node: Node) -> bool:
-        """Is it a comparison like q_idx > kv_idx, which depends on the difference only?"""
-        if node.op not in COMPARISONS:
-            return False
-        found = _combined("sub", node.args, self._arguments(node))
-        return found is not None and found.exact and found.q == -found.kv
-
-    def _affine_of(self, node: Node) -> _AffineIndex | None:
+    def _form(self, node: Node) -> Linear | None:
         dtype = strong(node.dtype)
-        if dtype.is_floating_point and self._floats:
-            return self._float(node)
-        if dtype.is_floating_point or dtype == torch.bool:
+        if dtype == torch.bool or dtype.is_floating_point and not (self._floats and dtype not in HALF):
             return None
-        if node.op == "input":
-            return _AffineIndex(int(node.value == "q_idx"), int(node.value == "kv_idx"), True)
-        if node.op in ("const", "param"):
-            return NUMBER
-        if node.op == CAST:
-            found = self._brought(node.args[0], dtype)
-            # values may wrap after a cast to int32 that `passes.fitted` kept
-            return found._replace(exact=found.exact and dtype != torch.int32) if found else None
-        if node.op in ("add", "sub", "mul", "neg"):
-            found = _combined(node.op, node.args, self._arguments(node))
-            if found is not None:
-                return found._replace(exact=found.exact and dtype.itemsize >= 4)
-        return _AffineIndex(0, 0, False) if node.home <= UNIFORM else None
+        if node.is_const and type(node.value) is int:
+            return Linear({}, node.value)
+        linear = node.op in ("add", "sub", "mul", "neg", CAST)
+        found = taken_apart(node.op, [self._argument(a, dtype) for a in node.args]) if linear else None
+        if dtype.is_floating_point:
+            fits = found is not None and all(abs(end) <= EXACT for end in found.between(self.known))
+            return found if fits else None
+        return found or Linear({node: 1})
 
-    def _float(self, node: Node) -> _AffineIndex | None:
-        """A position as a float, or a difference of two."""
-        if strong(node.dtype) in HALF:
-            return None
-        found = [self._affine.get(argument) for argument in node.args]
-        if node.op == CAST:
-            position = found[0] in ((1, 0, True), (0, 1, True))
-            return found[0] if position else None
-        return _combined("sub", node.args, found) if node.op == "sub" else None
-
-    def _arguments(self, node: Node) -> list[_AffineIndex | None]:
-        return [self._brought(a, d) for a, d in OPS[node.op].arguments(node)]
-
-    def _brought(self, node: Node, dtype: DType) -> _AffineIndex | None:
-        """The node as an argument of this dtype. A wider dtype needs a value that has not wrapped."""
-        affine, source, target = self._affine.get(node), strong(node.dtype), strong(dtype)
-        if affine is None or target.is_floating_point or target == torch.bool:
-            return None
-        if target.itemsize < source.itemsize:
-            return affine._replace(exact=isinstance(node.dtype, type) and target.itemsize >= 4)
-        same = target.itemsize == source.itemsize
-        return affine if same or affine.exact or affine.q == affine.kv == 0 else None
-
-
-def _combined(op: str, nodes: tuple[Node, ...], found: list[_AffineIndex | None]) -> _AffineIndex | None:
-    """The affine index of a sum, a difference, a negation, or a product with a number."""
-    arguments = [a for a in found if a is not None]
-    if len(arguments) < len(nodes):
-        return None
-    first, second = arguments if len(arguments) == 2 else (NUMBER, *arguments)  # -x is 0 - x
-    if op != "mul":
-        return first.plus(second, 1 if op == "add" else -1)
-    for number, other in ((nodes[0], second), (nodes[1], first)):
-        if number.is_const:
-            return NUMBER.plus(other, int(number.value))  # type: ignore[call-overload]
-    return first.plus(second) if first.q == first.kv == second.q == second.kv == 0 else None
+    def _argument(self, node: Node, dtype: torch.dtype) -> Linear:
+        """The form of an argument after a cast. A wider dtype needs a value that has not wrapped."""
+        form, source = self.of(node), strong(node.dtype)
+        exact = self._exact.of(node) is not None and all(map(math.isfinite, self.known[node]))
+        alike = dtype.is_floating_point == source.is_floating_point
+        narrows = alike and (dtype.is_floating_point or dtype.itemsize <= source.itemsize)
+        return form if form is not None and (exact or narrows) else Linear({node: 1})

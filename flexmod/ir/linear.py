@@ -61,7 +61,7 @@ class Linear:
     @property
     def others(self) -> list[Node]:
         """The nodes that are not q_idx or kv_idx themselves."""
-        return [n for n in self.parts if n.op != "input" or n.home <= UNIFORM]
+        return [n for n in self.parts if n.op != "input" or n.value not in ("q_idx", "kv_idx")]
 
 
 class Forms:
@@ -90,7 +90,7 @@ class Forms:
         if math.isfinite(self.known[node][0]) and math.isfinite(self.known[node][1]):
             forms = [self._argument(a, strong(node.dtype)) for a in node.args]
             if node.op in ("add", "sub", "mul", "neg", CAST) and all(f is not None for f in forms):
-                taken = _taken_apart(node.op, forms)  # type: ignore[arg-type]
+                taken = taken_apart(node.op, forms)  # type: ignore[arg-type]
                 if taken is not None:
                     return taken
         return Linear({node: 1})
@@ -181,7 +181,8 @@ class Forms:
         return frozenset()
 
 
-def _taken_apart(op: str, forms: list[Linear]) -> Linear | None:
+def taken_apart(op: str, forms: list[Linear]) -> Linear | None:
+    """The form of a sum, a difference, a negation, a cast, or a product with a number."""
     if op == "mul":
         for one, other in (forms, forms[::-1]):
             if not one.parts:

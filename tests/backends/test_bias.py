@@ -58,3 +58,17 @@ def test_a_bias_that_is_not_a_number() -> None:
     table[40] = torch.nan
     problem = problem_of(case, lambda score, b, h, q_idx, kv_idx: score + table[kv_idx])
     assert bool(cpu.forward(problem, *case.inputs, want_max=False).out.isnan().all())
+
+
+def test_a_float_of_a_far_position_has_no_line() -> None:
+    """float32 rounds the position, so the bias changes along a diagonal."""
+    case = make_case(dtype=torch.float32, heads=1, kv_heads=1, q_len=200, kv_len=200)
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + 0.1 * ((q_idx + 2**30).float() - kv_idx.float() - 2.0**30)
+
+    given = (torch.zeros(1), torch.tensor(0), torch.tensor(0), torch.arange(200)[:, None], torch.arange(200))
+    scores = case.q[0, 0].double() @ case.k[0, 0].double().T * case.scale + mod(*given)
+    expected = scores.softmax(-1) @ case.v[0, 0].double()
+    out = cpu.forward(problem_of(case, mod), *case.inputs, want_max=False).out[0, 0]
+    assert float((out - expected).abs().max()) < 1e-5

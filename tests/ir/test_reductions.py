@@ -9,7 +9,7 @@ import pytest
 import torch
 from learned_mods import learned_mods
 
-from flexmod.ir.derivative import differentiate_captures, terms_of
+from flexmod.ir.derivative import differentiate_captures, is_diagonal, terms_of
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import fitted, optimize, promote_constants, widen
 from flexmod.ir.trace import trace
@@ -92,6 +92,31 @@ def test_a_load_may_have_wrapped_before_it_is_widened() -> None:
 
     assert alongs(score_mod) == [ELEMENT]
     assert alongs(score_mod, widen) == [DIAGONAL]
+
+
+BIASES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "difference of floats": (lambda q, k: 0.5 * (q.float() - k.float()), True),
+    "floats of a sum": (lambda q, k: (q + 3).float() - k.double(), True),
+    "negated": (lambda q, k: -q.float() + k.float(), True),
+    "function of the difference": (lambda q, k: torch.where(q > k, 1.0, (q - k).float().sin()), True),
+    "far position": (lambda q, k: (q + 2**30).float() - k.float(), False),
+    "half position": (lambda q, k: q.half() - k.half(), False),
+    "difference of multiples": (lambda q, k: q.float() - 2 * k.float(), False),
+    "wrapped position": (lambda q, k: q.to(torch.uint8).float() - k.to(torch.uint8).float(), False),
+    "table": (lambda q, k: PLACES[q].float() - k.float(), False),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_constant_along_diagonals(name: str) -> None:
+    bias, expected = BIASES[name]
+    graph = trace(lambda s, b, h, q, k: bias(q, k), "score").graph
+    assert is_diagonal(optimize(graph)) == is_diagonal(fitted_to_a_call(graph)) == expected
+
+
+def test_wrapped_bytes_have_no_diagonal() -> None:
+    """A byte has bounds even where it has wrapped."""
+    assert alongs(lambda s, b, h, q, k: s + T[q.to(torch.uint8).int() - k.to(torch.uint8).int()]) == [ELEMENT]
 
 
 def test_several_indices() -> None:
