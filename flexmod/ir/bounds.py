@@ -392,8 +392,13 @@ ROUNDED = frozenset({
     add, sub, mul, div, neg, absolute, minimum, maximum, where, floor, ceil, trunc, nearest, sign,
     square_root, hypot, lt, le, gt, ge, eq, ne,
 })  # fmt: skip
-# Rules that differ for floating-point numbers.
-OF_FLOATS: dict[Callable[..., Bounds], Callable[..., Bounds]] = {mul: mul_floats}
+
+
+def rounded_rule(rule: Callable[..., Bounds] | None) -> Callable[..., Bounds] | None:
+    """The rule for rounded floating-point results, if an operation's rule holds for them."""
+    return mul_floats if rule is mul else rule if rule in ROUNDED else None
+
+
 # For an argument without ends, which may be nan, these rules would return bounds with an end.
 KEEP_NAN = frozenset({minimum, maximum, absolute, sign, hypot})
 # The results may leave int64 when the arguments are large.

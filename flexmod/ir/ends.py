@@ -22,7 +22,6 @@ from flexmod.ir.linear import INTEGERS
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, promote, strong
 
 LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
-INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
 
 
 def _operator(name: str) -> Any:
@@ -130,11 +129,12 @@ def dtype_limits(dtype: torch.dtype) -> bounds.Bounds:
 
 def _whole(value: Any) -> Any:
     """Replaces an infinite end of an integer by int64's limit."""
-    return INT64[value > 0] if bounds.is_endless(value) else value
+    return dtype_limits(torch.int64)[value > 0] if bounds.is_endless(value) else value
 
 
 def _integer_dtype(low: int, high: int) -> torch.dtype | None:
-    for dtype, (least, most) in ((torch.int32, INT32), (torch.int64, INT64)):
+    for dtype in INTEGERS:
+        least, most = dtype_limits(dtype)
         if least <= low and high <= most:
             return dtype
     return None
@@ -147,10 +147,9 @@ def _with_slack(span: bounds.Bounds) -> bounds.Bounds:
 
 
 def _span_of(name: str, values: tuple[Any, ...], floats: bool) -> bounds.Bounds:
-    rule = OPS[name].interval
-    if rule is None or (floats and rule not in bounds.ROUNDED):
+    rule = bounds.rounded_rule(OPS[name].interval) if floats else OPS[name].interval
+    if rule is None:
         return bounds.UNKNOWN
-    rule = bounds.OF_FLOATS.get(rule, rule) if floats else rule
     found = rule(*map(bounds.span, values))
     return _with_slack(found) if floats and name not in COMPARISONS else found
 

@@ -260,18 +260,18 @@ class _Analyzer:
             return brought_to(self.builder, self._of(node.args[0]), node.args[0], dtype)
         row = OPS.get(node.op)
         floats = dtype.is_floating_point or any(strong(a.dtype).is_floating_point for a in node.args)
-        if row is None or row.interval is None or (floats and row.interval not in bounds.ROUNDED):
+        interval = row.interval if row else None
+        rule = bounds.rounded_rule(interval) if floats else interval
+        if row is None or rule is None:
             return dtype_limits(dtype)
         arguments = [brought_to(self.builder, self._of(a), a, d) for a, d in row.arguments(node)]
-        rule, sizes = row.interval, arguments
+        sizes = arguments
         squares = node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool
         if squares:
             sizes = [bounds.absolute(a) for a in arguments]
         if rule in bounds.ARITHMETIC and not floats:
             return self._arithmetic(rule, sizes, dtype)
-        found = clamp_to_dtype(
-            self.builder, (bounds.OF_FLOATS.get(rule, rule) if floats else rule)(*sizes), dtype
-        )
+        found = clamp_to_dtype(self.builder, rule(*sizes), dtype)
         if floats and (squares or rule in bounds.KEEP_NAN):
             for low, high in arguments:
                 may_be_nan = bounds.no(bounds.is_known(low) | bounds.is_known(high))
