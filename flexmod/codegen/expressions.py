@@ -10,6 +10,7 @@ import ast
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -232,13 +233,10 @@ def fresh(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def count_users(graph: Graph) -> dict[Node, int]:
+def count_users(graph: Graph) -> Counter[Node]:
     """How often each node is used: by other nodes, and as one of several results."""
-    users = {} if len(graph.results) == 1 else dict.fromkeys(graph.results, 1)
-    for node in graph.nodes:
-        for argument in node.args:
-            users[argument] = users.get(argument, 0) + 1
-    return users
+    results = {*graph.results} if len(graph.results) > 1 else ()
+    return Counter([*results, *(argument for node in graph.nodes for argument in node.args)])
 
 
 def products_that_decide(graph: Graph) -> frozenset[Node]:

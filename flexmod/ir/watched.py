@@ -156,7 +156,7 @@ def _links_of(mods: Iterable[tuple[Callable[..., Any], Sequence[Tensor]]]) -> Li
                     met.add(id(whole))
                     ahead.append(id(whole))
                     for entries in _containers(whole):
-                        links[id(entries)] = (_Entries(entries), "", True)
+                        links[id(entries)] = (_entries_of(entries), "", True)
         watched += [part for whole, part in leading.get(id(None), ()) if id(whole) in met]
         for owner, name, item in watched:
             if owner is not None:
@@ -175,24 +175,20 @@ def hold(links: Links) -> bool:
     return True
 
 
-class _Entries:
-    """Has a list or dict its recorded keys, in order, and values of the recorded types?"""
+def _entries_of(container: Any) -> Callable[[str], bool]:
+    """Makes a test: has a list or dict its present keys, in order, and values of the present types?"""
 
-    __slots__ = ("_container", "_keys", "_types")
+    def now() -> tuple[list[Any], list[type]]:
+        if isinstance(container, dict):
+            return [*container], [*map(type, container.values())]
+        return [], [*map(type, container)]
 
-    def __init__(self, container: Any) -> None:
-        self._container = container
-        self._keys, self._types = self._now()
+    def same(name: str) -> bool:
+        keys, types = now()
+        return types == known_types and all(map(is_, keys, known_keys))
 
-    def _now(self) -> tuple[list[Any], list[type]]:
-        known = self._container
-        if isinstance(known, dict):
-            return [*known], [*map(type, known.values())]
-        return [], [*map(type, known)]
-
-    def __call__(self, name: str) -> bool:
-        keys, types = self._now()
-        return types == self._types and all(map(is_, keys, self._keys))
+    known_keys, known_types = now()
+    return same
 
 
 def _containers(value: Any) -> list[Any]:
