@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention
-from flexmod.ir.record import encoded, record_of
+from flexmod.ir.record import Recorded, encoded
 
 SIZES = (1, 4, 24, 40)
 ON_CPU = ("AUTO", "INTERPRET", "REFERENCE")
@@ -138,9 +138,9 @@ def test_zeros_of_both_signs_are_two_numbers(backend: str) -> None:
 def test_zeros_of_both_signs_are_two_numbers_of_a_compiled_graph() -> None:
     step = ("__mul__", ("tuple", (("value", 3), ("real", 0))), (), False)
     steps = (step, ("__ge__", ("tuple", (("value", 4), ("real", 1))), (), False))
-    record = record_of(encoded(("mask", steps, ("value", 5), (), torch.float32)))
+    text = encoded(("mask", steps, ("value", 5), (), torch.float32))
     for numbers in ((0.0, 1.0), (-0.0, 1.0), (math.nan, 1.0), (0.0, 1.0)):
-        traced, _ = record.traced((), (), numbers, torch.device("cpu"))
+        traced, _ = Recorded(text, (), (), numbers).traced(torch.device("cpu"))
         found = [node.value for node in traced.graph.nodes if node.is_const]
         assert list(map(repr, found)) == list(map(repr, numbers))
 

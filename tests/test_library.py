@@ -22,7 +22,7 @@ from flexmod.block_mask.tiles import MaskLayout
 from flexmod.calls import library
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.ops import BY_TORCH_NAME
-from flexmod.ir.record import REMEMBERED, graph_of, numbered, record, record_of
+from flexmod.ir.record import REMEMBERED, graph_of, numbered, record
 from flexmod.ir.trace import trace
 
 HEADS = 4
@@ -379,8 +379,7 @@ def test_a_record_is_traced_as_the_mod_itself(number: int) -> None:
     mod = some_mods(torch.rand(4), torch.tensor(1.5), 3)[number]
     t = torch.device("cpu")
     recorded = record(mod, "score", t)
-    captured = recorded.captured, recorded.integers, recorded.reals
-    traced, places = record_of(recorded.text).traced(*captured, t)
+    traced, places = recorded.traced(t)
     wanted = trace(mod, "score")
     assert traced.graph.reads == wanted.graph.reads
     assert all(recorded.captured[place] is x for place, x in zip(places, traced.tensors, strict=True))
@@ -409,7 +408,7 @@ def test_functions_are_recorded_by_names_that_are_found() -> None:
     assert len(mods) > 60
     for mod in mods:
         recorded = record(mod, "score", CPU)
-        traced, _ = record_of(recorded.text).traced((), recorded.integers, recorded.reals, CPU)
+        traced, _ = recorded.traced(CPU)
         assert traced.graph.reads == trace(mod, "score").graph.reads
 
 

@@ -249,7 +249,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "graph":
-        traced, _ = mod.traced(captured, *known, device)
+        traced, _ = Recorded(variant.mask, captured, *known).traced(device)
         layout = MaskLayout((rest[0], rest[1], *lengths), block, device, variant.flags[0])
         storage = storage_of(given.tiles, traced.graph, layout)
         found = present_tiles(storage, traced, lengths, block, outside=False)

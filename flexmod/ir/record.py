@@ -226,20 +226,6 @@ class Record:
     default: torch.dtype
     text: str
 
-    def traced(
-        self,
-        captured: Sequence[Tensor],
-        integers: Sequence[int],
-        reals: Sequence[float],
-        device: torch.device,
-    ) -> tuple[Traced, tuple[int, ...]]:
-        """Traces the record with these tensors and numbers. Also returns which tensor each capture is."""
-        kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in captured)
-        # 0.0 equals -0.0, and nan equals nothing: texts tell numbers apart
-        texts = tuple(real.hex() for real in reals)
-        graph, places = _graph(self.text, kinds, tuple(integers), texts, device)
-        return Traced(graph, tuple(captured[place] for place in places)), places
-
     def run(self, arguments: Sequence[Any], captured: Sequence[Tensor], numbers: Numbers) -> Any:
         """Runs the recorded mod on other arguments."""
         values = list(arguments)
@@ -351,7 +337,11 @@ class Recorded:
         tensor that it passes on.
         """
         if self.text != GRAPH:
-            return record_of(self.text).traced(self.captured, self.integers, self.reals, device)
+            kinds = tuple((t.dtype, tuple(t.shape), tuple(t.stride())) for t in self.captured)
+            # 0.0 equals -0.0, and nan equals nothing: texts tell numbers apart
+            texts = tuple(real.hex() for real in self.reals)
+            graph, places = _graph(self.text, kinds, tuple(self.integers), texts, device)
+            return Traced(graph, tuple(self.captured[place] for place in places)), places
         graph = graph_of(self.integers[0])
         for capture, tensor in zip(graph.captures, self.captured, strict=True):
             found = capture_of(capture.name, tensor)
