@@ -123,7 +123,7 @@ def evaluate(
     return tuple(_strong(values[place], r.dtype, real, b.device) for place, r in pairs)
 
 
-class Step(NamedTuple):
+class GraphStep(NamedTuple):
     """A node of a graph, its arguments by place, and the dtypes to which they are cast."""
 
     op: str
@@ -135,14 +135,14 @@ class Step(NamedTuple):
 
 
 @lru_cache(1024)
-def steps_of(graph: Graph) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+def steps_of(graph: Graph) -> tuple[tuple[GraphStep, ...], tuple[int, ...]]:
     """The nodes in order, and the places of the results."""
     places = {n: i for i, n in enumerate(graph.nodes)}
-    steps: list[Step] = []
+    steps: list[GraphStep] = []
     for n in graph.nodes:
         row = OPS.get(n.op)
         at = tuple([d for _, d in row.arguments(n)]) if row else ()
-        steps.append(Step(n.op, tuple([places[a] for a in n.args]), n.dtype, n.value, row, at))
+        steps.append(GraphStep(n.op, tuple([places[a] for a in n.args]), n.dtype, n.value, row, at))
     return tuple(steps), tuple([places[result] for result in graph.results])
 
 
@@ -179,7 +179,7 @@ def _last_uses(graph: Graph, overwrite: str) -> tuple[tuple[int, ...], ...]:
 
 
 def value_of(
-    step: Step,
+    step: GraphStep,
     values: Sequence[Any],
     inputs: Mapping[str, Any],
     real: torch.dtype,
