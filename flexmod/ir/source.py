@@ -81,6 +81,13 @@ def positional_count(mod: Callable[..., Any]) -> int:
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 
+def _takes_the_rest(mod: Callable[..., Any]) -> bool:
+    """Does a mod take further positional arguments as `*args`, like the function of a decorator?"""
+    function = mod.forward if isinstance(mod, torch.nn.Module) else mod
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
 def mod_kind(mod: Callable[..., Any]) -> str:
     """ "score" for five positional arguments without defaults, "mask" for four.
 
@@ -98,7 +105,8 @@ def mod_kind(mod: Callable[..., Any]) -> str:
 def check_arity(mod: Callable[..., Any], kind: str) -> None:
     """Raises an error if a mod cannot be called with the arguments of its kind."""
     count = _checked_count(mod, f"{kind}_mod", EXAMPLES[kind])
-    if count != len(ARGUMENTS[kind]):
+    wanted = len(ARGUMENTS[kind])
+    if count != wanted and not (count < wanted and _takes_the_rest(mod)):
         expected = EXAMPLES[kind]
         if kind == "score" and count == len(ARGUMENTS["mask"]):
             expected += (

@@ -329,6 +329,29 @@ def test_mods(mod: Callable[..., Any]) -> None:
         check(mod, "mask")
 
 
+class OfAnyArguments(torch.nn.Module):
+    def forward(self, *args: Any) -> Any:
+        return with_default(*args)
+
+    def method(self, b: Any, *others: Any) -> Any:
+        return with_default(b, *others)
+
+
+ANY_ARGUMENTS: dict[str, Callable[..., Any]] = {
+    "function": lambda *args: with_default(*args),
+    "partial": functools.partial(lambda window, *args: closure(window)(*args), 3),
+    "module": OfAnyArguments(),
+    "method": OfAnyArguments().method,
+}
+
+
+@pytest.mark.parametrize("mod", ANY_ARGUMENTS.values(), ids=ANY_ARGUMENTS)
+def test_mods_that_pass_their_arguments_on(mod: Callable[..., Any]) -> None:
+    """As a decorator's function does; torch's score_mod may do so too."""
+    check(mod, "mask")
+    check(lambda score, *positions: torch.where(mod(*positions), score, 0.0), "score")
+
+
 def test_score_mods_are_told_from_mask_mods() -> None:
     assert mod_kind(lambda s, b, h, q, k: s) == "score"
     assert mod_kind(functools.partial(lambda s, b, h, q, k, *, slope: s, slope=1)) == "score"
