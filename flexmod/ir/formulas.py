@@ -152,8 +152,7 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
 
 
 def _hardswish(x: Any) -> Any:
-    # x * 6 may leave float16, x + 3 may round to 6; and -inf * 0 is nan, as in torch
-    x = x * 1.0
+    x = x * 1.0  # of a uint8, -3 would be 253; and -inf * 0 is nan, as in torch
     near = _hardtanh(x, -3.0, 3.0)
     return torch.where(x <= -3, x * 0.0, torch.where(x < 3, near * (near + 3.0) / 6.0, x))
 
@@ -178,15 +177,18 @@ def _logaddexp(a: Any, b: Any) -> Any:
 
 def _in_one_dtype(formula: Callable[..., Any]) -> Callable[..., Any]:
     """Casts arguments to the result's dtype first, as torch does: otherwise a part of the formula is rounded
-    to the dtype of its own arguments.
+    to the dtype of its own arguments. Computes half types in float32, and rounds once.
     """
 
     def cast(*given: Any, **options: Any) -> Any:
         dtypes = [x.dtype for x in given if hasattr(x, "dtype")]
         dtype = reduce(torch.promote_types, dtypes)
-        if all(each == dtype for each in dtypes):
-            return formula(*given, **options)
-        return formula(*(x.to(dtype) if hasattr(x, "dtype") else x for x in given), **options)
+        halves = dtype in (torch.float16, torch.bfloat16)
+        wide = torch.float32 if halves else dtype
+        if any(each != wide for each in dtypes):
+            given = tuple(x.to(wide) if hasattr(x, "dtype") else x for x in given)
+        found = formula(*given, **options)
+        return found.to(dtype) if halves else found
 
     return cast
 
@@ -221,7 +223,7 @@ def _root(x: Any) -> Any:
 def _asinh(x: Any) -> Any:
     x = x * 1.0
     size = torch.where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is not 0
-    near = size.minimum(_far(size))
+    near = size.minimum(_FAR)
     found = torch.log1p(near + near * (near / (1.0 + torch.hypot(near, torch.full_like(near, 1.0)))))
     found = _log_of_twice(size, found)
     return torch.where(x < 0, -found, found)
@@ -229,7 +231,7 @@ def _asinh(x: Any) -> Any:
 
 def _acosh(x: Any) -> Any:
     x = x * 1.0
-    above = x.minimum(_far(x)) - 1.0  # exact near 1, where log would lose digits
+    above = x.minimum(_FAR) - 1.0  # exact near 1, where log would lose digits
     # Two roots, as in `_root`. The derivative below 1 is finite, since a `where` multiplies it by 0.
     root = torch.sqrt(torch.where(above < 0, -above, above)) * torch.sqrt(torch.abs(above + 2.0))
     found = _log_of_twice(x, torch.log1p(above + root))
@@ -238,13 +240,12 @@ def _acosh(x: Any) -> Any:
 
 def _log_of_twice(x: Any, near: Any) -> Any:
     """log(2 * x) where x is so far from 1 that asinh and acosh equal it; elsewhere `near`."""
-    far = torch.log(x.maximum(_far(x))) + math.log(2.0)
-    return torch.where(x <= _far(x), near, far)
+    far = torch.log(x.maximum(_FAR)) + math.log(2.0)
+    return torch.where(x <= _FAR, near, far)
 
 
-def _far(x: Any) -> Any:
-    """A number whose square the dtype of x holds, while 1 is less than the square's rounding."""
-    return 200.0 if x.dtype == torch.float16 else 1e10
+# its square is a float32, and 1 is less than the square's rounding
+_FAR: Any = 1e10
 
 
 def _digamma(x: Any) -> Any:
@@ -274,44 +275,44 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "clamp_min": _at_least,
     "clamp_max": _at_most,
     "relu": _relu,
-    "silu": lambda x: x * torch.sigmoid(x),
-    "gelu": _gelu,
+    "silu": _in_one_dtype(lambda x: x * torch.sigmoid(x)),
+    "gelu": _in_one_dtype(_gelu),
     "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
-    "softplus": _softplus,
-    "log_sigmoid": _log_sigmoid,
-    "mish": lambda x: x * torch.tanh(_softplus(x)),
-    "elu": _elu,
-    "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha),
-    "selu": lambda x: _elu(x, 1.6732632423543772, 1.0507009873554805),
+    "softplus": _in_one_dtype(_softplus),
+    "log_sigmoid": _in_one_dtype(_log_sigmoid),
+    "mish": _in_one_dtype(lambda x: x * torch.tanh(_softplus(x))),
+    "elu": _in_one_dtype(_elu),
+    "celu": _in_one_dtype(lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha)),
+    "selu": _in_one_dtype(lambda x: _elu(x, 1.6732632423543772, 1.0507009873554805)),
     "leaky_relu": lambda x, negative_slope=0.01: torch.where(x > 0, x, x * negative_slope),
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
-    "hardsigmoid": lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
-    "hardswish": _hardswish,
+    "hardsigmoid": _in_one_dtype(lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
+    "hardswish": _in_one_dtype(_hardswish),
     "hardshrink": lambda x, lambd=0.5: torch.where(torch.abs(x) <= lambd, 0.0, x),
     "softshrink": lambda x, lambd=0.5: torch.where(
         torch.abs(x) <= lambd, 0.0, torch.where(x < 0, x + lambd, x - lambd)
     ),
-    "tanhshrink": lambda x: x - torch.tanh(x),
-    "softsign": lambda x: x / (torch.abs(x) + 1.0),
+    "tanhshrink": _in_one_dtype(lambda x: x - torch.tanh(x)),
+    "softsign": _in_one_dtype(lambda x: x / (torch.abs(x) + 1.0)),
     "threshold": lambda x, threshold, value: torch.where(x <= threshold, value, x),
     "nan_to_num": _nan_to_num,
-    "logaddexp": _logaddexp,
+    "logaddexp": _in_one_dtype(_logaddexp),
     "logaddexp2": _in_one_dtype(
         lambda a, b: _logaddexp(a * math.log(2.0), b * math.log(2.0)) / math.log(2.0)
     ),
     "xlogy": _in_one_dtype(_xlogy),
     "special_xlogy": _in_one_dtype(_xlogy),
     "special_xlog1py": _in_one_dtype(lambda x, y: _xlogy(x, y, torch.log1p, -1.0)),
-    "logit": _logit,
-    "special_logit": _logit,
+    "logit": _in_one_dtype(_logit),
+    "special_logit": _in_one_dtype(_logit),
     "digamma": _digamma,
-    "asin": lambda x: torch.atan2(x, _root(x * 1.0)),
-    "acos": lambda x: torch.atan2(_root(x * 1.0), x),
-    "asinh": _asinh,
-    "acosh": _acosh,
-    "atanh": lambda x: 0.5 * (torch.log1p(x) - torch.log1p(-x)),
+    "asin": _in_one_dtype(lambda x: torch.atan2(x, _root(x * 1.0))),
+    "acos": _in_one_dtype(lambda x: torch.atan2(_root(x * 1.0), x)),
+    "asinh": _in_one_dtype(_asinh),
+    "acosh": _in_one_dtype(_acosh),
+    "atanh": _in_one_dtype(lambda x: 0.5 * (torch.log1p(x) - torch.log1p(-x))),
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),
     "frac": lambda x: x - torch.trunc(x),
@@ -319,12 +320,12 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "copysign": _in_one_dtype(_copysign),
     "fmin": lambda a, b: torch.where(torch.isnan(a) | (b < a), b, a),
     "fmax": lambda a, b: torch.where(torch.isnan(a) | (b > a), b, a),
-    "log10": lambda x: torch.log2(x) * math.log10(2.0),
+    "log10": _in_one_dtype(lambda x: torch.log2(x) * math.log10(2.0)),
     "isfinite": _isfinite,
     "isposinf": lambda x: x == math.inf,
     "isneginf": lambda x: x == -math.inf,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
-    "lerp": _lerp,
+    "lerp": _in_one_dtype(_lerp),
     "addcmul": _in_one_dtype(_addcmul),
     "addcdiv": _in_one_dtype(lambda x, a, b, *, value=1: x + value * (a / b)),
     "positive": lambda x: x,

@@ -401,6 +401,23 @@ def test_composed_functions_of_integers(name: str, dtype: torch.dtype) -> None:
     assert_traced(lambda s, b, h, q_idx, kv_idx: function(table[kv_idx]), function(table.float()))
 
 
+ACTIVATIONS = [
+    "silu", "gelu", "softplus", "logsigmoid", "mish", "elu", "celu", "selu", "hardsigmoid", "hardswish",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_half_types_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """1 + erf(-2.5) keeps no digit in a half type."""
+    function, table = getattr(F, name), torch.linspace(-3, 3, 64).to(dtype)
+    b, h, q_idx, kv_idx = positions((1, 1, 1, 64))
+    traced = trace(lambda s, b, h, q_idx, kv_idx: function(table[kv_idx]), "score")
+    (found,) = evaluate(traced.graph, traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+    exact = function(table.double()).float()
+    assert ((found.flatten() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-7).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_acosh_near_its_end(dtype: torch.dtype) -> None:
     numbers = 1 + torch.arange(64, dtype=torch.float64) * 2.0**-23
