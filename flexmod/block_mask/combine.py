@@ -224,13 +224,24 @@ def _finished(
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
     alike = (mask, *others)
     separate = all(m.storage.separate for m in alike)
-    keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
+    classified = mask_mod is not mask.mask_mod or mask.classified
+    padded = _padded(table, lengths, mask.BLOCK_SIZE, classified)
     made = type(mask).of_table(
         table if separate else table.clamp(max=PARTIAL), batch, lengths, mask.BLOCK_SIZE, mask_mod, traced,
-        separate=separate, by_column=any(m.storage.by_column for m in alike),
+        separate=separate, by_column=any(m.storage.by_column for m in alike), full_tiles_padded=padded,
     )  # fmt: skip
-    made._classified = mask_mod is not mask.mask_mod or mask.classified
+    made._classified = classified
     return made
+
+
+def _padded(table: Tensor, lengths: Lengths, block: tuple[int, int], classified: bool) -> bool:
+    """Does a FULL tile reach past the end of a length?
+
+    If `classified`, marks such tiles as PARTIAL, in place. A user's lists may say FULL where the mask_mod
+    keeps less, so their tiles stay FULL.
+    """
+    partial = keep_padding_partial(table if classified else table.clone(), lengths, block)
+    return not torch.equal(partial, table)
 
 
 def _reopen_ragged(
@@ -334,7 +345,8 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     table = mask.table()
     chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
     part = selection.take(table, (*chosen, q))
-    return _of_table(mask, part, (len(b), len(h)), (query, mask.seq_lengths[1]), mask_mod)
+    lengths = query, mask.seq_lengths[1]
+    return _of_table(mask, part, (len(b), len(h)), lengths, mask_mod, mask.full_tiles_padded)
 
 
 def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
@@ -353,18 +365,18 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
         raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
     rows, columns = map(tiles.tile_count, lengths, mask.BLOCK_SIZE)
     table = mask.table()[..., :rows, :columns].clone()
-    tiles.keep_padding_partial(table, lengths, mask.BLOCK_SIZE)
-    return _of_table(mask, table, mask.storage.batch, lengths, mask.mask_mod)
+    padded = _padded(table, lengths, mask.BLOCK_SIZE, mask.classified)
+    return _of_table(mask, table, mask.storage.batch, lengths, mask.mask_mod, padded)
 
 
 def _of_table(
-    mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: tuple[int, int], mask_mod: MaskMod
+    mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: Lengths, mask_mod: MaskMod, padded: bool
 ) -> AnyMask:
-    """Makes a part of `mask` from that part of its table."""
+    """Makes a part of `mask` from that part of its table. `padded`: full tiles may reach past an end."""
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     part = type(mask).of_table(
         table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.storage.separate,
-        by_column=mask.storage.by_column, full_tiles_padded=mask.full_tiles_padded,
+        by_column=mask.storage.by_column, full_tiles_padded=padded,
     )  # fmt: skip
     part._classified = mask.classified
     return part

@@ -274,3 +274,47 @@ def test_masks_in_another_order_from_an_older_release(monkeypatch):
     assert torch.equal(kept(found), kept(mask))
     assert torch.equal(kept(found.to("cpu")), kept(mask)) and torch.equal(kept(~found), ~kept(mask))
     assert torch.equal(kept(pickle.loads(pickle.dumps(found))[:, :, 1:]), kept(mask)[:, :, 32:])
+
+
+SHORTER = {
+    "_adjust": lambda mask, lengths: mask._adjust(*lengths),
+    "resize": lambda mask, lengths: mask.resize(*lengths),
+    "seq_lengths": lambda mask, lengths: (setattr(mask, "seq_lengths", lengths), mask)[1],
+}
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
+@pytest.mark.parametrize("lengths", [(80, 96), (70, 90), (70, 50), (64, 32)], ids=str)
+@pytest.mark.parametrize("name", SHORTER)
+def test_full_tiles_of_lists_stay_full_in_a_shorter_mask(name, lengths, backend):
+    """They keep what the mask_mod forbids. The last row has one full tile, apart from its other tile."""
+    full = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
+    partial = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 1, 0], [0, 0, 1], [1, 0, 0]], dtype=torch.bool)
+    lists = [part for table in (partial, full) for part in tile_lists(table)]
+    whole = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=(16, 32), mask_mod=masks.causal(), seq_lengths=(80, 96)
+    )
+    causal = create_mask(masks.causal(), 1, 1, 80, 96, "cpu")
+    each = torch.stack([table.repeat_interleave(16, 0).repeat_interleave(32, 1) for table in (partial, full)])
+    dense = (each[0] & causal | each[1])[..., : lengths[0], : lengths[1]]
+    sizes = (1, 2, lengths[0], 16), *[(1, 2, lengths[1], 16)] * 2
+    found = call(*sizes, block_mask=SHORTER[name](whole, lengths), kernel_options={"BACKEND": backend})
+    equal(found, call(*sizes, block_mask=create_block_mask(dense, BLOCK_SIZE=16)))
+
+
+def test_tiles_past_fewer_keys_apart_from_the_others():
+    mask = BlockMask.from_kv_blocks(
+        *tile_lists(torch.tensor([[True, False, True], [False, False, True]])),
+        BLOCK_SIZE=32, mask_mod=masks.causal(), seq_lengths=(64, 96),
+    )  # fmt: skip
+    mask.seq_lengths = (64, 40)
+    dense = torch.zeros(64, 40, dtype=torch.bool)
+    dense[:32, :32] = torch.ones(32, 32).tril()
+    sizes = (1, 2, 64, 16), *[(1, 2, 40, 16)] * 2
+    equal(call(*sizes, block_mask=mask), call(*sizes, block_mask=create_block_mask(dense)))
+
+
+def tile_lists(table):
+    """Counts and indices of a table of tiles, for one batch entry and one head."""
+    counts, indices = table.sum(-1), table.int().argsort(dim=-1, descending=True, stable=True)
+    return counts[None, None].int(), indices[None, None].int()
