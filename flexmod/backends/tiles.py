@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmod.backends.products import is_large
 from flexmod.block_mask.storage import MaskSnapshot
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, tile_count
 
 # Steps join small q blocks to about this many rows, enough for a fast product.
 ROWS = 128
@@ -127,6 +127,7 @@ def steps_of_table(
     diagonal.
     """
     q_block, kv_block = block_size
+    table = table[:, : tile_count(columns, kv_block)]  # lists may be of longer keys
     together = max(1, ROWS // q_block)
     squares = _squares(table) if rules.squares and q_block == kv_block else {}
     first = 0
