@@ -20,7 +20,7 @@ WATCHED = (
     ("flexmod.codegen.cache:load", "load text"),
     ("flexmod.block_mask.generated:compile_ahead", "mask's kernels"),
     ("flexmod.runtime.private_triton:start_compiler", "start Triton"),
-    ("flexmod.runtime.private_triton:_read_own_files", "read Triton"),  # or wait for it
+    ("flexmod.runtime.private_triton:read_own_files", "read Triton"),  # or wait for it
     ("flexmod.runtime.side_by_side:in_threads", "compile in threads"),
     ("flexmod.runtime.direct:compiled", "compile"),  # or the wait for another thread's compile
     ("triton.compiler.compiler:ASTSource.make_ir", "write IR"),

@@ -229,10 +229,10 @@ def test_another_process_runs_an_exported_program(tmp_path: Path) -> None:
 
 
 def test_a_program_names_only_what_a_trace_knows() -> None:
-    from flexmod.ir.record import encoded, record_of
+    from flexmod.ir.record import Recorded, encoded
 
     for name in ("load", "save", "compile", "system", "_C", "classes"):
         steps = ((name, ("tuple", (("value", 0),)), (), False),)
-        record = record_of(encoded(("score", steps, ("value", 5), (), torch.float32)))
+        recorded = Recorded(encoded(("score", steps, ("value", 5), (), torch.float32)), (), (), ())
         with pytest.raises(errors.UnknownOperationError, match=f"torch.{name}"):
-            record.traced((), (), (), torch.device("cpu"))
+            recorded.traced(torch.device("cpu"))

@@ -48,6 +48,7 @@ FINITE = {
     "codegen.cache._warn_once": "folders",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
+    "runtime.side_by_side.start_second_process": "nothing",
     "block_mask.in_graph._with_kernels": "nothing",
     "codegen.compiler.runs_module": "nothing",
     "backends.table.backend": "backends",

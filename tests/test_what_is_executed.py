@@ -24,6 +24,7 @@ EXPECTED = {
     ("runtime/interpreter_language.py", "compile"), ("runtime/interpreter_language.py", "exec"),
     ("runtime/interpreter_language.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
+    ("runtime/second_process.py", "subprocess"), ("runtime/second_process.py", "pickle"),
     ("tools/mod_names.py", "exec_module"),
     ("errors/mods.py", "pickle"),
 }  # fmt: skip

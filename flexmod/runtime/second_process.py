@@ -113,8 +113,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def main(patience: int = UNUSED) -> None:
     """What the second process does. It waits for a job for `patience` seconds."""
     signal.alarm(patience)
-    from triton.backends.nvidia import compiler as compiler
-
     from flexmod.runtime import private_triton as private_triton
 
     try:
