@@ -40,7 +40,7 @@ from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
 from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
-from flexmod.ir.passes import as_float
+from flexmod.ir.passes import EXACT, as_float
 
 # Scores up to this size may be computed in any order: their float32 error stays below 2^-12.
 SMALL = 2048.0
@@ -416,10 +416,11 @@ def _steps_of_kv(node: Node) -> int | None:
     """By how much a sum of integers grows from key to key; None for any other node."""
     if node.op == "input" and node.value == "kv_idx":
         return 1
+    if node.is_const:
+        value = float(node.value)  # type: ignore[arg-type]
+        return 0 if value.is_integer() and abs(value) <= EXACT else None  # others round in the sum
     if not strong(node.dtype).is_floating_point and "kv_idx" not in node.home:
         return 0
-    if node.is_const:
-        return 0 if float(node.value).is_integer() else None  # type: ignore[arg-type]
     if node.op not in ("add", "sub", "neg") and not (node.op == CAST and node.dtype == torch.float32):
         return None
     steps = [_steps_of_kv(a) for a in node.args]

@@ -176,6 +176,8 @@ LARGE = {
     "one of two": lambda s, b, h, q, k: torch.where(q > k, -1e9, s) + slopes[h] * (q - k),
     "times 1e9": lambda s, b, h, q, k: s * slopes[h] * 1e9 + of_row[q],
     "steep": lambda s, b, h, q, k: s + 1e5 * (k - q),
+    "a far position": lambda s, b, h, q, k: s + (k + 2**30).float() * 0.1,
+    "a far float": lambda s, b, h, q, k: s + (k.float() + 2.0**30) * 0.1,
     "a cap of 1e8": lambda s, b, h, q, k: 1e8 * torch.tanh(s / 1e8) + of_row[q],
 }
 
