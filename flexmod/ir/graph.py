@@ -394,6 +394,17 @@ def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
     return index
 
 
+def look_up(table: Any, owner: str, argument: str, *indices: Any) -> Any:
+    """Returns table[indices], and records that the mod has as many entries as the table; see `expect_size`.
+
+    A table with fewer dimensions is the same for all values of the first indices, and a number for all.
+    """
+    if not isinstance(table, torch.Tensor) or not table.dim():
+        return table
+    rest = indices[max(0, len(indices) - table.dim()) :]
+    return table[tuple([expect_size(i, n, owner, argument) for i, n in zip(rest, table.shape, strict=False)])]
+
+
 def as_position(value: Any, index: Any, largest: int, least: int = 0) -> Any:
     """A number that was found in a table at `index`, as a position for another mod: arithmetic with it never
     wraps, as with `index` itself.

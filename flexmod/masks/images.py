@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
 
 
@@ -292,8 +292,7 @@ def vision_cross(intervals: Tensor, image_idx: Tensor) -> Mask:
 
     @Mask
     def vision_cross_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        key = expect_size(kv_idx, image_idx.shape[0], "masks.vision_cross", "image_idx")
-        interval = intervals[image_idx[key]]
+        interval = intervals[look_up(image_idx, "masks.vision_cross", "image_idx", kv_idx)]
         return (q_idx >= interval[0]) & (q_idx < interval[1])
 
     return vision_cross_mask

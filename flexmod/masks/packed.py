@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import as_position, expect_size
+from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
 
@@ -74,14 +74,11 @@ def document(
 
 
 def _document_mask(ids: Tensor, causal: bool, argument: str) -> Mask:
+    owner = "masks.document"
+
     @Mask
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = ids
-        if ids.dim() == 2:
-            of_batch = ids[expect_size(b, ids.shape[0], "masks.document", argument)]
-        query = expect_size(q_idx, ids.shape[-1], "masks.document", argument)
-        key = expect_size(kv_idx, ids.shape[-1], "masks.document", argument)
-        same = of_batch[query] == of_batch[key]
+        same = look_up(ids, owner, argument, b, q_idx) == look_up(ids, owner, argument, b, kv_idx)
         return same & (q_idx >= kv_idx) if causal else same
 
     return document_mask
@@ -144,16 +141,11 @@ def segments(q_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
     of_keys, name = (q_ids, "q_ids") if kv_ids is None else (kv_ids, "kv_ids")
     check_tensor("segments", "kv_ids", of_keys, ranks=(1, 2), shapes="[N] or [B, N]")
 
+    owner = "masks.segments"
+
     @Mask
     def segments_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        query = expect_size(q_idx, q_ids.shape[-1], "masks.segments", "q_ids")
-        key = expect_size(kv_idx, of_keys.shape[-1], "masks.segments", name)
-        of_query, of_key = q_ids, of_keys
-        if q_ids.dim() == 2:
-            of_query = q_ids[expect_size(b, q_ids.shape[0], "masks.segments", "q_ids")]
-        if of_keys.dim() == 2:
-            of_key = of_keys[expect_size(b, of_keys.shape[0], "masks.segments", name)]
-        return of_query[query] == of_key[key]
+        return look_up(q_ids, owner, "q_ids", b, q_idx) == look_up(of_keys, owner, name, b, kv_idx)
 
     return segments_mask
 
@@ -192,11 +184,12 @@ def shared_prefix(prefix: int, ids: Tensor) -> Mask:
     prefix = check_number("shared_prefix", "prefix", prefix, least=0)
     check_tensor("shared_prefix", "ids", ids, ranks=(1,), shapes="[S]")
 
+    owner = "masks.shared_prefix"
+
     @Mask
     def shared_prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        query = expect_size(q_idx, ids.shape[0], "masks.shared_prefix", "ids")
-        key = expect_size(kv_idx, ids.shape[0], "masks.shared_prefix", "ids")
-        return (q_idx >= kv_idx) & ((kv_idx < prefix) | (ids[query] == ids[key]))
+        same = look_up(ids, owner, "ids", q_idx) == look_up(ids, owner, "ids", kv_idx)
+        return (q_idx >= kv_idx) & ((kv_idx < prefix) | same)
 
     return shared_prefix_mask
 

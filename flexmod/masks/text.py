@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import check_counts, check_number, check_tensor
 
 
@@ -79,10 +79,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
 
     @Mask
     def prefix_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        length = prefix
-        if isinstance(prefix, Tensor):
-            length = prefix[expect_size(b, prefix.shape[0], "masks.prefix_lm", "prefix")]
-        return (kv_idx < length) | (q_idx >= kv_idx)
+        return (kv_idx < look_up(prefix, "masks.prefix_lm", "prefix", b)) | (q_idx >= kv_idx)
 
     return prefix_mask
 
@@ -116,7 +113,7 @@ def padding(lengths: Tensor) -> Mask:
 
     @Mask
     def padding_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx < lengths[expect_size(b, lengths.shape[0], "masks.padding", "lengths")]
+        return kv_idx < look_up(lengths, "masks.padding", "lengths", b)
 
     return padding_mask
 

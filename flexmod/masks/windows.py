@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import look_up
 from flexmod.masks.checks import MaskMod, check_counts, check_flag, check_number, check_tensor
 
 
@@ -56,15 +56,11 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
     check_flag("sliding_window", "causal", causal)
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        size = window
-        if isinstance(window, Tensor):
-            size = window[expect_size(h, window.shape[0], "masks.sliding_window", "window")]
+        size = look_up(window, "masks.sliding_window", "window", h)
         return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
 
     def sliding_window_both_sides(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        size = window
-        if isinstance(window, Tensor):
-            size = window[expect_size(h, window.shape[0], "masks.sliding_window", "window")]
+        size = look_up(window, "masks.sliding_window", "window", h)
         return (q_idx - kv_idx < size) & (kv_idx - q_idx < size)
 
     return Mask(sliding_window_causal if causal else sliding_window_both_sides)
@@ -207,7 +203,7 @@ def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
     def chosen(number: int) -> Mask:
         @Mask
         def choice_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return choice[expect_size(h, choice.shape[0], "masks.by_head", "choice")] == number
+            return look_up(choice, "masks.by_head", "choice", h) == number
 
         return choice_mask
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.graph import as_position, expect_size
+from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_float, check_packing, check_tensor
 from flexmod.masks.packed import in_sequence, places
@@ -46,12 +46,8 @@ def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
 
     @ScoreMod
     def spatial_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        of_batch = distances
-        if distances.dim() == 3:
-            of_batch = distances[expect_size(b, distances.shape[0], owner, "distances")]
-        query = expect_size(q_idx, distances.shape[-2], owner, "distances")
-        key = expect_size(kv_idx, distances.shape[-1], owner, "distances")
-        return score + table[of_batch[query, key], expect_size(h, table.shape[1], owner, "table")]
+        distance = look_up(distances, owner, "distances", b, q_idx, kv_idx)
+        return score + table[distance, expect_size(h, table.shape[1], owner, "table")]
 
     return spatial_score
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import check_flag, check_float, check_number, whole
 
 
@@ -49,8 +49,7 @@ def alibi(slopes: int | Tensor) -> ScoreMod:
 
         @ScoreMod
         def alibi_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            slope = table[expect_size(h, table.shape[0], "mods.alibi", "slopes")]
-            return score + slope * (kv_idx - q_idx)
+            return score + look_up(table, "mods.alibi", "slopes", h) * (kv_idx - q_idx)
 
         return alibi_table
 
@@ -180,9 +179,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     @ScoreMod
     def relative_bias_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         place = torch.clamp(kv_idx - q_idx, -reach, reach) + reach
-        if table.dim() == 1:
-            return score + table[place]
-        return score + table[expect_size(h, table.shape[0], "mods.relative_bias", "table"), place]
+        return score + look_up(table, "mods.relative_bias", "table", h, place)
 
     return relative_bias_score
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.formulas import tanh_approximate
-from flexmod.ir.graph import expect_size
+from flexmod.ir.graph import look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_flag, check_float, check_number, check_positive
 
@@ -115,9 +115,7 @@ def temperature(value: float | Tensor) -> ScoreMod:
 
     @ScoreMod
     def temperature_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() == 1:
-            return score / value[expect_size(h, value.shape[0], "mods.temperature", "value")]
-        return score / value
+        return score / look_up(value, "mods.temperature", "value", h)
 
     return temperature_score
 
@@ -153,8 +151,7 @@ def sink(logits: Tensor, position: int = 0) -> ScoreMod:
 
     @ScoreMod
     def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        logit = logits[expect_size(h, logits.shape[0], "mods.sink", "logits")]
-        return torch.where(kv_idx == position, logit, score)
+        return torch.where(kv_idx == position, look_up(logits, "mods.sink", "logits", h), score)
 
     return sink_score
 
@@ -201,12 +198,8 @@ def mla_rope(query_rope: Tensor, key_rope: Tensor, scale: float) -> ScoreMod:
 
     @ScoreMod
     def rope_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        batch = expect_size(b, query_rope.shape[0], owner, "query_rope")
-        head = expect_size(h, query_rope.shape[1], owner, "query_rope")
-        query = expect_size(q_idx, query_rope.shape[2], owner, "query_rope")
-        key = expect_size(kv_idx, key_rope.shape[1], owner, "key_rope")
-        of_query = query_rope[batch, head, query]
-        of_key = key_rope[expect_size(b, key_rope.shape[0], owner, "key_rope"), key]
+        of_query = look_up(query_rope, owner, "query_rope", b, h, q_idx)
+        of_key = look_up(key_rope, owner, "key_rope", b, kv_idx)
         products = (of_query[i] * of_key[i] for i in range(query_rope.shape[-1]))
         return score + scale * sum(products)
 
