@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import as_position, expect_size, look_up
+from flexmod.ir.graph import as_position, look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
 
@@ -240,34 +241,47 @@ def jagged(
         ...####.
         ...#####
     """
-    check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
+    same, within = sequences("masks.jagged", offsets, kv_offsets, total, kv_total)
     if mask_mod is not None:
         check_arity(mask_mod, "mask")
-    sequence, start = places(offsets, total)
-    kv_sequence, kv_start = sequence, start
-    if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
-        kv_sequence, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
-
-    kv_name, last = "offsets" if kv_offsets is None else "kv_offsets", offsets.shape[0] - 1
 
     @Mask
     def jagged_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        query = expect_size(q_idx, sequence.shape[0], "masks.jagged", "offsets")
-        key = expect_size(kv_idx, kv_sequence.shape[0], "masks.jagged", kv_name)
-        same = sequence[query] == kv_sequence[key]
+        alike = same(q_idx, kv_idx)
         if mask_mod is None:
-            return same
-        return same & mask_mod(
-            as_position(sequence[query], query, last),
-            h,
-            in_sequence(query, start),
-            in_sequence(key, kv_start),
-        )
+            return alike
+        number, query, key = within(q_idx, kv_idx)
+        return alike & mask_mod(number, h, query, key)
 
     return jagged_mask
 
 
-def places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Tensor, Tensor]:
+def sequences(
+    owner: str, offsets: Tensor, kv_offsets: Tensor | None, total: int | None, kv_total: int | None
+) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], tuple[Any, Any, Any]]]:
+    """Returns two functions of q_idx and kv_idx, for packed sequences as `jagged` takes them: are both in one
+    sequence? And the number of the query's sequence, and both positions in their own sequences.
+    """
+    check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
+    sequence, start = _places(offsets, total)
+    kv_sequence, kv_start = sequence, start
+    if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
+        kv_sequence, kv_start = _places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
+    kv_name, last = "offsets" if kv_offsets is None else "kv_offsets", offsets.shape[0] - 1
+
+    def same(q_idx: Any, kv_idx: Any) -> Any:
+        return look_up(sequence, owner, "offsets", q_idx) == look_up(kv_sequence, owner, kv_name, kv_idx)
+
+    def within(q_idx: Any, kv_idx: Any) -> tuple[Any, Any, Any]:
+        number = as_position(look_up(sequence, owner, "offsets", q_idx), q_idx, last)
+        first, kv_first = look_up(start, owner, "offsets", q_idx), look_up(kv_start, owner, kv_name, kv_idx)
+        query = as_position(q_idx - first, q_idx, start.shape[0] - 1)
+        return number, query, as_position(kv_idx - kv_first, kv_idx, kv_start.shape[0] - 1)
+
+    return same, within
+
+
+def _places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Tensor, Tensor]:
     """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1].
 
     `name` is the argument that `total` was given as.
@@ -276,8 +290,3 @@ def places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Ten
     positions = torch.arange(count, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]
-
-
-def in_sequence(index: Any, start: Tensor) -> Any:
-    """Returns the position in its own sequence, from the second result of `places`."""
-    return as_position(index - start[index], index, start.shape[0] - 1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.ir.graph import as_position, expect_size, look_up
+from flexmod.ir.graph import expect_size, look_up
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import check_float, check_packing, check_tensor
-from flexmod.masks.packed import in_sequence, places
+from flexmod.masks.checks import check_float, check_tensor
+from flexmod.masks.packed import sequences
 
 
 def graphormer_spatial(table: Tensor, distances: Tensor) -> ScoreMod:
@@ -140,24 +140,12 @@ def jagged(
           10.00  11.00  10.00  11.00
           10.00  11.00  10.00  11.00
     """
-    check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
     check_arity(score_mod, "score")
-    sequence, start = places(offsets, total)
-    kv_start, kv_name = start, "offsets" if kv_offsets is None else "kv_offsets"
-    last = offsets.shape[0] - 1
-    if kv_offsets is not None or kv_total not in (None, start.shape[0]):
-        _, kv_start = places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
+    _, within = sequences("mods.jagged", offsets, kv_offsets, total, kv_total)
 
     @ScoreMod
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        query = expect_size(q_idx, start.shape[0], "mods.jagged", "offsets")
-        key = expect_size(kv_idx, kv_start.shape[0], "mods.jagged", kv_name)
-        return score_mod(
-            score,
-            as_position(sequence[query], query, last),
-            h,
-            in_sequence(query, start),
-            in_sequence(key, kv_start),
-        )
+        number, query, key = within(q_idx, kv_idx)
+        return score_mod(score, number, h, query, key)
 
     return jagged_score
