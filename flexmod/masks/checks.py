@@ -5,6 +5,7 @@ LibraryArgumentError.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -48,10 +49,6 @@ def check_flag(function: str, name: str, value: Any) -> bool:
         function=function, name=name, value=given, rule="True or False",
         advice=f"write {name}=True or {name}=False",
     )  # fmt: skip
-
-
-def check_image(function: str, height: Any, width: Any) -> tuple[int, int]:
-    return check_number(function, "height", height, least=1), check_number(function, "width", width, least=1)
 
 
 def check_tensor(
@@ -133,32 +130,30 @@ def check_counts(function: str, name: str, value: Any, shape: str, least: int = 
     return check_number(function, name, value, least)
 
 
-def check_extents(function: str, name: str, value: Any, axes: int) -> tuple[int, ...]:
-    """Returns a tuple with one positive integer for each axis."""
-    sizes = _sizes(value)
-    if len(sizes) == axes:
-        return sizes
+def check_extents(function: str, name: str, value: Any, axes: int | None = None) -> tuple[int, ...]:
+    """Returns a tuple with one positive integer for each axis, of 1, 2 or 3 axes if their number is None."""
+    sizes = [n for n in map(whole, value) if n is not None and n > 0] if isinstance(value, tuple) else []
+    if sizes and len(sizes) == len(value) and len(sizes) in ((1, 2, 3) if axes is None else (axes,)):
+        return tuple(sizes)
+    advice = "give one number for each axis, the slowest first"
+    if axes is None:
+        advice = "write (length,), (height, width) or (frames, height, width)"
     raise LibraryArgumentError(
-        function=function, name=name, value=repr(value), rule=f"a tuple of {axes} positive integers",
-        advice="give one number for each axis, the slowest first",
+        function=function, name=name, value=repr(value),
+        rule=f"a tuple of {axes or '1, 2 or 3'} positive integers", advice=advice,
     )  # fmt: skip
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    """A tuple of positive integers as ints; () for anything else."""
-    sizes = tuple(map(whole, value)) if isinstance(value, tuple) else ()
-    return sizes if all(n is not None and n > 0 for n in sizes) else ()  # type: ignore[return-value]
-
-
-def check_axes(function: str, extent: Any) -> tuple[int, ...]:
-    """Returns the extent of an image: 1, 2 or 3 axes of one position or more each."""
-    sizes = _sizes(extent)
-    if len(sizes) in (1, 2, 3):
-        return sizes
-    raise LibraryArgumentError(
-        function=function, name="extent", value=repr(extent), rule="a tuple of 1, 2 or 3 positive integers",
-        advice="write (length,), (height, width) or (frames, height, width)",
-    )  # fmt: skip
+def check_tiles(function: str, extent: Any, tile: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the size of an image's tiles, and their number on each axis."""
+    extent = check_extents(function, "extent", extent)
+    tile = check_extents(function, "tile", tile, len(extent))
+    if any(map(operator.mod, extent, tile)):
+        raise LibraryArgumentError(
+            function=function, name="tile", value=tile,
+            rule=f"a divisor of extent {extent} on each axis", advice="pad to whole tiles",
+        )  # fmt: skip
+    return tile, tuple(map(operator.floordiv, extent, tile))
 
 
 def check_positive(function: str, name: str, value: Any) -> int | float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import expect_size, look_up
-from flexmod.masks.checks import check_axes, check_extents, check_image, check_number, check_tensor
+from flexmod.masks.checks import check_extents, check_number, check_tensor, check_tiles
 
 
 def standalone_window(height: int, width: int, window: int) -> Mask:
@@ -50,7 +50,8 @@ def standalone_window(height: int, width: int, window: int) -> Mask:
         .......###..###
         ........##...##
     """
-    height, width = check_image("standalone_window", height, width)
+    height = check_number("standalone_window", "height", height, least=1)
+    width = check_number("standalone_window", "width", width, least=1)
     window = check_number("standalone_window", "window", window, least=1)
 
     @Mask
@@ -126,7 +127,7 @@ def natten(
         ......#.#.#.
         .......#.#.#
     """
-    extent = check_axes("natten", extent)
+    extent = check_extents("natten", "extent", extent)
     axes = len(extent)
     kernels, dilations = (n if isinstance(n, tuple) else (n,) * axes for n in (kernel, dilation))
     causals = causal if isinstance(causal, tuple) else (causal,) * axes
@@ -138,7 +139,8 @@ def natten(
             rule=f"True, False or a tuple of {axes} of them",
             advice="write e.g. causal=(True, False, False) for a video",
         )  # fmt: skip
-    for size, step, ends, length in zip(kernels, dilations, causals, extent, strict=True):
+    on_axes = tuple(zip(extent, kernels, dilations, causals, strict=True))
+    for length, size, step, ends in on_axes:
         if size * step > length or not (size % 2 or ends):
             raise LibraryArgumentError(
                 function="natten", name="kernel", value=kernel,
@@ -150,18 +152,24 @@ def natten(
 
     @Mask
     def natten_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        near = None
         q_idx = expect_size(q_idx, positions, "masks.natten", "extent")
         kv_idx = expect_size(kv_idx, positions, "masks.natten", "extent")
-        for axis in range(axes)[::-1]:
-            length = extent[axis]
-            query, key = (q_idx % length, kv_idx % length) if axis else (q_idx, kv_idx)
-            on_axis = _neighbors(query, key, length, kernels[axis], dilations[axis], causals[axis])
-            near = on_axis if near is None else on_axis & near
-            q_idx, kv_idx = q_idx // length, kv_idx // length
-        return near
+        return _near(q_idx, kv_idx, on_axes)
 
     return natten_mask
+
+
+def _near(query: Any, key: Any, axes: tuple[tuple[int, int, int, bool], ...]) -> Any:
+    """Returns whether the key is in the kernel around the query on each axis of natten: its length, kernel,
+    dilation, and whether it is causal.
+    """
+    near = None
+    for axis, (length, size, step, causal) in reversed([*enumerate(axes)]):
+        at, key_at = (query % length, key % length) if axis else (query, key)
+        on_axis = _neighbors(at, key_at, length, size, step, causal)
+        near = on_axis if near is None else on_axis & near
+        query, key = query // length, key // length
+    return near
 
 
 def _neighbors(query: Any, key: Any, length: Any, size: int, step: int, causal: bool) -> Any:
@@ -226,36 +234,23 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
         ........############
         ........############
     """
-    extent = check_axes("sliding_tiles", extent)
-    axes = len(extent)
-    tile = check_extents("sliding_tiles", "tile", tile, axes)
-    kernel = check_extents("sliding_tiles", "kernel", kernel, axes)
-    if any(whole % part for whole, part in zip(extent, tile, strict=True)):
-        raise LibraryArgumentError(
-            function="sliding_tiles", name="tile", value=tile,
-            rule=f"a divisor of extent {extent} on each axis", advice="pad the video to whole tiles",
-        )  # fmt: skip
-    counts = tuple(whole // part for whole, part in zip(extent, tile, strict=True))
+    tile, counts = check_tiles("sliding_tiles", extent, tile)
+    kernel = check_extents("sliding_tiles", "kernel", kernel, len(counts))
     if any(size % 2 == 0 or size > count for size, count in zip(kernel, counts, strict=True)):
         raise LibraryArgumentError(
             function="sliding_tiles", name="kernel", value=kernel,
             rule=f"odd and at most the number of tiles, {counts}",
             advice="write e.g. kernel=(3, 3, 3)",
         )  # fmt: skip
-    volume, positions = math.prod(tile), math.prod(extent)
+    on_axes = tuple((count, size, 1, False) for count, size in zip(counts, kernel, strict=True))
+    volume = math.prod(tile)
+    positions = volume * math.prod(counts)
 
     @Mask
     def sliding_tiles_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_idx = expect_size(q_idx, positions, "masks.sliding_tiles", "extent")
         kv_idx = expect_size(kv_idx, positions, "masks.sliding_tiles", "extent")
-        query, key, near = q_idx // volume, kv_idx // volume, None
-        for size, count in zip(kernel[::-1], counts[::-1], strict=True):
-            reach = size // 2
-            center = torch.clamp(query % count, reach, count - 1 - reach)
-            on_axis = torch.abs(center - key % count) <= reach
-            near = on_axis if near is None else on_axis & near
-            query, key = query // count, key // count
-        return near
+        return _near(q_idx // volume, kv_idx // volume, on_axes)
 
     return sliding_tiles_mask
 

@@ -7,6 +7,7 @@ form a rectangle, and a neighborhood meets few rectangles, so fewer blocks of th
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_position, expect_size
 from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import MaskMod, check_axes, check_extents, check_number, check_tensor
+from flexmod.masks.checks import MaskMod, check_extents, check_number, check_tensor, check_tiles
 
 LEAST = -(2**29)  # an order may mark padding by a negative number; differences of positions fit in int32
 
@@ -107,17 +108,10 @@ def tile_order(
         tiled = query[:, :, order]
         assert torch.equal(tiled[:, :, order.argsort()], query)
     """
-    extent = check_axes("tile_order", extent)
-    axes = len(extent)
-    tile = check_extents("tile_order", "tile", tile, axes)
-    if any(whole % part for whole, part in zip(extent, tile, strict=True)):
-        raise LibraryArgumentError(
-            function="tile_order", name="tile", value=tile,
-            rule=f"a divisor of extent {extent} on each axis", advice="pad to whole tiles",
-        )  # fmt: skip
-    sizes = [n for whole, part in zip(extent, tile, strict=True) for n in (whole // part, part)]
-    numbers = _numbers(extent, device).view(sizes)
-    return numbers.permute(*range(0, 2 * axes, 2), *range(1, 2 * axes, 2)).flatten().contiguous()
+    tile, counts = check_tiles("tile_order", extent, tile)
+    sizes = [n for pair in zip(counts, tile, strict=True) for n in pair]
+    numbers = torch.arange(math.prod(sizes), dtype=torch.int32, device=device).view(sizes)
+    return numbers.permute(*range(0, len(sizes), 2), *range(1, len(sizes), 2)).flatten().contiguous()
 
 
 def morton_order(extent: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
@@ -136,17 +130,13 @@ def morton_order(extent: tuple[int, ...], device: torch.device | str | None = No
         mask_mod = masks.reordered(masks.natten((32, 32), kernel=7), order)
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
     """
-    extent = check_axes("morton_order", extent)
+    extent = check_extents("morton_order", "extent", extent)
     coordinates = torch.meshgrid(*(torch.arange(n, device=device) for n in extent), indexing="ij")
     code = torch.zeros(extent, dtype=torch.int64, device=device)
     bits = max(extent).bit_length()
     for place, (bit, axis) in enumerate(itertools.product(range(bits), reversed(coordinates))):
         code |= ((axis >> bit) & 1) << place
     return code.flatten().argsort().to(torch.int32)
-
-
-def _numbers(extent: tuple[int, ...], device: torch.device | str | None) -> Tensor:
-    return torch.arange(torch.Size(extent).numel(), dtype=torch.int32, device=device)
 
 
 def tree(parents: Tensor, context: int = 0) -> Mask:
