@@ -18,6 +18,7 @@ import triton
 
 from flexmod import masks, mods
 from flexmod.block_mask import generated
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen.variant import Variant, variant
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
@@ -184,7 +185,9 @@ def _of_block_mask(build: Build) -> Iterator[_Work]:
     traced = Traced(fitted(traced.graph, sizes), traced.tensors)
     generated._builder_part.cache_clear()
     with patch.object(launch, "start", noted):
-        generated.build(traced, sizes, (128, 128), torch.device("cpu"), True, interpreted=True)
+        generated.build(
+            traced, MaskLayout(sizes, (128, 128), torch.device("cpu"), True), interpreted=True
+        )
     for module, name, arguments in launches:
         work = partial(_builder_kernel, module, name, arguments, build.target)
         yield _Work((_key(module, name),), work)

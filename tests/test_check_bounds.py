@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod.block_mask import generated
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.variant import variant
 from flexmod.errors import CaptureBoundsError
@@ -201,7 +202,9 @@ def build(mod: Callable[..., Any], sizes: Sequence[int] = (1, 4, LENGTH, LENGTH)
     """A mask of generated kernels, in the interpreter."""
     found = trace(mod, "mask")
     traced = Traced(fitted(found.graph, sizes), found.tensors)  # type: ignore[arg-type]
-    return generated.build(traced, sizes, BLOCK_SIZE, torch.device("cpu"), True, interpreted=True)
+    return generated.build(
+        traced, MaskLayout(sizes, BLOCK_SIZE, torch.device("cpu"), True), interpreted=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import flexmod
 from flexmod import create_block_mask, flex_attention
 from flexmod.block_mask import generated
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.ir.trace import trace
 
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.7, 1 / 3, 1e-50, 1e300, 2.0], dtype=torch.float64).repeat(4)
@@ -64,9 +65,8 @@ def test_a_mask_of_a_constant(mask_mod: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 def test_the_tiles_of_a_number_that_changes(make: Callable[[float], Any]) -> None:
     for number in NUMBERS:
-        runs = generated.build(
-            trace(make(number), "mask"), SIZES, (1, 1), torch.device("cpu"), True, interpreted=True
-        )["kv"]
+        layout = MaskLayout(SIZES, (1, 1), torch.device("cpu"), True)
+        runs = generated.build(trace(make(number), "mask"), layout, interpreted=True)["kv"]
         assert runs is not None
         assert torch.equal(runs.table(32)[0, 0] > 0, eager(make(number))), number
 

@@ -570,7 +570,7 @@ def test_a_graph_has_room_for_the_runs_of_a_gpu() -> None:
     for rows, columns in ((3, 3), (5, 4), (1, 7), (2, 2)):
         sizes = (2, 1, 16 * rows, 16 * columns)
         mask = trace(lambda b, h, q, k: q >= k + b, "mask")
-        made = generated.build(mask, sizes, (16, 16), CPU, True, interpreted=True)
+        made = generated.build(mask, MaskLayout(sizes, (16, 16), CPU, True), interpreted=True)
         room = in_graph.most_runs(sizes, rows, columns)
         assert all(runs is not None and len(runs.spans) <= room for runs in made.values())
 

@@ -17,6 +17,7 @@ import flexmod
 from flexmod import create_block_mask, create_mask, errors, flex_attention
 from flexmod.block_mask import generated, refine
 from flexmod.block_mask.parts import trace_mask
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.ir import evaluate
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
@@ -325,7 +326,9 @@ def test_generated_builders_read_the_number(form: str) -> None:
         t = torch.tensor(value)
         traced = trace_mask(MASKS[form](t), torch.device("cpu"))
         fits = Traced(fitted(traced.graph, sizes), traced.tensors)
-        made = generated.build(fits, sizes, (16, 16), torch.device("cpu"), True, interpreted=True)
+        made = generated.build(
+            fits, MaskLayout(sizes, (16, 16), torch.device("cpu"), True), interpreted=True
+        )
         wanted = create_block_mask(MASKS[form](t), None, None, 100, 90, device="cpu", BLOCK_SIZE=16)
         assert made["kv"] is not None
         assert torch.equal(made["kv"].table(6), wanted.table())

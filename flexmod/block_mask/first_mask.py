@@ -79,7 +79,7 @@ def is_first(traced: Traced, layout: MaskLayout) -> bool:
         known = key in _known
         ahead = _known[key] = _known.pop(key, None)
         if not known and _torch_can(traced, layout):
-            _known[key] = _Ahead(partial(generated.compile_ahead, traced, *layout))
+            _known[key] = _Ahead(partial(generated.compile_ahead, traced, layout))
             return True
         while len(_known) > REMEMBERED:
             _known.popitem(last=False)

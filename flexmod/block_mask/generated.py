@@ -12,6 +12,7 @@ If the runs may need much memory, they are counted first, which takes the only s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -24,7 +25,7 @@ from torch import Tensor
 from flexmod.backends.families import reads_order
 from flexmod.block_mask import tiles
 from flexmod.block_mask.storage import Axis, is_captured
-from flexmod.block_mask.tiles import Runs
+from flexmod.block_mask.tiles import MaskLayout, Runs
 from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
@@ -52,33 +53,24 @@ PLANS = 16  # plans for one mask_mod and grid, one for each kind of captured ten
 Arguments = dict[str, Any]
 
 
-def build(
-    traced: Traced,
-    sizes: Sequence[int],
-    block: tuple[int, int],
-    device: torch.device,
-    separate: bool,
-    interpreted: bool = False,
-) -> dict[Axis, Runs | None]:
-    """Finds the runs of a mask of `sizes` (B, H, Q_LEN, KV_LEN): "kv" by row, "q" by column.
+def build(traced: Traced, layout: MaskLayout, interpreted: bool = False) -> dict[Axis, Runs | None]:
+    """Finds the runs of a mask: "kv" by row, "q" by column.
 
-    A batch dimension is 1 if the graph does not read it. `separate` False makes full tiles partial.
+    A batch dimension is 1 if the graph does not read it.
     """
-    batch, heads = groups_of(traced, sizes)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        parts, numbers = _parts(traced, sizes, block, device, interpreted)
-        found = [part.runs(traced.tensors, numbers, separate) for part in parts]
+    batch, heads = groups_of(traced, layout.sizes)
+    with torch.cuda.device(layout.device) if layout.device.type == "cuda" else nullcontext():
+        parts, numbers = _parts(traced, layout, interpreted)
+        found = [part.runs(traced.tensors, numbers) for part in parts]
     kv, q = found[0] if len(found) == 1 else map(runs_of_parts, zip(*found, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
 
 
-def compile_ahead(
-    traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device, separate: bool
-) -> None:
+def compile_ahead(traced: Traced, layout: MaskLayout) -> None:
     """Compiles the kernels of a `build` with these arguments, in threads; it loads and launches none."""
-    with torch.cuda.device(device):
-        parts, numbers = _parts(traced, sizes, block, device, False)
-        parts[0].compile(traced.tensors, numbers, separate)
+    with torch.cuda.device(layout.device):
+        parts, numbers = _parts(traced, layout, False)
+        parts[0].compile(traced.tensors, numbers)
 
 
 def groups_of(traced: Traced, sizes: Sequence[int]) -> tuple[int, int]:
@@ -92,20 +84,17 @@ def is_ordered(block: tuple[int, int], device: torch.device, interpreted: bool =
     return (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
 
 
-def _parts(
-    traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device, interpreted: bool
-) -> tuple[list[_BuilderPart], list[Any]]:
+def _parts(traced: Traced, layout: MaskLayout, interpreted: bool) -> tuple[list[_BuilderPart], list[Any]]:
     """Returns the parts of a build, and the numbers that their kernels take."""
-    queries, keys = sizes[2:]
-    batch, heads = groups_of(traced, sizes)
-    found = builder(traced.graph, (sizes[0], sizes[1], queries, keys))
-    grid = tiles.tile_count(queries, block[0]), tiles.tile_count(keys, block[1])
-    step = max(1, TILES_AT_ONCE // (grid[0] * grid[1]))
-    ordered = is_ordered(block, device, interpreted)
-    parts = []
-    for first in range(0, batch * heads, step):
-        group = heads, first, min(step, batch * heads - first), ordered
-        parts.append(_builder_part(found.kernels, (queries, keys), block, grid, *group, device, interpreted))
+    batch, heads = groups_of(traced, layout.sizes)
+    found = builder(traced.graph, layout.sizes)
+    step = max(1, TILES_AT_ONCE // math.prod(layout.grid()))
+    ordered = is_ordered(layout.block, layout.device, interpreted)
+    same = layout._replace(sizes=(batch, heads, *layout.sizes[2:]))
+    parts = [
+        _builder_part(found.kernels, same, first, min(step, batch * heads - first), ordered, interpreted)
+        for first in range(0, batch * heads, step)
+    ]
     return parts, list(found.run_numbers())
 
 
@@ -131,29 +120,25 @@ class _BuilderPart:
     def __init__(
         self,
         kernels: BuilderKernels,
-        lengths: tuple[int, int],
-        block: tuple[int, int],
-        grid: tuple[int, int],
-        heads: int,
+        layout: MaskLayout,
         first_group: int,
         groups: int,
         ordered: bool,
-        device: torch.device,
         interpreted: bool,
     ) -> None:
+        (_, heads, queries, keys), block, self.device, self.separate = layout
         self.kernels = kernels
-        self.grid = down, across = grid
-        self.lengths = lengths
+        self.lengths = queries, keys
+        self.grid = down, across = layout.grid()
         self.groups = groups
-        self.device = device
         self.interpreted = interpreted
         self.squares = groups * -(-down // SIDE) * -(-across // SIDE)
-        # only squares along an edge of the mask have work; for each other square a program ends at once
-        self.parts = max(1, min(SIDE, self._programs() // self.squares))
+        # enough to keep the device busy although most end at once: only squares along an edge have work
+        programs = 8 if interpreted else 128 * (target_of(self.device).processors or 1)
+        self.parts = max(1, min(SIDE, programs // self.squares))
         sizes: Arguments = {
-            "first_group": first_group, "H": heads, "M": lengths[0], "N": lengths[1],
-            "Qb": down, "KVb": across,
-            "Q_BLOCK": min(block[0], lengths[0] + 1), "KV_BLOCK": min(block[1], lengths[1] + 1),
+            "first_group": first_group, "H": heads, "M": queries, "N": keys, "Qb": down, "KVb": across,
+            "Q_BLOCK": min(block[0], queries + 1), "KV_BLOCK": min(block[1], keys + 1),
         }  # fmt: skip
         self.for_terms = {**sizes, "groups": groups, "CHUNK": CHUNK}
         self.for_squares = {**sizes, "groups": groups, "SIDE": SIDE}
@@ -167,18 +152,16 @@ class _BuilderPart:
         self.bound: dict[tuple[object, ...], Bound] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
-    def runs(self, tensors: Sequence[Tensor], numbers: Sequence[Any], separate: bool) -> tuple[Runs, Runs]:
+    def runs(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Runs, Runs]:
         """Finds the runs of the mask with captured `tensors` and `numbers`, [groups, R, 2, 3].
 
         Takes two plans if runs are counted before their allocation: the host reads the counts in between.
         """
-        watched = config.check_bounds()
         kinds = (*map(tensor_key, tensors), *map(kind_of_number, numbers))
-        key = (separate, watched, self._counts(), *kinds)
+        key = (config.check_bounds(), self._counts(), *kinds)
         bound = None if None in key else self.bound.get(key)
         if bound is None:
-            plan = self.compile(tensors, numbers, separate)
-            bound = Bound(plan, tensors, self.device)
+            bound = Bound(self.compile(tensors, numbers), tensors, self.device)
             if None not in key:
                 remember(self.bound, key, bound, PLANS)
         made: Any = bound.run(tensors, numbers=numbers)
@@ -188,23 +171,23 @@ class _BuilderPart:
         half = len(made) // 2
         return Runs(*made[:half]), Runs(*made[half:])
 
-    def compile(self, tensors: Sequence[Tensor], numbers: Sequence[Any], separate: bool) -> Plan:
+    def compile(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Plan:
         """Returns the plan of `runs`. Compiles its kernels that this process lacks, if threads can help."""
-        plan = self._plan(tensors, separate, config.check_bounds())
+        plan = self._plan(tensors)
         known = {number.name: value for number, value in zip(plan.numbers, numbers, strict=True)}
         in_threads(compiles(plan, tensors, self.device, known))
         return plan
 
-    def _plan(self, tensors: Sequence[Tensor], separate: bool, watched: bool) -> Plan:
+    def _plan(self, tensors: Sequence[Tensor]) -> Plan:
         """The plan from captured tensors to runs, or to the inputs of `_counted_plan` and the counts."""
         writer = PlanWriter()
         captured = tuple(named(f"capture{number}", tensor) for number, tensor in enumerate(tensors))
         kinds = writer.empty("kinds", (self.groups, *self.grid), torch.uint8)
-        watch = IndexWatch(writer, self.lengths, kinds) if watched else None
+        watch = IndexWatch(writer, self.lengths, kinds) if config.check_bounds() else None
         self._write_kinds(writer, kinds, captured, watch)
         if watch is not None:
             watch.raise_if_out_of_bounds()
-        if not separate:
+        if not self.separate:
             writer.call(without_full_tiles, (kinds,))
         by_axis = self._rows(writer)
         if not self._counts():
@@ -264,7 +247,7 @@ class _BuilderPart:
 
     def _counts(self) -> bool:
         """Are runs counted before their allocation? A CUDA graph cannot wait for a count."""
-        return sum(self.room) * 8 > UNCOUNTED and not self._capturing()
+        return sum(self.room) * 8 > UNCOUNTED and not is_captured(self.device)
 
     def _write_kinds(
         self, writer: PlanWriter, kinds: Place, captured: Sequence[Place], watch: IndexWatch | None
@@ -304,14 +287,6 @@ class _BuilderPart:
         if term.axis == "diagonal":
             return writer.empty(name, (self.groups, sum(self.lengths)), torch.int32)
         return writer.empty(name, (2, self.groups, self.grid[term.axis == "column"]), term.stored)
-
-    def _programs(self) -> int:
-        """The number of programs that keep the device busy although most end at once."""
-        return 8 if self.interpreted else 128 * (target_of(self.device).processors or 1)
-
-    def _capturing(self) -> bool:
-        """Is a CUDA graph being recorded? It cannot wait for a count."""
-        return is_captured(self.device)
 
     def _launch(
         self, writer: PlanWriter, module: ModuleType, kernel: str, programs: int, arguments: Arguments

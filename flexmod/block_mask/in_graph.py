@@ -53,7 +53,7 @@ def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
         place = device if moved.tensors else torch.device("cpu")
         found = _in_torch(moved, layout._replace(device=place)).to(device)
         return found.in_order() if moved.tensors and generated.is_ordered(block, device) else found
-    return TileStorage(sizes[:2], layout.grid(), generated.build(moved, *layout), {}, separate)
+    return TileStorage(sizes[:2], layout.grid(), generated.build(moved, layout), {}, separate)
 
 
 def _in_torch(traced: Traced, layout: MaskLayout) -> TileStorage:

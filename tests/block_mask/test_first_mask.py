@@ -14,6 +14,7 @@ from benchmarks.host_path import on_an_h200
 from flexmod import BlockMask, create_block_mask, masks
 from flexmod.block_mask import first_mask, generated
 from flexmod.block_mask.parts import trace_mask
+from flexmod.block_mask.tiles import MaskLayout
 
 CPU = torch.device("cpu")
 IDS = torch.arange(1000, dtype=torch.int32) // 300
@@ -76,7 +77,8 @@ def by_kernels(request: pytest.FixtureRequest) -> tuple[Any, bool, Any]:
     """A mask_mod, whether full tiles are apart, and the runs that the interpreted kernels find."""
     mask_mod, separate = request.param
     sizes = (1, 1, 1000, 1000)
-    runs = generated.build(trace_mask(mask_mod, CPU), sizes, (128, 128), CPU, separate, interpreted=True)
+    layout = MaskLayout(sizes, (128, 128), CPU, separate)
+    runs = generated.build(trace_mask(mask_mod, CPU), layout, interpreted=True)
     return mask_mod, separate, runs
 
 

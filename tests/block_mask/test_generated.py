@@ -12,6 +12,7 @@ from block_mask.test_refine import MODS, hashed, traced
 from block_mask.zoo import ZOO
 from flexmod import masks
 from flexmod.block_mask import generated, refine
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache, compiler
 from flexmod.codegen.compiler import builder
 from flexmod.codegen.prelude import module_text
@@ -38,7 +39,7 @@ def check(mask_mod, sizes, block, separate=True):
     """Builds in the interpreter; both directions are what the other path makes of the mask."""
     sizes = tuple(n or 1 for n in sizes)
     mask = traced(mask_mod, sizes)
-    found = generated.build(mask, sizes, block, CPU, separate, interpreted=True)
+    found = generated.build(mask, MaskLayout(sizes, block, CPU, separate), interpreted=True)
     expected = refine.classify(mask, sizes, block, CPU)
     if not separate:
         expected.clamp_(max=1)
@@ -287,7 +288,8 @@ def test_an_order_is_made_where_kernels_go_by_it(target, monkeypatch):
     monkeypatch.setattr(launch, "start", lambda source, name, *_: launched.append(name))
     monkeypatch.setattr(generated, "target_of", lambda device: named(target))
     sizes = (1, 1, 519, 519)
-    generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True)
+    layout = MaskLayout(sizes, (128, 128), CPU, True)
+    generated.build(traced(ZOO["document_causal"][0], sizes), layout)
     assert ("order_kernel" in launched) == (target == "sm_90")
 
 
@@ -302,7 +304,8 @@ def test_compiles_for(target, monkeypatch):
 
     monkeypatch.setattr(launch, "start", start)
     sizes = (3, 2, 519, 519)
-    generated.build(traced(ZOO["document_causal"][0], sizes), sizes, (128, 128), CPU, True, interpreted=True)
+    layout = MaskLayout(sizes, (128, 128), CPU, True)
+    generated.build(traced(ZOO["document_causal"][0], sizes), layout, interpreted=True)
     assert [name for _, name, _ in launched] == [
         "terms_kernel",
         "squares_kernel",

@@ -20,12 +20,14 @@ from block_mask.test_refine import MODS
 from flexmod import create_block_mask, create_mask, errors
 from flexmod.block_mask import generated
 from flexmod.block_mask.parts import trace_mask
+from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import compiler
 from flexmod.runtime import direct
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 50, 70)
 BLOCK = (16, 16)
+LAYOUT = MaskLayout(SIZES, BLOCK, CPU, True)
 Number = bool | int | float
 
 # By test id, in the order in which the masks have them.
@@ -128,7 +130,7 @@ def check(make: Callable[[Number], Any], numbers: Sequence[Number]) -> None:
             continue
         taken += 1
         mask = create_block_mask(make(number), *SIZES, device=CPU, BLOCK_SIZE=BLOCK)
-        runs = generated.build(trace_mask(make(number), CPU), SIZES, BLOCK, CPU, True, interpreted=True)
+        runs = generated.build(trace_mask(make(number), CPU), LAYOUT, interpreted=True)
         kinds = kinds_of(wanted)
         assert torch.equal(mask.table().expand(kinds.shape), kinds), (number, "in torch")
         for axis, expected in (("kv", kinds), ("q", kinds.mT)):

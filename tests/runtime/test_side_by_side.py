@@ -550,10 +550,11 @@ BUILD = """
     from benchmarks.host_path import H200
     from flexmod.block_mask import generated
     from flexmod.block_mask.parts import trace_mask
+    from flexmod.block_mask.tiles import MaskLayout
     ids = torch.arange(256, dtype=torch.int32) // 50
     traced = trace_mask({mask}, torch.device("cpu"))
     with mock.patch.object(generated, "target_of", lambda device: H200):
-        generated.build(traced, (1, 1, 256, 256), (128, 128), torch.device("cpu"), True)
+        generated.build(traced, MaskLayout((1, 1, 256, 256), (128, 128), torch.device("cpu"), True))
 """
 
 
