@@ -226,8 +226,8 @@ class MaskData:
         pair = length_pair(lengths)
         rows = tile_count(pair[0], self.BLOCK_SIZE[0])
         if rows < self.storage.grid[0]:
-            columns = columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE)
-            self._storage = self.storage.first_rows(rows, columns)
+            storage, table = self.storage, self.table()[..., :rows, :]
+            self._storage = TileStorage.of_table(table, storage.batch, storage.separate, storage.by_column)
         self._check_lists(pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
 

@@ -53,7 +53,10 @@ class TileStorage:
         self._versions: dict[str, float] = {}
         self.batch = batch
         self.grid = grid
-        self._separate = separate
+        self.form: Form = "lists" if by_axis is None else "runs"
+        # are full tiles listed apart from partial tiles, and are there tiles by column?
+        self.separate = separate if by_axis is not None else lists["full_kv_indices"] is not None
+        self.by_column = (lists["q_indices"] if by_axis is None else by_axis["q"]) is not None
         self._runs = by_axis
         self._lists = lists  # with runs, only the lists that were used so far
         if by_axis is None:
@@ -82,24 +85,30 @@ class TileStorage:
         """Copies and pickles have dicts of their own, and compute lists from runs again."""
         if self.form == "lists":
             return TileStorage.of_lists, (dict(self._lists),)
-        return TileStorage, (self.batch, self.grid, dict(self._runs or {}), {}, self._separate)
+        return TileStorage, (self.batch, self.grid, dict(self._runs or {}), {}, self.separate)
+
+    @classmethod
+    def of_parts(
+        cls, parts: Parts, batch: tuple[int, ...], grid: tuple[int, int], separate: bool
+    ) -> TileStorage:
+        """Stores tensors by the identifiers of `parts`, and lists that were computed from runs."""
+        lists = {name: parts[name] for name in LISTS if name in parts}
+        if "kv_rows" not in parts:
+            return cls.of_lists(dict.fromkeys(LISTS) | lists)
+        by_axis: dict[Axis, Runs | None] = {"kv": None, "q": None}
+        for axis in by_axis:
+            if f"{axis}_rows" in parts:
+                order = parts.get(f"{axis}_order")
+                by_axis[axis] = Runs(parts[f"{axis}_rows"], parts[f"{axis}_runs"], order)
+        return cls(batch, grid, by_axis, lists, separate)
 
     def taken_apart(self) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
         """Names, tensors and numbers; `put_together` is the inverse. TorchDynamo runs this."""
-        names: list[str] = []
-        tensors: list[Tensor] = []
-        versions: list[int] = []
-        for axis, runs in () if self._runs is None else self._runs.items():
-            if runs is not None:
-                names.append(axis if runs.order is None else f"{axis} in order")
-                tensors += runs.tensors()
-        for name, part in self._lists.items():
-            if part is not None:
-                names.append(name)
-                tensors.append(part)
-                version = self._versions.get(name, math.nan)
-                versions.append(-1 if version != version else int(version))
-        return tuple(names), tensors, [*self.batch, *versions]
+        computed = {} if self._runs is None else self._lists
+        made = {name: part for name, part in computed.items() if part is not None}
+        versions = [self._versions.get(name, math.nan) for name in made]
+        numbers = [-1 if version != version else int(version) for version in versions]
+        return (*self.parts(), *made), [*self._tensors, *made.values()], [*self.batch, *numbers]
 
     @classmethod
     def put_together(
@@ -110,29 +119,11 @@ class TileStorage:
         grid: tuple[int, int],
         separate: bool,
     ) -> TileStorage:
-        rest, versions = iter(tensors), iter(numbers[2:])
-        by_axis: dict[Axis, Runs | None] = {}
-        lists: Parts = {}
-        written: dict[str, float] = {}
-        for name in names:
-            axis, _, ordered = name.partition(" ")
-            if axis in ("kv", "q"):
-                runs = Runs(next(rest), next(rest), next(rest) if ordered else None)
-                by_axis[axis] = runs  # type: ignore[index]
-            else:
-                lists[name], version = next(rest), next(versions)
-                written[name] = math.nan if version < 0 else version
-        batch = numbers[0], numbers[1]
-        if not by_axis:
-            return cls.of_lists(dict.fromkeys(LISTS) | lists)
-        storage = cls(batch, grid, {"kv": None, "q": None, **by_axis}, lists, separate)
-        storage._versions = written
+        batch, versions = (numbers[0], numbers[1]), numbers[2:]
+        storage = cls.of_parts(dict(zip(names, tensors, strict=True)), batch, grid, separate)
+        made = names[len(storage._tensors) :]
+        storage._versions = {n: math.nan if v < 0 else v for n, v in zip(made, versions, strict=True)}
         return storage
-
-    @property
-    def form(self) -> Form:
-        """The form that launches read: runs or lists."""
-        return "lists" if self._runs is None else "runs"
 
     @property
     def outdated(self) -> bool:
@@ -142,18 +133,7 @@ class TileStorage:
 
     @property
     def device(self) -> torch.device:
-        of: Tensor = self._lists["kv_indices"] if self._runs is None else self._by_axis("kv").rows
-        return of.device
-
-    @property
-    def separate(self) -> bool:
-        """Are full tiles listed apart from partial tiles?"""
-        return self._lists["full_kv_indices"] is not None if self._runs is None else self._separate
-
-    @property
-    def by_column(self) -> bool:
-        """Are there tiles by column?"""
-        return self._lists["q_indices"] is not None if self._runs is None else self._runs["q"] is not None
+        return self._tensors[0].device
 
     def computed_from(self, sources: SourceStates) -> None:
         """Records the captured tensors from which the runs were computed."""
@@ -179,19 +159,17 @@ class TileStorage:
         """The user's name of each of `tensors`."""
         if self._runs is not None:
             return ("the tiles of block_mask",) * len(self._tensors)
-        return tuple(f"block_mask.{name}" for name in LISTS if self._lists[name] is not None)
+        return tuple(f"block_mask.{name}" for name in self.parts())
 
     def parts(self) -> tuple[str, ...]:
         """An identifier for each of `tensors`."""
         if self._runs is None:
-            return tuple(name for name in LISTS if self._lists[name] is not None)
-        kinds = ("rows", "runs", "order")
-        return tuple(
-            f"{axis}_{kind}"
-            for axis, runs in self._runs.items()
-            if runs is not None
-            for kind, _ in zip(kinds, runs.tensors(), strict=False)
-        )
+            return tuple([name for name in LISTS if self._lists[name] is not None])
+        names: list[str] = []
+        for axis, runs in self._runs.items():
+            if runs is not None:
+                names += [f"{axis}_rows", f"{axis}_runs", f"{axis}_order"][: len(runs.tensors())]
+        return tuple(names)
 
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
@@ -202,11 +180,6 @@ class TileStorage:
         found: Tensor | None = self._lists[name]
         return found
 
-    def first_rows(self, rows: int, columns: int) -> TileStorage:
-        """The tiles of the first rows."""
-        table = self.table(columns)[..., :rows, :]
-        return TileStorage.of_table(table, self.batch, self.separate, self.by_column)
-
     def written(self) -> tuple[object, ...]:
         """A value that changes with each write to a list that launches read.
 
@@ -214,37 +187,14 @@ class TileStorage:
         """
         return () if self._runs is not None else tuple([state(part) for part in self._tensors])
 
-    def assigned(self, name: str, part: Tensor | None) -> TileStorage:
-        """The same tiles as lists, with this list replaced; integers of another size become int32.
-
-        Raises as `plain_list`. The next use of the mask checks whether the list fits the others.
-        """
-        optional = name not in LISTS[:2]
-        if not (isinstance(part, Tensor) or part is None and optional):
-            raise BlockMaskPartsError(
-                problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
-                advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
-            )
-        return TileStorage.of_lists(
-            {**{other: self.list(other) for other in LISTS}, name: plain_list(name, part)}
-        )
-
-    def as_lists(self) -> TileStorage:
-        """The same tiles as lists."""
-        return TileStorage.of_lists({name: self.list(name) for name in LISTS})
+    def as_lists(self, **replaced: Tensor | None) -> TileStorage:
+        """The same tiles as lists, some of them replaced."""
+        return TileStorage.of_lists({name: self.list(name) for name in LISTS} | replaced)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TileStorage:
         """The same form, with these tensors."""
-        rest = iter(tensors)
-        if self._runs is None:
-            return TileStorage.of_lists(
-                {n: None if x is None else next(rest) for n, x in self._lists.items()}
-            )
-        runs = {
-            axis: None if own is None else Runs(*(next(rest) for _ in own.tensors()))
-            for axis, own in self._runs.items()
-        }
-        return TileStorage(self.batch, self.grid, runs, {}, self.separate)
+        parts = dict(zip(self.parts(), tensors, strict=True))
+        return TileStorage.of_parts(parts, self.batch, self.grid, self.separate)
 
     def table(self, columns: int) -> Tensor:
         """int8 [..., Qb, columns]: EMPTY, PARTIAL or FULL for each tile, by row.
@@ -253,7 +203,7 @@ class TileStorage:
         """
         if self.form == "runs":
             return self._by_axis("kv").table(columns)
-        parts = [part for name in LISTS[:4] if (part := self._lists[name]) is not None]
+        parts = self.by_row()
         for dim in range(len(self.batch)):
             if all(part.stride(dim) == 0 for part in parts):
                 parts = [part.narrow(dim, 0, 1) for part in parts]
@@ -269,10 +219,11 @@ class TileStorage:
         return sum(int(part.sum()) for part in lists if part is not None)
 
     def to(self, device: torch.device | str) -> TileStorage:
-        if self.form == "lists":
-            return TileStorage.of_lists(tiles.each(self._lists, lambda part: part.to(device)))
-        moved = {axis: None if runs is None else runs.to(device) for axis, runs in (self._runs or {}).items()}
-        return TileStorage(self.batch, self.grid, moved, {}, self.separate)
+        moved = self.with_tensors([tensor.to(device) for tensor in self._tensors])
+        for runs in (moved._runs or {}).values():
+            if runs is not None:
+                runs.with_fixed_sizes()
+        return moved
 
     def in_order(self) -> TileStorage:
         """Returns the runs with the order of their rows and columns."""
@@ -308,7 +259,14 @@ class ListPart:
         return mask._storage.list(self._name)
 
     def __set__(self, mask: Any, part: Tensor | None) -> None:
-        mask._storage = mask._storage.assigned(self._name, part)
+        """Integers of another size become int32. The next use of the mask checks whether the list fits."""
+        name = self._name
+        if not (isinstance(part, Tensor) or part is None and name not in LISTS[:2]):
+            raise BlockMaskPartsError(
+                problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
+                advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
+            )
+        mask._storage = mask._storage.as_lists(**{name: plain_list(name, part)})
 
 
 def state(tensor: Tensor) -> tuple[object, ...]:

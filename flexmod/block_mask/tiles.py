@@ -22,7 +22,7 @@ A mask's memory grows with its boundary: a causal mask has two runs a row at eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,11 +121,6 @@ def keep_padding_partial(table: Tensor, seq_lengths: tuple[int, int], block_size
     return table
 
 
-def each(parts: Parts, change: Callable[[Tensor], Tensor]) -> Parts:
-    """Applies `change` to each part that is not None."""
-    return {name: None if part is None else change(part) for name, part in parts.items()}
-
-
 @dataclass(frozen=True, eq=False)
 class Runs:
     """The tiles of a mask in one direction: row by row, or column by column. See the head of this file."""
@@ -177,9 +172,6 @@ class Runs:
         """Returns the runs with `order`; of equally long rows the first comes first."""
         longest_first = self.rows[..., 0].sum(-1).argsort(dim=-1, descending=True, stable=True)
         return Runs(self.rows, self.spans, longest_first.int())
-
-    def to(self, device: torch.device | str) -> Runs:
-        return Runs(*(tensor.to(device) for tensor in self.tensors())).with_fixed_sizes()
 
 
 def of_table(table: Tensor) -> Runs:

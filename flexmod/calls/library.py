@@ -159,7 +159,7 @@ def _storage_parts(
     """
     names, tiles, numbers = storage.taken_apart()
     mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
-    return Parts("storage", names, (storage._separate, *flags), mod, tiles, [*known, *numbers])
+    return Parts("storage", names, (storage.separate, *flags), mod, tiles, [*known, *numbers])
 
 
 class Given(NamedTuple):
