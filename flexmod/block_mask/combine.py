@@ -19,11 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import refine, selection, tiles
+from flexmod.block_mask import refine, selection
 from flexmod.block_mask.data import AnyMask, MaskData
 from flexmod.block_mask.parts import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
+from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
 from flexmod.ir.composed import Derived
@@ -132,7 +133,8 @@ Lengths = tuple[int, int]
 
 def combined(first: AnyMask, second: AnyMask, how: How) -> AnyMask:
     """The mask of the elements that both masks keep, or that either keeps. Raises BlockMaskCombineError."""
-    batch = _common_batch(first, second)
+    _check_alike(first, second)
+    batch = _common_size((first, second), 0), _common_size((first, second), 1)
     tables = torch.broadcast_tensors(first.table(), second.table())
     keeps, ends = (FULL, EMPTY) if how == "and" else (EMPTY, FULL)
     a, b = tables
@@ -147,7 +149,6 @@ def concatenated(masks: Sequence[AnyMask]) -> AnyMask:
     if not masks:
         raise BlockMaskCombineError(problem="there are none", advice="give one mask at least")
     for mask in masks:
-        _check_dimensions(mask)
         _check_alike(masks[0], mask)
     for name, (offset, _) in (masks[0].positions or NO_OFFSETS).tensors().items():
         if offset.numel() > 1:
@@ -204,7 +205,7 @@ def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
     table[..., : kept.shape[-2], : kept.shape[-1]] = kept
     if mask.classified:
         _reopen_ragged(table, lengths, mask.BLOCK_SIZE)
-    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod)
+    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask.classified)
 
 
 def _finished(
@@ -214,8 +215,13 @@ def _finished(
     lengths: Lengths,
     mask_mod: MaskMod,
     others: Sequence[AnyMask] = (),
+    classified: bool = True,
 ) -> AnyMask:
-    """Decides the OPEN tiles of a table, and makes a mask like `mask` and `others` from it."""
+    """Decides the OPEN tiles of a table, and makes a mask like `mask` and `others` from it.
+
+    `classified`: mask_mod decides the tiles. A user's own full tiles stay full where they reach past the end
+    of a length, since mask_mod may drop some of their elements.
+    """
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
         sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
@@ -224,24 +230,15 @@ def _finished(
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
     alike = (mask, *others)
     separate = all(m.storage.separate for m in alike)
-    classified = mask_mod is not mask.mask_mod or mask.classified
-    padded = _padded(table, lengths, mask.BLOCK_SIZE, classified)
-    made = type(mask).of_table(
-        table if separate else table.clamp(max=PARTIAL), batch, lengths, mask.BLOCK_SIZE, mask_mod, traced,
-        separate=separate, by_column=any(m.storage.by_column for m in alike), full_tiles_padded=padded,
-    )  # fmt: skip
+    table = table if separate else table.clamp(max=PARTIAL)
+    inside = keep_padding_partial(table.clone(), lengths, mask.BLOCK_SIZE)
+    padded = not classified and not torch.equal(inside, table)
+    storage = TileStorage.of_table(
+        table if padded else inside, batch, separate, any(m.storage.by_column for m in alike)
+    )
+    made = type(mask).of_storage(storage, lengths, mask.BLOCK_SIZE, mask_mod, traced, padded)
     made._classified = classified
     return made
-
-
-def _padded(table: Tensor, lengths: Lengths, block: tuple[int, int], classified: bool) -> bool:
-    """Does a FULL tile reach past the end of a length?
-
-    If `classified`, marks such tiles as PARTIAL, in place. A user's lists may say FULL where the mask_mod
-    keeps less, so their tiles stay FULL.
-    """
-    partial = keep_padding_partial(table if classified else table.clone(), lengths, block)
-    return not torch.equal(partial, table)
 
 
 def _reopen_ragged(
@@ -286,12 +283,6 @@ def _check_dimensions(mask: MaskData) -> None:
             problem=f"one has the shape {mask.shape}, without dimensions for batch and head",
             advice="give its lists dimensions for B and H, of size 1 where the mask is the same for each",
         )
-
-
-def _common_batch(first: MaskData, second: MaskData) -> tuple[int, int]:
-    """Checks that the masks fit together, and returns their common batch dimensions."""
-    _check_alike(first, second)
-    return _common_size((first, second), 0), _common_size((first, second), 1)
 
 
 def _check_alike(first: MaskData, second: MaskData) -> None:
@@ -340,13 +331,13 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
     mask_mod = of_positions(mask.as_made())
     if any(move != KEPT for move in needed.values()):
-        mask_mod = Rebased(mask_mod, *needed.values())
+        mask_mod = Rebased(mask_mod, **needed)
     mask_mod = mask_mod if found is None else found.mask(mask_mod)
     table = mask.table()
     chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
     part = selection.take(table, (*chosen, q))
     lengths = query, mask.seq_lengths[1]
-    return _of_table(mask, part, (len(b), len(h)), lengths, mask_mod, mask.full_tiles_padded)
+    return _finished(mask, part, (len(b), len(h)), lengths, mask_mod, classified=mask.classified)
 
 
 def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
@@ -363,20 +354,6 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
     mask_q, mask_kv = mask.seq_lengths
     if lengths[0] > mask_q or lengths[1] > mask_kv:
         raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
-    rows, columns = map(tiles.tile_count, lengths, mask.BLOCK_SIZE)
-    table = mask.table()[..., :rows, :columns].clone()
-    padded = _padded(table, lengths, mask.BLOCK_SIZE, mask.classified)
-    return _of_table(mask, table, mask.storage.batch, lengths, mask.mask_mod, padded)
-
-
-def _of_table(
-    mask: AnyMask, table: Tensor, batch: tuple[int, ...], lengths: Lengths, mask_mod: MaskMod, padded: bool
-) -> AnyMask:
-    """Makes a part of `mask` from that part of its table. `padded`: full tiles may reach past an end."""
-    traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
-    part = type(mask).of_table(
-        table, batch, lengths, mask.BLOCK_SIZE, mask_mod, traced, separate=mask.storage.separate,
-        by_column=mask.storage.by_column, full_tiles_padded=padded,
-    )  # fmt: skip
-    part._classified = mask.classified
-    return part
+    rows, columns = map(tile_count, lengths, mask.BLOCK_SIZE)
+    table = mask.table()[..., :rows, :columns]
+    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask.classified)

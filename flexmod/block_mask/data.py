@@ -104,24 +104,6 @@ class MaskData:
         mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
 
-    @classmethod
-    def of_table(
-        cls: type[AnyMask],
-        table: Tensor,
-        batch: tuple[int, ...],
-        seq_lengths: tuple[int, int],
-        block_size: tuple[int, int],
-        mask_mod: MaskMod,
-        traced: Traced,
-        *,
-        separate: bool = True,
-        by_column: bool = True,
-        full_tiles_padded: bool = False,
-    ) -> AnyMask:
-        """Makes a mask from `table`, int8 [..., Qb, KVb]. Its batch dimensions are `batch`, or 1 each."""
-        storage = TileStorage.of_table(table, batch, separate, by_column)
-        return cls.of_storage(storage, seq_lengths, block_size, mask_mod, traced, full_tiles_padded)
-
     @property
     def storage(self) -> TileStorage:
         """The present tiles. Lists that a user has written to replace the runs from which they came."""

@@ -190,10 +190,8 @@ class BlockMask(MaskData):
         check_grid((rows, columns), lengths, block)
         table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
         mod = noop_mask if mask_mod is None else mask_mod
-        made = cls.of_table(
-            table, tuple(table.shape[:2]), lengths, block, mod, trace_mask(mod, table.device),
-            separate=mask_mod is None,
-        )  # fmt: skip
+        storage = TileStorage.of_table(table, tuple(table.shape[:2]), separate=mask_mod is None)
+        made = cls.of_storage(storage, lengths, block, mod, trace_mask(mod, table.device))
         made._classified = False
         return made
 

@@ -241,3 +241,18 @@ def test_parts_of_a_mask_keep_what_its_mask_mod_was() -> None:
     old[100:] = 3
     of_both_now = (q_idx - kv_idx < 8) & (old[:, None] == old) & (q_idx >= kv_idx)
     assert torch.equal(attended(mask & causal), of_both_now)
+
+
+CUTS = {"crop": lambda mask: mask._adjust(20, 24), "resize": lambda mask: mask.resize(20, 24)}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_users_full_tile_stays_full_where_a_length_cuts_it(cut):
+    """Its mask_mod may drop some of its elements."""
+    counts, columns = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    lists = torch.zeros_like(counts), columns.expand(1, 1, 2, 2), counts, columns.expand(1, 1, 2, 2)
+    even = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: q % 2 == 0)
+    part = cut(even)
+    query, key, value = (torch.randn(1, 1, n, 8) for n in (part.shape[2], part.shape[3], part.shape[3]))
+    exact = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=part), exact.float())
