@@ -210,16 +210,8 @@ def build_tiles(
 
 
 @build_tiles.register_fake
-def _(
-    captured: Sequence[Tensor],
-    integers: Sequence[int],
-    reals: Sequence[float],
-    mod: str,
-    sizes: Sequence[int],
-    block: Sequence[int],
-    separate: bool,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, sizes, block, _, device = given
     return _empty_tiles(sizes, block, device)
 
 

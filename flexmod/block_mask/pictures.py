@@ -59,16 +59,22 @@ def text(
 ) -> str:
     """Draws a mask as text; see `BlockMask.to_string`. Raises GridSizeError."""
     batch_shape = mask.storage.batch
-    count = math.prod(batch_shape) if limit < 0 else limit
-    places = list(itertools.islice(itertools.product(*map(range, batch_shape)), count))
+    count = math.prod(batch_shape)
+    all_places = itertools.product(*map(range, batch_shape))
+    places = list(itertools.islice(all_places, count if limit < 0 else limit))
     listed = (mask.table() != EMPTY).expand(*batch_shape, -1, -1)
     shape = listed.shape[-2:]
     grid = _grid_of(shape, grid_size)
     if density or color:
         shown = [cells(sliced(mask, place) if place else mask, grid) for place in places]
-        return _titled([_by_density(one, color) for one in shown], batch_shape, limit)
-    steps = tile_count(shape[0], grid[0]), tile_count(shape[1], grid[1])
-    return _titled([_grid(listed[place], steps) for place in places], batch_shape, limit)
+        grids = [_by_density(one, color) for one in shown]
+    else:
+        steps = tile_count(shape[0], grid[0]), tile_count(shape[1], grid[1])
+        grids = [_grid(listed[place], steps) for place in places]
+    parts = [f"{place}\n{grid}" for place, grid in zip(places, grids, strict=True)]
+    if len(parts) < count:
+        parts.append(f"...\nThe first {limit} are shown; to_string(limit=N) draws N, mask[b, h] picks one.")
+    return "\n".join(parts)
 
 
 def svg(mask: MaskData) -> str:
@@ -156,15 +162,6 @@ def colors(cells: Cells) -> Tensor:
     for part, color in zip(parts, (FULL_COLOR, KEPT_COLOR, MASKED_COLOR, EMPTY_COLOR), strict=True):
         mixed += (part / cells.area)[..., None] * torch.tensor(color, **ON_CPU)
     return mixed.round().to(torch.uint8)
-
-
-def _titled(grids: Sequence[str], batch_shape: Sequence[int], limit: int) -> str:
-    """Grids under the names of their (batch, head), and a hint how to see the others."""
-    names = itertools.product(*map(range, batch_shape))
-    parts = [f"{name}\n{grid}" for name, grid in zip(names, grids, strict=False)]
-    if len(parts) < torch.Size(batch_shape).numel():
-        parts.append(f"...\nThe first {limit} are shown; to_string(limit=N) draws N, mask[b, h] picks one.")
-    return "\n".join(parts)
 
 
 def _by_density(cells: Cells, color: bool) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -126,11 +126,8 @@ class Rebased(Derived):
     q: IndexMap = KEPT
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        old = [
-            index if move == KEPT else move(index)
-            for move, index in ((self.b, b), (self.h, h), (self.q, q_idx))
-        ]
-        return self.mask_mod(*old, kv_idx)
+        return self.mask_mod(self.b(b), self.h(h), self.q(q_idx), kv_idx)
+
 
 AXES = ("batches", "heads", "rows of tiles")
 Chosen = Sequence[int]
@@ -192,7 +189,7 @@ class _Ask:
         self.index = index
         self.shape = shape
 
-    def refuse(self, problem: str, advice: str) -> None:
+    def refuse(self, problem: str, advice: str) -> NoReturn:
         axes = f"({', '.join(AXES)})" if len(self.shape) == 3 else "counts"
         raise BlockMaskIndexError(
             shape=self.shape, axes=axes, index=self.index, problem=problem, advice=advice
@@ -223,10 +220,10 @@ class _Ask:
                 entry = torch.as_tensor(entry, device="cpu")
             except (TypeError, ValueError, RuntimeError):
                 self.refuse("it is no list of numbers", "use one list of ints")
-        if isinstance(entry, Tensor):
-            return self._entries(entry, axis)
-        self.refuse(f"{type(entry).__name__} is no index", "use ints, slices, or one list or tensor of ints")
-        raise AssertionError
+        if not isinstance(entry, Tensor):
+            what = f"{type(entry).__name__} is no index"
+            self.refuse(what, "use ints, slices, or one list or tensor of ints")
+        return self._entries(entry, axis)
 
     def _entries(self, entries: Tensor, axis: int) -> Chosen:
         if entries.dim() == 1 and not len(entries):
