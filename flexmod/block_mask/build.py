@@ -14,7 +14,7 @@ from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.in_graph import check_captures, find_tiles
 from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import MaskLayout
+from flexmod.block_mask.tiles import MaskLayout, both_sizes
 from flexmod.errors import DenseMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import evaluate
@@ -130,8 +130,7 @@ def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple
 def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
     """Finds the tiles of a mask by its traced mask_mod."""
     check_captures(traced, mask.device)
-    batch, heads = mask.storage.batch
-    sizes = (batch, heads, *mask.seq_lengths)
+    sizes = (*both_sizes(mask.storage.batch), *mask.seq_lengths)
     with outside_transforms():
         return find_tiles(traced, MaskLayout(sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate))
 

@@ -25,7 +25,7 @@ from flexmod.block_mask.parts import MaskMod, trace_mask
 from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial, tile_count
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
 from flexmod.ir.composed import Derived
 from flexmod.ir.graph import check_sizes, expect_size
@@ -160,11 +160,11 @@ def concatenated(masks: Sequence[AnyMask]) -> AnyMask:
     batch = 0
     mask_mod = _elements(masks[0])
     for previous, mask in pairwise(masks):
-        batch += _batch(previous)[0]
+        batch += previous.storage.batch[0]
         if not _same_for_each_entry(previous, mask):
             mask_mod = OfBatch(mask_mod, _elements(mask), batch)
-    batch += _batch(masks[-1])[0]
-    table = torch.cat([mask.table().expand(_batch(mask)[0], heads, -1, -1) for mask in masks])
+    batch += masks[-1].storage.batch[0]
+    table = torch.cat([mask.table().expand(mask.storage.batch[0], heads, -1, -1) for mask in masks])
     first, others = masks[0], masks[1:]
     return _finished(first, table, (batch, heads), first.seq_lengths, _at(first, mask_mod), others)
 
@@ -185,7 +185,8 @@ def complement(mask: AnyMask) -> AnyMask:
     if not (mask.classified and mask.storage.separate):
         table[was == PARTIAL] = OPEN
     _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
-    return _finished(mask, table, _batch(mask), mask.seq_lengths, _at(mask, Complement(_elements(mask))))
+    mask_mod = _at(mask, Complement(_elements(mask)))
+    return _finished(mask, table, mask.storage.batch, mask.seq_lengths, mask_mod)
 
 
 def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
@@ -224,7 +225,7 @@ def _finished(
     """
     traced = mask._traced if mask_mod is mask.mask_mod else trace_mask(mask_mod, mask.device)
     if bool((table == OPEN).any()):
-        sizes = (*((1,) * (2 - len(batch)) + batch), *lengths)
+        sizes = (*both_sizes(batch), *lengths)
         check_sizes(traced.graph, sizes, "the block mask")
         fits = Traced(fitted(traced.graph.of_any_size().with_lines(), sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
@@ -272,11 +273,6 @@ def _at(mask: MaskData, mask_mod: MaskMod) -> MaskMod:
     return mask_mod if mask.positions is None else mask.positions.mask(mask_mod)
 
 
-def _batch(mask: MaskData) -> tuple[int, int]:
-    batch, heads = mask.storage.batch
-    return batch, heads
-
-
 def _check_dimensions(mask: MaskData) -> None:
     if len(mask.storage.batch) != 2:
         raise BlockMaskCombineError(
@@ -307,9 +303,9 @@ def _check_alike(first: MaskData, second: MaskData) -> None:
 def _common_size(masks: Sequence[MaskData], dimension: int) -> int:
     """The common number of batch entries (dimension 0) or heads (1). A size of 1 broadcasts."""
     axis, index = "BH"[dimension], "bh"[dimension]
-    size = max(_batch(mask)[dimension] for mask in masks)
+    size = max(mask.storage.batch[dimension] for mask in masks)
     for mask in masks:
-        own = _batch(mask)[dimension]
+        own = mask.storage.batch[dimension]
         reads = index in mask.traced.graph.reads
         if own != size and (own != 1 or reads):
             why = f", and its mask_mod reads {index}" if own == 1 else ""

@@ -26,7 +26,7 @@ from flexmod.block_mask.parts import (
     trace_mask,
 )
 from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
-from flexmod.block_mask.tiles import LISTS, Parts, tile_count
+from flexmod.block_mask.tiles import LISTS, Parts, both_sizes, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
 from flexmod.ir.composed import Derived, Mask, may_change
 from flexmod.ir.fingerprint import tensor_key
@@ -184,8 +184,8 @@ class MaskData:
     @property
     def traced(self) -> Traced:
         """The graph of mask_mod with its captures; its index arithmetic is wide enough for the lengths."""
-        batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
-        return Traced(fitted(self._traced.graph, (batch, heads, *self.seq_lengths)), self._traced.tensors)
+        sizes = (*both_sizes(self.storage.batch), *self.seq_lengths)
+        return Traced(fitted(self._traced.graph, sizes), self._traced.tensors)
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:

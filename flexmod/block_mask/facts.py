@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.data import MaskData
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, tile_count
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, tile_count
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.trace import Traced
 
 # Elements of partial tiles to evaluate at a time.
 AT_ONCE = 1 << 22
@@ -94,11 +93,11 @@ def sparsity(mask: MaskData) -> float:
 
 def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     """The facts of a mask. Counts the elements of partial tiles if there are at most `budget`."""
-    table, batch, traced = mask.table(), mask.storage.batch, mask.traced
+    table, traced = mask.table(), mask.traced
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:
         table = table[None]
-    sizes = (*(1,) * (2 - len(batch)), *batch[-2:])
+    sizes = both_sizes(mask.storage.batch)
     told_apart = [
         max(known, size if name in traced.graph.reads else 1)
         for name, known, size in zip(("b", "h"), table.shape[:2], sizes, strict=True)
@@ -108,21 +107,21 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
         (length - torch.arange(count, device=table.device) * size).clamp(0, size)
         for length, count, size in zip(lengths, table.shape[2:], block, strict=True)
     )
-    sides = min(block[0], lengths[0]), min(block[1], lengths[1])
+    side = min(block[0], lengths[0])
     pairs = math.prod(told_apart) * lengths[0] * lengths[1]
     full = int((((table == FULL) * widths).sum(-1) * heights).sum())
     partial = int((((table == PARTIAL) * widths).sum(-1) * heights).sum())
     # for each query, the number of tiles in which it has a key
-    some = (table == FULL).sum(-1)[..., None].expand(*table.shape[:3], sides[0]).contiguous()
+    some = (table == FULL).sum(-1)[..., None].expand(*table.shape[:3], side).contiguous()
     counted = partial <= budget
     if counted:
         partial = 0
-        for places, kept in elements(table, lengths, block, sides, traced):
+        for places, kept in elements(mask, table):
             partial += int(kept.sum())
             b, h, row, _ = places.unbind(1)
             line = (b * table.shape[1] + h) * table.shape[2] + row
-            some.view(-1, sides[0]).index_add_(0, line, kept.any(2).to(some.dtype))
-    beyond = torch.arange(sides[0], device=table.device) >= heights[:, None]
+            some.view(-1, side).index_add_(0, line, kept.any(2).to(some.dtype))
+    beyond = torch.arange(side, device=table.device) >= heights[:, None]
     all_some = bool(((some > 0) | beyond).all())
     listed = table != EMPTY
     counts = listed.sum(-1)
@@ -140,10 +139,12 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     )
 
 
-def elements(
-    table: Tensor, lengths: tuple[int, int], block: tuple[int, int], sides: tuple[int, int], traced: Traced
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partial tiles, int64 [n, 4], and whether the mask keeps each of their elements, bool [n, *sides]."""
+def elements(mask: MaskData, table: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Partial tiles of a table [B, H, Qb, KVb] of the mask, int64 [n, 4], and whether the mask keeps each of
+    their elements, bool [n, queries, keys]. A tile larger than the mask has only the mask's elements.
+    """
+    lengths, block, traced = mask.seq_lengths, mask.BLOCK_SIZE, mask.traced
+    sides = tuple(map(min, block, lengths))
     steps = [torch.arange(size, dtype=torch.int32, device=table.device) for size in sides]
     for places in (table == PARTIAL).nonzero().split(max(1, AT_ONCE // math.prod(sides))):
         b, h, row, column = (index.int()[:, None, None] for index in places.unbind(1))
@@ -205,10 +206,8 @@ def _kept(mask: MaskData, table: Tensor, steps: list[int], partial: Tensor) -> T
     """How many elements of partial tiles the mask keeps, by cell; assumes half if there are too many."""
     if float(partial.sum()) > COUNTED:
         return partial / 2
-    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
-    sides = min(block[0], lengths[0]), min(block[1], lengths[1])
     counts = torch.zeros(math.prod(partial.shape), **ON_CPU)
-    for places, kept in elements(table[None, None], lengths, block, sides, mask.traced):
+    for places, kept in elements(mask, table[None, None]):
         _, _, row, column = places.cpu().unbind(1)
         cell = row // steps[0] * partial.shape[1] + column // steps[1]
         counts.index_add_(0, cell, kept.sum((1, 2)).cpu().float())

@@ -45,7 +45,7 @@ def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
     sizes, block, device, separate = layout
     check_sizes(traced.graph, sizes, "the block mask")
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
-    if not has_kernels(device):
+    if device.type != "cuda":
         return _in_torch(moved, layout)
     first_mask, generated = _with_kernels()
     if first_mask.is_first(moved, layout):
@@ -73,11 +73,6 @@ def _with_kernels() -> tuple[ModuleType, ModuleType]:
         side_by_side.start_ahead()
         from flexmod.block_mask import first_mask, generated
     return first_mask, generated
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Do generated kernels find the tiles on this device?"""
-    return device.type == "cuda"
 
 
 def check_captures(traced: Traced, device: torch.device) -> None:
@@ -232,17 +227,13 @@ def _empty_tiles(
 
 def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
     """The number of an axis's runs to allocate. Raises InGraphMaskError."""
-    most = sizes[0] * sizes[1] * max(rows * _even(columns), columns * _even(rows))
+    most = sizes[0] * sizes[1] * max(rows * (columns + columns % 2), columns * (rows + rows % 2))
     if most > MOST_RUNS:
         raise InGraphMaskError(
             problem=f"create_block_mask makes a mask of {sizes[0] * sizes[1] * rows * columns} tiles",
             advice="build it before the call, and hand it to the compiled function",
         )
     return most
-
-
-def _even(tiles: int) -> int:
-    return tiles + tiles % 2
 
 
 def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> TileStorage:

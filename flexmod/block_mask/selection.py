@@ -173,13 +173,8 @@ def length_of(rows: Chosen, count: int, length: int, block: int) -> int:
 
 
 def take(part: Tensor, chosen: tuple[Chosen, ...]) -> Tensor:
-    """Selects entries of the first three dimensions; a view if they ascend evenly."""
-    for axis, numbers in enumerate(chosen):
-        if isinstance(numbers, range):
-            part = part[(slice(None),) * axis + (slice(numbers.start, numbers.stop, numbers.step),)]
-        else:
-            part = part.index_select(axis, torch.tensor(numbers, device=part.device))
-    return part
+    """Selects entries of the first three dimensions, at most one by a list; a view without one."""
+    return part[tuple([slice(n.start, n.stop, n.step) if isinstance(n, range) else [*n] for n in chosen])]
 
 
 class _Ask:

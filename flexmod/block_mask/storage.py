@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexmod.block_mask import tiles
 from flexmod.block_mask.parts import plain_list
-from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, tile_count
+from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, both_sizes, tile_count
 from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
 from flexmod.ir.evaluate import captures_on_device
@@ -312,8 +312,8 @@ class MaskSnapshot:
     @cached_property
     def traced(self) -> Traced:
         """The graph of mask_mod with its captures; its index arithmetic is wide enough for the lengths."""
-        batch, heads = self.storage.batch[-2:] if len(self.storage.batch) > 1 else (1, 1)
-        return Traced(fitted(self.mod.graph, (batch, heads, *self.seq_lengths)), self.mod.tensors)
+        sizes = (*both_sizes(self.storage.batch), *self.seq_lengths)
+        return Traced(fitted(self.mod.graph, sizes), self.mod.tensors)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -345,12 +345,8 @@ class MaskSnapshot:
 
     def states(self) -> list[object]:
         """One value for each of `tensors`, which differs after a write to the tensor."""
-        found: list[object]
-        if self.storage.form == "lists":
-            found = list(self.storage.written())
-        else:
-            found = [version_of(tensor) for tensor in self.storage.tensors()]
-        return found + [state(tensor) for tensor in self.mod.tensors] if self.mod.tensors else found
+        tiles = self.storage.written() or map(version_of, self.storage.tensors())
+        return [*tiles, *map(state, self.mod.tensors)]
 
     @cached_property
     def in_inference_mode(self) -> bool:

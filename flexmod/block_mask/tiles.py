@@ -51,6 +51,12 @@ def tile_count(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def both_sizes(batch: tuple[int, ...]) -> tuple[int, int]:
+    """The numbers of batch entries and heads; a dimension that a mask lacks is 1."""
+    entries, heads = (1, 1, *batch)[-2:]
+    return entries, heads
+
+
 class MaskLayout(NamedTuple):
     """What a block mask has besides its mask_mod. `sizes` are B, H, Q_LEN and KV_LEN.
 
