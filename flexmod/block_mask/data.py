@@ -67,10 +67,10 @@ class MaskData:
     _traced: Traced
     _classified: bool
     full_tiles_padded: bool
-    dq_write_order: Tensor | None
-    dq_write_order_full: Tensor | None
-    dq_kv_order: Tensor | None
-    dq_kv_order_spt: bool | None
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    dq_kv_order: Tensor | None = None
+    dq_kv_order_spt: bool | None = None
     _snapshot: MaskSnapshot | None
     _seen: tuple[object, ...] | None
     _watched: Watched | None = None
@@ -101,7 +101,6 @@ class MaskData:
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
         storage.computed_from(SourceStates(traced.tensors))
-        mask.dq_write_order = mask.dq_write_order_full = mask.dq_kv_order = mask.dq_kv_order_spt = None
         return mask
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.data import MaskData
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, tile_count
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, groups_of, tile_count
 from flexmod.ir.evaluate import evaluate
 
 # Elements of partial tiles to evaluate at a time.
@@ -98,10 +98,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     while table.dim() < 4:
         table = table[None]
     sizes = both_sizes(mask.storage.batch)
-    told_apart = [
-        max(known, size if name in traced.graph.reads else 1)
-        for name, known, size in zip(("b", "h"), table.shape[:2], sizes, strict=True)
-    ]
+    told_apart = [*map(max, table.shape[:2], groups_of(traced, sizes))]
     table = table.expand(*told_apart, -1, -1)
     heights, widths = (
         (length - torch.arange(count, device=table.device) * size).clamp(0, size)

@@ -18,7 +18,7 @@ import torch
 
 from flexmod.block_mask import generated
 from flexmod.block_mask.storage import is_captured
-from flexmod.block_mask.tiles import MaskLayout
+from flexmod.block_mask.tiles import MaskLayout, groups_of
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config
 from flexmod.runtime.locks import Lock
@@ -93,4 +93,4 @@ def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
         return False
     if torch.cuda.get_sync_debug_mode():
         return False
-    return math.prod((*generated.groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES
+    return math.prod((*groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES

@@ -25,7 +25,7 @@ from torch import Tensor
 from flexmod.backends.families import reads_order
 from flexmod.block_mask import tiles
 from flexmod.block_mask.storage import Axis, is_captured
-from flexmod.block_mask.tiles import MaskLayout, Runs
+from flexmod.block_mask.tiles import MaskLayout, Runs, groups_of
 from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
@@ -71,12 +71,6 @@ def compile_ahead(traced: Traced, layout: MaskLayout) -> None:
     with torch.cuda.device(layout.device):
         parts, numbers = _parts(traced, layout, False)
         parts[0].compile(traced.tensors, numbers)
-
-
-def groups_of(traced: Traced, sizes: Sequence[int]) -> tuple[int, int]:
-    """Returns the numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
-    reads = traced.graph.reads
-    return sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1
 
 
 def is_ordered(block: tuple[int, int], device: torch.device, interpreted: bool = False) -> bool:

@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, groups_of, keep_padding_partial
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import POSITIONS
 from flexmod.ir.intervals import Analysis, BoundsTerm, analyze
 from flexmod.ir.trace import Traced
 
@@ -230,11 +229,7 @@ class Refined:
         self.axes = Axes(analyze(traced.graph, sizes), traced.tensors, sizes, device)
         self.rows = self.axes.tiles("row", self.block[0])
         self.columns = self.axes.tiles("column", self.block[1])
-        batch, heads = (
-            size if name in traced.graph.reads else 1
-            for name, size in zip(POSITIONS, sizes[:2], strict=False)
-        )
-        self.shape = batch, heads, len(self.rows), len(self.columns)
+        self.shape = *groups_of(traced, sizes), len(self.rows), len(self.columns)
         self.open = torch.empty(0, 4, dtype=torch.int64, device=device)
 
     def run(self) -> None:
@@ -296,15 +291,9 @@ class Refined:
             number = first_row.diff()[row] * across
             of = torch.repeat_interleave(torch.arange(len(at), device=at.device), number)
             pair = torch.arange(len(of), device=at.device) - (number.cumsum(0) - number)[of]
-            pieces = torch.stack(
-                [
-                    b[of],
-                    h[of],
-                    first_row[row[of]] + pair // across[of],
-                    first_column[column[of]] + pair % across[of],
-                ],
-                1,
-            )
+            piece_row = first_row[row[of]] + pair // across[of]
+            piece_column = first_column[column[of]] + pair % across[of]
+            pieces = torch.stack([b[of], h[of], piece_row, piece_column], 1)
             kinds = self._decided(rows, columns, pieces)
             counts = [
                 at.new_zeros(len(at)).index_add_(0, of, (kinds == kind).long()) for kind in (EMPTY, FULL)

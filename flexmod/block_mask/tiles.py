@@ -22,13 +22,14 @@ A mask's memory grows with its boundary: a causal mask has two runs a row at eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexmod.ir.trace import Traced
 from flexmod.runtime.private_torch import fix_sizes
 
 LISTS = (
@@ -55,6 +56,12 @@ def both_sizes(batch: tuple[int, ...]) -> tuple[int, int]:
     """The numbers of batch entries and heads; a dimension that a mask lacks is 1."""
     entries, heads = (1, 1, *batch)[-2:]
     return entries, heads
+
+
+def groups_of(traced: Traced, sizes: Sequence[int]) -> tuple[int, int]:
+    """The numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
+    reads = traced.graph.reads
+    return sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1
 
 
 class MaskLayout(NamedTuple):
