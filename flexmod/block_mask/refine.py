@@ -101,11 +101,13 @@ class Axes:
         """The spans of a row's or a column's tiles. The last one ends where the length does."""
         length = self.sizes[2 if axis == "row" else 3]
         low = torch.arange(0, length, block, dtype=torch.int32, device=self.device)
-        bounds: Named = {}
-        for term in self.analysis.of_axis(axis):
-            for name in (term.low, term.high):
-                bounds[name] = _pooled(self.values[term.low], block, name)
+        bounds = {name: _pooled(values, block, name) for name, values in self._values_of(axis)}
         return Spans(low, (low + block - 1).clamp_(max=length - 1), bounds)
+
+    def _values_of(self, axis: str) -> list[tuple[str, Tensor]]:
+        """The values of an axis's terms, by the name of each lower and each upper bound."""
+        terms = self.analysis.of_axis(axis)
+        return [(name, self.values[term.low]) for term in terms for name in (term.low, term.high)]
 
     def pieces(self, axis: str, block: int) -> tuple[Spans, Tensor]:
         """Cuts tiles at each jump of a term. Also returns the number of each tile's first piece, int64
@@ -115,17 +117,13 @@ class Axes:
         """
         length = self.sizes[2 if axis == "row" else 3]
         cut = torch.zeros(length, dtype=torch.bool, device=self.device)
-        terms = self.analysis.of_axis(axis)
-        for term in terms:
+        for term in self.analysis.of_axis(axis):
             cut |= _jumps(self.values[term.low])
         cut[::block] = True
         low = cut.nonzero().flatten().to(torch.int32)
         high = torch.cat([low[1:] - 1, low.new_tensor([length - 1])])
         number = (cut.cumsum(0) - 1).expand(1, 1, -1)
-        bounds: Named = {}
-        for term in terms:
-            for name in (term.low, term.high):
-                bounds[name] = _reduced(self.values[term.low], number, len(low), name)
+        bounds = {name: _reduced(values, number, len(low), name) for name, values in self._values_of(axis)}
         starts = torch.cat([number[0, 0, ::block], number.new_tensor([len(low)])])
         return Spans(low, high, bounds), starts
 
@@ -188,18 +186,19 @@ AT_ONCE = 1 << 20
 PIECES = 64
 
 
-def classify(traced: Traced, sizes: Sequence[int], block: tuple[int, int], device: torch.device) -> Tensor:
+def classify(traced: Traced, sizes: Sizes, block: tuple[int, int], device: torch.device) -> Tensor:
     """The kind of each tile, EMPTY, PARTIAL or FULL: int8 [B or 1, H or 1, Qb, KVb].
 
     `sizes` is (B, H, Q_LEN, KV_LEN), and `traced` is fitted to them. A dimension is 1 if the graph does not
     read b, or h.
     """
-    refined = Refined(traced, (sizes[0], sizes[1], sizes[2], sizes[3]), block, device)
-    refined.run()
-    return keep_padding_partial(refined.table, (sizes[2], sizes[3]), block)
+    refined = Refined(traced, sizes, block, device)
+    refined.by_bounds()
+    refined.by_closer_looks()
+    return keep_padding_partial(refined.table, sizes[2:], block)
 
 
-def finish(traced: Traced, sizes: Sequence[int], block: tuple[int, int], table: Tensor) -> Tensor:
+def finish(traced: Traced, sizes: Sizes, block: tuple[int, int], table: Tensor) -> Tensor:
     """Decides the OPEN tiles of a table, int8 [B or 1, H or 1, Qb, KVb]. Arguments as for `classify`.
 
     If most tiles are open, it decides all tiles again, from coarse to fine.
@@ -207,7 +206,7 @@ def finish(traced: Traced, sizes: Sequence[int], block: tuple[int, int], table: 
     is_open = table == OPEN
     if 2 * int(is_open.sum()) > table.numel():
         return classify(traced, sizes, block, table.device)
-    refined = Refined(traced, (sizes[0], sizes[1], sizes[2], sizes[3]), block, table.device)
+    refined = Refined(traced, sizes, block, table.device)
     apart = [max(pair) for pair in zip(table.shape, refined.shape, strict=True)]
     refined.table = table.expand(apart).clone()
     refined.open = (refined.table == OPEN).nonzero()
@@ -222,7 +221,7 @@ class Refined:
     """
 
     def __init__(
-        self, traced: Traced, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+        self, traced: Traced, sizes: Sizes, block: tuple[int, int], device: torch.device
     ) -> None:
         self.traced = traced
         self.block = min(block[0], sizes[2]), min(block[1], sizes[3])
@@ -231,10 +230,6 @@ class Refined:
         self.columns = self.axes.tiles("column", self.block[1])
         self.shape = *groups_of(traced, sizes), len(self.rows), len(self.columns)
         self.open = torch.empty(0, 4, dtype=torch.int64, device=device)
-
-    def run(self) -> None:
-        self.by_bounds()
-        self.by_closer_looks()
 
     def run_on_open(self) -> None:
         """Runs the steps for tiles on the open tiles."""

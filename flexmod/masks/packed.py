@@ -70,12 +70,8 @@ def document(
         .....###
     """
     argument = "ids" if ids is not None else "total" if total is not None else "the sum of its lengths"
-    of_position = _document_ids(ids, lengths, cu_seqlens, total)
-    return _document_mask(of_position, check_flag("document", "causal", causal), argument)
-
-
-def _document_mask(ids: Tensor, causal: bool, argument: str) -> Mask:
-    owner = "masks.document"
+    ids = _document_ids(ids, lengths, cu_seqlens, total)
+    owner, causal = "masks.document", check_flag("document", "causal", causal)
 
     @Mask
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

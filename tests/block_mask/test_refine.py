@@ -43,7 +43,7 @@ def by_hand(mask_mod, sizes, block):
 def test_against_brute_force(name, block, side, monkeypatch):
     monkeypatch.setattr(refine, "SIDE", side)
     mask_mod, *sizes = ZOO[name]
-    sizes = [n or 1 for n in sizes]
+    sizes = tuple(n or 1 for n in sizes)
     found = refine.classify(traced(mask_mod, sizes), sizes, block, CPU)
     assert torch.equal(found.expand(*sizes[:2], -1, -1), by_hand(mask_mod, sizes, block))
 
@@ -53,7 +53,7 @@ def test_against_brute_force(name, block, side, monkeypatch):
 def test_in_small_portions(name, at_once, monkeypatch):
     monkeypatch.setattr(refine, "AT_ONCE", at_once)
     mask_mod, *sizes = ZOO[name]
-    sizes = [sizes[0] or 1, sizes[1] or 1, min(sizes[2], 150), min(sizes[3], 140)]
+    sizes = (sizes[0] or 1, sizes[1] or 1, min(sizes[2], 150), min(sizes[3], 140))
     found = refine.classify(traced(mask_mod, sizes), sizes, (32, 16), CPU)
     assert torch.equal(found.expand(*sizes[:2], -1, -1), by_hand(mask_mod, sizes, (32, 16)))
 
