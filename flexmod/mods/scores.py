@@ -148,7 +148,8 @@ def sink(logits: Tensor, position: int = 0) -> ScoreMod:
 
     @ScoreMod
     def sink_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return torch.where(kv_idx == position, look_up(logits, "mods.sink", "logits", h), score)
+        logit = look_up(logits, "mods.sink", "logits", h)
+        return torch.where(kv_idx == position, logit, score)
 
     return sink_score
 
