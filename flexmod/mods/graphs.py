@@ -140,8 +140,8 @@ def jagged(
           10.00  11.00  10.00  11.00
           10.00  11.00  10.00  11.00
     """
-    check_arity(score_mod, "score")
     _, within = sequences("mods.jagged", offsets, kv_offsets, total, kv_total)
+    check_arity(score_mod, "score")
 
     @ScoreMod
     def jagged_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
