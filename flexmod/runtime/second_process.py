@@ -17,14 +17,16 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import signal
+import select
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import spawn
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
@@ -32,10 +34,22 @@ from flexmod.runtime.locks import Lock
 
 UNUSED = 60  # seconds that a process waits for a job
 PATIENCE = 300.0  # seconds for a job; the slowest kernel of the library takes less than 60
-START = "import sys; sys.path[:] = {path!r}; from flexmod.runtime.second_process import main; main()"
+# The standard library is first, then flexmod and Triton. A user's file may have the name of a module.
+START = """\
+import sys; sys.path[:] = [*filter(None, sys.path), *{path!r}]
+from flexmod.runtime.second_process import main; main()
+"""
+
+
+class Second(NamedTuple):
+    """A second process, and a socket to its standard input, since a closed pipe would raise SIGPIPE."""
+
+    process: subprocess.Popen[bytes]
+    input: socket.socket
+
 
 _guard = Lock()
-_waiting: list[subprocess.Popen[bytes]] = []  # at most one, without a job
+_waiting: list[Second] = []  # at most one, without a job
 _of_thread = threading.local()  # `may_use`: see `offered`
 
 
@@ -45,19 +59,30 @@ def start() -> None:
     python = os.fsdecode(spawn.get_executable() or "")
     if not python or getattr(sys, "frozen", False):
         return
-    with _guard, suppress(OSError):
-        if not _waiting or _waiting[0].poll() is not None:
-            command = [python, "-S", "-c", START.format(path=_path())]
-            _waiting[:] = [
-                subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                )
-            ]
+    with _guard:
+        if not _alive():
+            _end()
+            with suppress(OSError):
+                _waiting.append(_started([python, "-S", "-c", START.format(path=_path())]))
+
+
+def _started(command: list[str]) -> Second:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ours, theirs = socket.socketpair()
+    with theirs, ExitStack() as failed:
+        failed.enter_context(ours)
+        process = subprocess.Popen(
+            command, env=environment, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        failed.pop_all()
+    return Second(process, ours)
 
 
 def _path() -> list[str]:
-    """Returns `sys.path`, and the folders of packages that an editable install finds in another way."""
-    return [*sys.path, str(Path(__file__).parents[2]), str(Path(triton.__file__).parents[1])]
+    """Returns the folders of flexmod and Triton, which may have been found in another way, and `sys.path`."""
+    folders = [str(Path(file).parents[up]) for file, up in ((__file__, 2), (triton.__file__, 1))]
+    return folders + [str(folder) for folder in sys.path if isinstance(folder, str)]
 
 
 @contextmanager
@@ -72,11 +97,16 @@ def offered() -> Iterator[None]:
 
 def waits() -> bool:
     """Returns whether a process waits for a job."""
-    return bool(_waiting)
+    with _guard:
+        return _alive()
+
+
+def _alive() -> bool:
+    return any(second.process.poll() is None for second in _waiting)
 
 
 def is_offered() -> bool:
-    return waits() and getattr(_of_thread, "may_use", False)
+    return getattr(_of_thread, "may_use", False) and waits()
 
 
 def run(job: Callable[[], object]) -> bool:
@@ -85,43 +115,55 @@ def run(job: Callable[[], object]) -> bool:
     The job is pickled. It is a function of a module that imports no torch.
     """
     with _guard:
-        process = _waiting.pop() if _waiting else None
-    if process is None:
+        second = _waiting.pop() if _waiting else None
+    if second is None:
         return False
+    second.input.settimeout(PATIENCE)
     try:
-        process.communicate(pickle.dumps(job), PATIENCE)
-    except subprocess.TimeoutExpired:
-        return False
+        with suppress(OSError, subprocess.TimeoutExpired):
+            second.input.sendall(pickle.dumps(job), socket.MSG_NOSIGNAL)
+            second.process.wait(PATIENCE)
     finally:
-        _kill(process)
-    return process.returncode == 0
+        _kill(second)
+    return second.process.returncode == 0
 
 
 @atexit.register
 def stop() -> None:
     """Ends the process that waits."""
     with _guard:
-        while _waiting:
-            _kill(_waiting.pop())
+        _end()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # if it has not ended
-    process.communicate()
+def _end() -> None:
+    while _waiting:
+        _kill(_waiting.pop())
+
+
+def _kill(second: Second) -> None:
+    second.process.kill()  # if it has not ended
+    second.process.wait()
+    second.input.close()
 
 
 def main(patience: int = UNUSED) -> None:
     """What the second process does. It waits for a job for `patience` seconds."""
-    signal.alarm(patience)
+    from triton.backends.nvidia import compiler as compiler
+
     from flexmod.runtime import private_triton as private_triton
 
-    try:
-        job = pickle.load(sys.stdin.buffer)
-    except EOFError:  # the first process has ended
-        return
-    signal.alarm(0)
-    job()
+    if not select.select([sys.stdin], [], [], patience)[0]:
+        sys.exit("no job came")
+    pickle.load(sys.stdin.buffer)()
+
+
+def _leave() -> None:
+    """Leaves the process to the parent of a forked child, without a warning that it runs."""
+    for second in _waiting:
+        second.process.returncode = 0
+        second.input.close()
+    _waiting.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)
+    os.register_at_fork(after_in_child=_leave)

@@ -92,7 +92,7 @@ def test_a_job_that_fails() -> None:
 
 def test_a_process_that_was_killed_runs_nothing() -> None:
     start()
-    second_process._waiting[0].kill()
+    second_process._waiting[0].process.kill()
     assert not run(stop)
     start()
     assert run(partial(int, "1")), "a second one can be started"
@@ -101,7 +101,7 @@ def test_a_process_that_was_killed_runs_nothing() -> None:
 def test_a_job_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second_process, "PATIENCE", 0.01)
     start()
-    process = second_process._waiting[0]
+    process = second_process._waiting[0].process
     assert not run(partial(time.sleep, 100))
     assert process.poll() is not None
 
@@ -115,19 +115,24 @@ def test_one_process_waits_at_a_time() -> None:
 
 def test_one_that_has_ended_is_replaced() -> None:
     start()
-    (process,) = second_process._waiting
-    process.kill()
-    process.wait()
+    (second,) = second_process._waiting
+    second.process.kill()
+    second.process.wait()
+    assert not waits()
     start()
-    assert second_process._waiting != [process]
+    assert second_process._waiting != [second]
 
 
 def test_it_ends_without_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a program that never compiles a backward has no further process."""
     monkeypatch.setattr(second_process, "START", second_process.START.replace("main()", "main(1)"))
-    start()
-    assert second_process._waiting[0].wait(60) == -signal.SIGALRM
-    assert not run(stop)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert second_process._waiting[0].process.wait(60) == 1
+    assert not waits() and not run(stop)
 
 
 @pytest.mark.parametrize("executable", ["", None, "/no/such/python"])
@@ -156,6 +161,57 @@ def test_only_the_thread_to_which_it_is_offered_uses_it() -> None:
     assert not second_process.is_offered()
 
 
+@pytest.mark.parametrize("entry", [Path("/tmp"), None, b"/tmp", "", "/no 'such\"\udcff folder"])
+def test_odd_entries_of_the_path(entry: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry, *sys.path])
+    start()
+    assert run(partial(int, "1"))
+
+
+@pytest.mark.parametrize("name", ["select", "flexmod", "triton"])
+@pytest.mark.parametrize("through", ["sys.path", "PYTHONPATH"])
+def test_a_module_of_the_user_with_the_name_of_another(
+    name: str, through: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process imported the other one before, as where a program adds a folder of its own."""
+    (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    if through == "sys.path":
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start()
+    assert run(partial(int, "1"))
+    assert not (tmp_path / "ran").exists()
+
+
+def plain_python(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    imports = "import os, signal; from functools import partial; from flexmod.runtime import second_process as s"
+    command = [sys.executable, *flags, "-c", f"{imports}\n{script}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("end", ["process.kill(); process.wait()", "pass"])
+def test_a_program_that_a_closed_pipe_would_end(end: str) -> None:
+    """The process ends before it has read its job, and before it has got it."""
+    script = f"""
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+s.START = "import sys; sys.stdin.buffer.read(1); sys.exit(1)"
+s.start()
+process = s._waiting[0].process
+{end}
+print(s.run(partial(len, "1" * 3_000_000)))
+"""
+    done = plain_python(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_warns_of_nothing() -> None:
+    script = "s.start()\nif not os.fork(): os._exit(s.waits())\nprint(os.wait()[1], s.run(partial(int, '1')))"
+    done = plain_python(script, "-W", "error")
+    assert (done.stdout, done.stderr) == ("0 True\n", "")
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_none() -> None:
@@ -168,7 +224,7 @@ def test_a_forked_child_has_none() -> None:
 
 
 def test_it_ends_with_the_first_process() -> None:
-    script = "from flexmod.runtime import second_process as s; s.start(); print(s._waiting[0].pid)"
+    script = "from flexmod.runtime import second_process as s; s.start(); print(s._waiting[0].process.pid)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
