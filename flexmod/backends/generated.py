@@ -34,7 +34,7 @@ from flexmod.codegen.kernels import IndexWatch, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option
 from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import GradientTerm
-from flexmod.runtime import config, launch, side_by_side, tuned
+from flexmod.runtime import config, launch, second_process, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Place, Plan, PlanWriter, contiguous, extents_of
@@ -251,6 +251,8 @@ class PlannedCall:
         jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
         given = zip(self.inputs, self.tensors, strict=True)
         named = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
+        if meanwhile and not jobs:  # a call without gradients compiled them: nothing compiles ahead
+            second_process.stop()
         ahead = partial(meanwhile, self._results(first)) if jobs and meanwhile else None
         with side_by_side.beside(ahead):
             if len(jobs) > 1:

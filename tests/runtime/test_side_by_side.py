@@ -474,6 +474,22 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_no_process_waits_after_a_forward_that_was_compiled_before(tmp_path: Path) -> None:
+    body = """
+    from flexmod.runtime import second_process
+    started, start = [], second_process.start
+    second_process.start = lambda: started.append(start())
+    with torch.no_grad():
+        attend()
+    q, k, v = made(), made(), made()
+    attend()
+    assert started and not second_process.waits()
+"""
+    found, *_ = python(tmp_path, body)
+    assert {name for name, *_ in found} == {"forward_kernel"}
+
+
+@pytest.mark.long
 def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     """The backward is planned at once. Its compile begins when the forward's IR is written."""
     body = """
