@@ -235,8 +235,11 @@ def names_of(code: CodeType) -> CodeNames:
     """Reads a code's names, once."""
     known = _codes.get(id(code))
     if known is None:
-        known = _study(code)
-        remember(_codes, id(code), known, CODES)
+        found = _study(code)
+        with _lock:  # keys compare these by identity: all threads get the same one
+            if len(_codes) >= CODES:
+                del _codes[next(iter(_codes))]
+            known = _codes.setdefault(id(code), found)
     return known
 
 

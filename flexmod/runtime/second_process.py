@@ -23,10 +23,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import spawn
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 
@@ -69,13 +69,13 @@ def start() -> None:
 def _started(command: list[str]) -> Second:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ours, theirs = socket.socketpair()
-    with theirs, ExitStack() as failed:
-        failed.enter_context(ours)
-        process = subprocess.Popen(
-            command, env=environment, stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        failed.pop_all()
+    no_output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with theirs:
+        try:
+            process = subprocess.Popen(command, env=environment, stdin=theirs.fileno(), **no_output)
+        except OSError:
+            ours.close()
+            raise
     return Second(process, ours)
 
 

@@ -175,6 +175,21 @@ def test_a_cell_that_changed() -> None:
     assert key(mod) != before is not None
 
 
+def test_two_threads_that_read_a_code_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys compare what they read by identity."""
+    mod, study, keys = shifted(1), traces._study, list[Any]()
+
+    def studied(code: Any) -> Any:
+        if not keys:
+            keys.append(None)
+            keys.append(key(mod))  # as another thread that is quicker
+        return study(code)
+
+    monkeypatch.setattr(traces, "_codes", {})
+    monkeypatch.setattr(traces, "_study", studied)
+    assert key(mod) == keys[1]
+
+
 def test_code_that_changed() -> None:
     one, other = shifted(1), loaded(TABLE)
     before = key(one)

@@ -185,7 +185,7 @@ def test_a_module_of_the_user_with_the_name_of_another(
 
 
 def plain_python(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    imports = "import os, signal; from functools import partial; from flexmod.runtime import second_process as s"
+    imports = "import os, signal; from functools import partial; import flexmod.runtime.second_process as s"
     command = [sys.executable, *flags, "-c", f"{imports}\n{script}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
