@@ -46,6 +46,7 @@ FINITE = {
     "codegen.prelude._calls": "nothing",
     "codegen.render._environment": "nothing",
     "codegen.cache._warn_once": "folders",
+    "runtime.side_by_side.start_second_process": "nothing",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
     "runtime.side_by_side.start_second_process": "nothing",

@@ -148,10 +148,9 @@ def _kill(second: Second) -> None:
 
 def main(patience: int = UNUSED) -> None:
     """What the second process does. It waits for a job for `patience` seconds."""
-    from triton.backends.nvidia import compiler as compiler
+    from flexmod.runtime.private_triton import import_compiler
 
-    from flexmod.runtime import private_triton as private_triton
-
+    import_compiler()
     if not select.select([sys.stdin], [], [], patience)[0]:
         sys.exit("no job came")
     pickle.load(sys.stdin.buffer)()
