@@ -182,11 +182,6 @@ def start_compiler() -> None:
         driver.active.get_current_target()
 
 
-def import_compiler() -> None:
-    """Imports what only a compile for NVIDIA's chips would import."""
-    from triton.backends.nvidia import compiler as compiler
-
-
 @cache
 def _start_reading() -> None:
     with suppress(RuntimeError):  # no thread can be started

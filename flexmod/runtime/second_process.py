@@ -34,6 +34,7 @@ from flexmod.runtime.locks import Lock
 
 UNUSED = 60  # seconds that a process waits for a job
 PATIENCE = 300.0  # seconds for a job; the slowest kernel of the library takes less than 60
+ENDING = 5.0  # seconds between the end of its input and its own
 # The standard library is first, then flexmod and Triton. A user's file may have the name of a module.
 START = """\
 import sys; sys.path[:] = [*filter(None, sys.path), *{path!r}]
@@ -122,7 +123,8 @@ def run(job: Callable[[], object]) -> bool:
     try:
         with suppress(OSError, subprocess.TimeoutExpired):
             second.input.sendall(pickle.dumps(job), socket.MSG_NOSIGNAL)
-            second.process.wait(PATIENCE)
+            second.input.recv(1)  # nothing, once the process has ended
+            second.process.wait(ENDING)
     finally:
         _kill(second)
     return second.process.returncode == 0
@@ -148,9 +150,8 @@ def _kill(second: Second) -> None:
 
 def main(patience: int = UNUSED) -> None:
     """What the second process does. It waits for a job for `patience` seconds."""
-    from flexmod.runtime.private_triton import import_compiler
+    from flexmod.runtime import private_triton as private_triton  # and Triton's compilers with it
 
-    import_compiler()
     if not select.select([sys.stdin], [], [], patience)[0]:
         sys.exit("no job came")
     pickle.load(sys.stdin.buffer)()
