@@ -9,8 +9,10 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import planned
 import pytest
 import torch
@@ -18,6 +20,7 @@ from reference_case import make_case
 from torch import Tensor
 
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
+from flexmod.backends.options import parse
 from flexmod.calls import prepared
 from flexmod.runtime import config
 
@@ -229,6 +232,32 @@ def test_options_scale_and_heads(seen: Seen) -> None:
     assert seen.anew == 5
     with pytest.raises(errors.OptionValueError):
         flex_attention(*tensors, kernel_options={**INTERPRET, "BLOCK_M": 31})
+
+
+class Names(str, Enum):
+    """A program's own names of options."""
+
+    BACKEND = "INTERPRET"
+    TEMPLATE = "portable"
+    FLASH = "FLASH"
+
+
+def test_a_member_of_an_enum_names_an_option_also_in_a_compiled_graph() -> None:
+    options = {"BACKEND": Names.BACKEND, "TEMPLATE": Names.TEMPLATE}
+    tensors = inputs()
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    for attend in (flex_attention, compiled):
+        torch.testing.assert_close(attend(*tensors, kernel_options=options), flex_attention(*tensors))
+    assert {type(value) for _, value in parse(options).tiles} == {type(parse(options).backend)} == {str}
+    with pytest.raises(errors.FlashBackendError):
+        parse({"BACKEND": Names.FLASH})
+
+
+@pytest.mark.parametrize("name", ["BACKEND", "TEMPLATE"])
+@pytest.mark.parametrize("value", [np.array("auto"), np.array(["AUTO", "auto"]), ["auto"]])
+def test_only_a_string_names_an_option(name: str, value: object) -> None:
+    with pytest.raises(errors.OptionValueError):
+        flex_attention(*inputs(), kernel_options={name: value})
 
 
 @contextmanager

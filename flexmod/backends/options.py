@@ -60,7 +60,8 @@ def _among(*numbers: int) -> Callable[[Any], bool]:
 
 
 def _one_of(*names: str) -> Option:
-    return Option("one of " + ", ".join(map(repr, names)), names.__contains__, names)
+    accepted = "one of " + ", ".join(map(repr, names))
+    return Option(accepted, lambda value: isinstance(value, str) and value in names, names)
 
 
 class FlexKernelOptions(TypedDict, total=False):
@@ -112,6 +113,7 @@ OPTIONS: dict[str, Option] = {
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
 }
 PREFIXES = ("fwd_", "bwd_")
+_OF_TORCH = {"FLASH": errors.FlashBackendError, "TRITON_DECODE": errors.DecodeBackendError}  # its backends
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,6 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             name="kernel_options", given=repr(options),
             advice="give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}",
         )  # fmt: skip
-    backend = options.get("BACKEND", "AUTO")
-    if backend == "FLASH":
-        raise errors.FlashBackendError()
-    if backend == "TRITON_DECODE":
-        raise errors.DecodeBackendError()
     values = {name: _plain(value) for name, value in options.items()}
     for name, value in values.items():
         bare = name[4:] if name.startswith(PREFIXES) else name
@@ -152,8 +149,13 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             close = f" Did you mean {known[near[0]]!r}?" if near else ""
             raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
         if not option.check(value):
+            if bare == "BACKEND" and isinstance(value, str) and value in _OF_TORCH:
+                raise _OF_TORCH[value]()
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
-    return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values) if k != "BACKEND"]))
+        if option.names:  # a member of an Enum is a string, but no constant of a compiled graph
+            values[name] = option.names[option.names.index(value)]
+    backend = values.pop("BACKEND", "AUTO")
+    return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values)]))
 
 
 def _plain(value: Any) -> Any:
