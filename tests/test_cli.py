@@ -180,9 +180,10 @@ def test_an_exception_of_a_file_is_a_mistake(folder: Path, capsys: pytest.Captur
 
 def test_show_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    for name in ("mask.png", "mask.svg"):
+    for name in ("mask.png", "mask.svg", "MASK2.SVG"):
         assert main(["show", "my_mods.py:near", "--seq", "300", "--plot", name]) == 0
         assert (folder / name).stat().st_size > 500
+    assert (folder / "MASK2.SVG").read_bytes() == (folder / "mask.svg").read_bytes()
     assert main(["show", "natten", "--seq", "150"]) == 0
     assert "natten, 144 queries x 144 keys" in capsys.readouterr().out
 
@@ -322,6 +323,12 @@ def test_a_pipe_without_a_character_for_tiles() -> None:
     result = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert b"\n????\n" in result.stdout.replace(b"\r", b"")
+
+
+@pytest.mark.parametrize("command", ["compare", "bench", "tune"])
+def test_a_device_whose_tensors_have_no_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "causal", "--device", "meta"]) == 2
+    assert "device is 'meta': its tensors have no values" in capsys.readouterr().err
 
 
 def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:

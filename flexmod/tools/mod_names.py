@@ -31,6 +31,7 @@ from torch import Tensor
 from flexmod import masks, mods
 from flexmod.block_mask.build import noop_mask
 from flexmod.block_mask.parts import device_of
+from flexmod.errors import NoDeviceError
 from flexmod.errors.commands import (
     ModExpressionError,
     ModFileError,
@@ -84,6 +85,8 @@ ON_GPU = Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, dev
 def usual_setting(device: torch.device | str | None = None) -> Setting:
     """Returns the default sizes on a device. Raises NoDeviceError."""
     place = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "meta":
+        raise NoDeviceError(device=repr(device), problem="its tensors have no values to compare or to time")
     return replace(ON_CPU if place.type == "cpu" else ON_GPU, device=place)
 
 

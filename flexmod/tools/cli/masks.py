@@ -56,7 +56,7 @@ def show(
     lengths = f"{length} queries x {keys or length} keys"
     title = f"{mask}, {lengths}, tiles of {block} x {block}: {block_mask.sparsity():.2f}% are skipped\n"
     terminal.show(title, *terminal.picture(block_mask, size, in_color(color)), color=color)
-    if plot and plot.endswith(".svg"):
+    if plot and plot.lower().endswith(".svg"):
         with open(plot, "w", encoding="utf-8") as file:
             file.write(block_mask.to_svg())
     elif plot:
