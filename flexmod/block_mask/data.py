@@ -25,7 +25,14 @@ from flexmod.block_mask.parts import (
     length_pair,
     trace_mask,
 )
-from flexmod.block_mask.storage import ListPart, MaskSnapshot, TileStorage, columns_of, is_captured
+from flexmod.block_mask.storage import (
+    ListPart,
+    MaskSnapshot,
+    TileStorage,
+    columns_of,
+    is_captured,
+    tiles_within,
+)
 from flexmod.block_mask.tiles import LISTS, Parts, both_sizes, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
 from flexmod.ir.composed import Derived, Mask, may_change
@@ -207,7 +214,9 @@ class MaskData:
         pair = length_pair(lengths)
         rows = tile_count(pair[0], self.BLOCK_SIZE[0])
         if rows < self.storage.grid[0]:
-            storage, table = self.storage, self.table()[..., :rows, :]
+            storage = self.storage
+            # all columns: a longer KV_LEN, assigned later, finds its tiles
+            table = storage.table(columns_of(storage, self.seq_lengths, self.BLOCK_SIZE))[..., :rows, :]
             self._storage = TileStorage.of_table(table, storage.batch, storage.separate, storage.by_column)
         self._check_lists(pair, self.BLOCK_SIZE)
         self._seq_lengths = pair
@@ -273,7 +282,7 @@ class MaskData:
         """int8 [..., Qb, KVb]: EMPTY, PARTIAL or FULL for each tile. A batch dimension along which the mask
         is the same is 1.
         """
-        return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
+        return tiles_within(self.storage, self.seq_lengths, self.BLOCK_SIZE)
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}

@@ -336,7 +336,7 @@ class MaskSnapshot:
 
     def table(self) -> Tensor:
         """See `BlockMask.table`."""
-        return self.storage.table(columns_of(self.storage, self.seq_lengths, self.BLOCK_SIZE))
+        return tiles_within(self.storage, self.seq_lengths, self.BLOCK_SIZE)
 
     def capture_kinds(self) -> tuple[object, ...] | None:
         """The present kinds of captured tensors; None if one has no kind."""
@@ -389,5 +389,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 def columns_of(storage: TileStorage, lengths: tuple[int, int], block: tuple[int, int]) -> int:
-    """The number of columns of a mask's table."""
+    """The number of columns of a mask's stored tiles, which may be of more keys than the mask has."""
     return max(storage.grid[1], tile_count(lengths[1], block[1]))
+
+
+def tiles_within(storage: TileStorage, lengths: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """int8 [..., Qb, KVb]: the stored tiles, without those of more keys than the mask has."""
+    return storage.table(columns_of(storage, lengths, block))[..., : tile_count(lengths[1], block[1])]

@@ -256,3 +256,44 @@ def test_a_users_full_tile_stays_full_where_a_length_cuts_it(cut):
     query, key, value = (torch.randn(1, 1, n, 8) for n in (part.shape[2], part.shape[3], part.shape[3]))
     exact = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double())
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=part), exact.float())
+
+
+def shortened(mask, keys):
+    found = copy.copy(mask)
+    found.seq_lengths = mask.seq_lengths[0], keys
+    return found
+
+
+def with_room(mask, keys):
+    """The mask for fewer keys, from lists that have room for more tiles."""
+    short = mask.resize(mask.seq_lengths[0], keys)
+    room = mask.kv_indices.shape[-1] - short.kv_indices.shape[-1]
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = [getattr(short, name) for name in names]
+    lists[1], lists[3] = (torch.nn.functional.pad(part, (0, room)) for part in lists[1::2])
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=short.seq_lengths
+    )
+
+
+@pytest.mark.parametrize("shorten", [shortened, with_room])
+def test_tiles_past_the_keys_count_for_nothing(shorten):
+    """Lists may have tiles, or room, for more keys than the mask has."""
+    keys = 100  # ragged
+    whole = built("window")
+    mask, other = shorten(whole, keys), built("causal").resize(S, keys)
+    window, causal = (create_mask(MODS[name][0], 1, 1, S, keys, "cpu") for name in ("window", "causal"))
+    assert mask.to_dense().shape == other.to_dense().shape
+    made = {
+        "and": (mask & other, window & causal),
+        "or": (other | mask, window | causal),
+        "not": (~mask, ~window),
+        "cat": (BlockMask.cat([mask, other]), torch.cat([window, causal])),
+        "rows": ((~mask)[:, :, 1:], ~window[:, :, BLOCK[0] :]),
+    }
+    for found, dense in made.values():
+        assert torch.equal(kept(found), dense)
+        assert found.table().shape[-1] == tiles_of(dense).shape[-1]
+        # a full tile is computed whole, so its padding must be none
+        assert not ((found.table() == FULL) & (tiles_of(dense) != FULL)).any()
+    assert mask.to_string(density=True) == whole.resize(S, keys).to_string(density=True)
