@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
 from flexmod.ir.composed import Derived
-from flexmod.ir.graph import as_int, as_position
+from flexmod.ir.graph import as_int, as_position, expect_size
 from flexmod.ir.offsets import LARGEST, IndexMap
 
 MaskMod = Callable[..., Any]
@@ -56,6 +56,9 @@ class InBlocks(IndexMap):
     size: int
 
     def __call__(self, index: Any) -> Any:
+        if isinstance(self.blocks, Table):  # there are no further blocks
+            count = self.blocks.entries.shape[0] * self.size
+            index = expect_size(index, count, "a block mask of chosen rows", "rows of tiles")
         return self.blocks(index // self.size) * self.size + index % self.size
 
 

@@ -394,5 +394,5 @@ def columns_of(storage: TileStorage, lengths: tuple[int, int], block: tuple[int,
 
 
 def tiles_within(storage: TileStorage, lengths: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """int8 [..., Qb, KVb]: the stored tiles, without those of more keys than the mask has."""
+    """int8 [..., Qb, KVb]: the stored tiles, up to the mask's last key."""
     return storage.table(columns_of(storage, lengths, block))[..., : tile_count(lengths[1], block[1])]

@@ -297,3 +297,30 @@ def test_tiles_past_the_keys_count_for_nothing(shorten):
         # a full tile is computed whole, so its padding must be none
         assert not ((found.table() == FULL) & (tiles_of(dense) != FULL)).any()
     assert mask.to_string(density=True) == whole.resize(S, keys).to_string(density=True)
+
+
+MADE = {"both": lambda lists, other: lists & other, "not": lambda lists, other: ~lists}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_what_is_made_of_lists_does_not_grow(made):
+    """The lists say nothing of positions past their lengths."""
+    causal = create_block_mask(masks.causal(), 1, 1, 60, 70, "cpu", (20, 24))
+    mask = made(given(masks.causal()), causal)
+    later = mask[:, :, 1:]
+    assert torch.equal(kept(mask.resize(45, 30)), kept(mask)[..., :45, :30])
+    assert torch.equal(kept(later.resize(30, 70)), kept(mask)[..., 20:50, :])
+    for lengths, made_for in (((61, 70), 60), ((60, 71), 70), ((200, 70), 60)):
+        with pytest.raises(errors.CallSizeError, match=f"a block mask of lists is made for {made_for}"):
+            mask.resize(*lengths)
+    with pytest.raises(errors.CallSizeError, match="has 45, from position 20 on"):
+        later.resize(45, 70)
+
+
+def test_chosen_rows_do_not_grow():
+    """There are no rows after the last chosen one; an even step goes on."""
+    rows = create_block_mask(masks.causal(), 1, 1, 64, 64, "cpu", 16)[:, :, [2, 0, 3]]
+    assert torch.equal(kept(rows.resize(20, 64)), kept(rows)[..., :20, :])
+    for part, has in ((rows, 49), (rows[:, :, 1:], "33, from position 16 on")):
+        with pytest.raises(errors.CallSizeError, match=f"chosen rows is made for 48 queries .* has {has}"):
+            part.resize(part.seq_lengths[0] + 1, 64)
