@@ -32,9 +32,9 @@ import triton
 
 from flexmod.runtime.locks import Lock
 
-UNUSED = 60  # seconds that a process waits for a job
-PATIENCE = 300.0  # seconds for a job; the slowest kernel of the library takes less than 60
-ENDING = 5.0  # seconds between the end of its input and its own
+# Seconds: without a job, for a job, and for its end. The slowest kernel of the library takes less than 60.
+UNUSED, PATIENCE, ENDING = 60, 300.0, 5.0
+
 # The standard library is first, then flexmod and Triton. A user's file may have the name of a module.
 START = """\
 import sys; sys.path[:] = [*filter(None, sys.path), *{path!r}]
