@@ -77,13 +77,16 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     """
     cap = check_positive("softcap", "cap", cap)
 
-    tanh = tanh_approximate if check_flag("softcap", "approximate", approximate) else torch.tanh
-
     @ScoreMod
     def softcap_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return cap * tanh(score / cap)
+        return cap * torch.tanh(score / cap)
 
-    return softcap_score
+    @ScoreMod
+    def softcap_approximate_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * tanh_approximate(score / cap)
+
+    check_flag("softcap", "approximate", approximate)
+    return softcap_approximate_score if approximate else softcap_score
 
 
 def temperature(value: float | Tensor) -> ScoreMod:
