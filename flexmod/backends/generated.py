@@ -251,9 +251,11 @@ class PlannedCall:
         jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
         given = zip(self.inputs, self.tensors, strict=True)
         named = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
-        if meanwhile and not jobs:  # a call without gradients compiled them: nothing compiles ahead
+        ahead = None
+        if meanwhile and jobs:
+            ahead = partial(meanwhile, self._results(first))
+        elif meanwhile and not self.interpreted:  # an earlier call compiled them: nothing compiles ahead
             second_process.stop()
-        ahead = partial(meanwhile, self._results(first)) if jobs and meanwhile else None
         with side_by_side.beside(ahead):
             if len(jobs) > 1:
                 side_by_side.in_threads(jobs)
