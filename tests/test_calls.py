@@ -1,6 +1,6 @@
-"""Calls that are known: what is checked, traced and launched anew, what is played again, and the results.
+"""Repeated calls: what is checked, traced and launched once more, what is run from a plan, and the results.
 
-Each change is made after a call has been played, and the next result is held against the reference backend.
+Each change follows a call that ran from a plan, and the next result is compared with the reference backend.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 class Seen:
-    """Of calls that launch kernels: how many were checked anew, and how many plans were run again."""
+    """Counts calls that launch kernels: how many were checked once more, and how many ran from a plan."""
 
     def __init__(self) -> None:
         self.anew = 0

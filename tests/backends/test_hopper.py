@@ -328,7 +328,7 @@ def test_the_long_ones_go_first_where_a_backward_has_few_programs(
 
 
 def test_sums_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By column and along diagonals in the fused kernel, a bias of rows and pairs in kernels beside it."""
+    """The fused kernel sums by column and along diagonals; other kernels sum a bias of rows and of pairs."""
     _, call = made("backward", batch=2, heads=4, kv_heads=2, kv_batch=1)
     slopes, keys, rows, pairs, near = (torch.ones(s) for s in ((4,), (260,), (300,), (300, 260), (600,)))
 

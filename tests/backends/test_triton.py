@@ -145,7 +145,7 @@ def random(
     m: int, n: int, d: int = 16, dv: int = 16, *,
     heads: tuple[int, int] = (1, 1), batch: tuple[int, int] = (1, 1), dtype: torch.dtype = SINGLE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k, v; `heads` and `batch` are those of q, then those of k and v."""
+    """q, k, v; `heads` and `batch` are pairs of a number for q and one for k and v."""
     torch.manual_seed(m * 1000 + n)
     q = torch.randn(batch[0], heads[0], m, d).to(dtype)
     return (

@@ -167,7 +167,7 @@ OF_A_NUMBER = [
 
 @pytest.mark.parametrize("make", long_but({steep, of_documents, of_both}, OF_A_NUMBER))
 def test_a_number_that_changes(make, monkeypatch):
-    """What was found out for other numbers serves, and tiles are decided as they are by constants."""
+    """The analysis of other numbers is used again; the tiles are the same as with constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
     monkeypatch.setattr(generated, "TILES", 32)  # numbers do not reach the kernel of runs
     compiler._builder_of_numbers.cache_clear()

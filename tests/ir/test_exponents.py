@@ -29,7 +29,7 @@ def random(*shape: int) -> torch.Tensor:
 slopes, of_batch, of_row, of_column = random(H), random(B).exp(), random(64), random(64)
 table = random(H, 128)
 
-# name: (score_mod, how many steps an element takes, what there is beside an element and its row)
+# name: (score_mod, how many steps an element takes, further results besides an element and its row)
 MODS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "alibi": (mods.alibi(slopes), 2, "slope"),
     "alibi of a number": (mods.alibi(H), 2, "slope"),

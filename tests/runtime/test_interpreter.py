@@ -313,7 +313,7 @@ tl.store(Y + i, z)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_product_and_its_transpose_have_the_same_bits(dtype: torch.dtype) -> None:
-    """As on a chip: a backward that computes scores by columns must find those of the forward."""
+    """As on a chip: a backward that computes scores by columns must get the scores of the forward."""
     body = """
 i = tl.arange(0, 64)
 at = i[:, None] * 64 + i[None, :]

@@ -391,7 +391,7 @@ def python(
 def test_a_backward_is_compiled_beside_its_forward(
     score: str, options: str, kernels: list[str], longest: str, tmp_path: Path
 ) -> None:
-    """Its launches find every kernel, those of a second call too; the code is that of compiles in turn.
+    """Its launches find every kernel, also in a second call; compiles in turn give the same code.
 
     The longest kernel comes from a second process.
     """
