@@ -90,7 +90,6 @@ class OperationArgumentError(FlexmodError, TypeError):
 
 class ForeignCaptureError(FlexmodError, TypeError):
     what = "{name} is a {type}: only a tensor can be indexed with a traced value."
-    instead = "make a tensor of it before the call, table = {tensor}, and capture that: table[...]."
 
 
 class IndexDtypeError(FlexmodError, TypeError):

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import _lru_cache_wrapper, reduce
 from inspect import getattr_static
+from numbers import Real
 from types import FrameType
 from typing import Any
+
+from torch import Tensor
 
 from flexmod.errors import ForeignCaptureError, Where
 from flexmod.ir.formulas import COMPOSED
@@ -68,8 +71,10 @@ def _without_truth(node: ast.AST, is_bool: bool = False) -> str | None:
             return None if node.keywords else _largest(arguments, *LARGEST[node.func.id])
         if node.func.id in ALL and len(node.args) == 1:
             if _is_sequence(node.args[0]):
-                return f" {ALL[node.func.id][0]} ".join(f"({_text(each)})" for each in arguments)
+                return f" {ALL[node.func.id][0]} ".join(f"({_truth(each)})" for each in arguments)
             return f"functools.reduce(operator.{ALL[node.func.id][1]}, {ast.unparse(node.args[0])})"
+        if node.func.id == "bool" and len(node.args) == 1:
+            return _truth(node.args[0], is_bool)
     if isinstance(node, ast.Compare):
         return _compared(node)
     if isinstance(node, ast.BoolOp):
@@ -116,7 +121,11 @@ def _largest(arguments: Sequence[ast.expr], function: str, bound: str) -> str | 
 
 
 def _is_number(node: ast.expr) -> bool:
-    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
+    """Is it a number of Python's, which torch.maximum does not take? `_nodes` has marked names of numbers."""
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(node, ast.Constant) or hasattr(node, "is_number")
 
 
 def _compared(node: ast.Compare) -> str | None:
@@ -177,6 +186,8 @@ def _in_torch(node: ast.Call) -> str | None:
     name = RENAMED.get(name, name)
     if (name in ("round", "log") and len(node.args) > 1) or not node.args or _is_number(node.args[0]):
         return None  # torch's function takes other arguments
+    if function == "math.remainder":
+        return None  # it rounds the quotient to the nearest
     return f"torch.{name}({arguments})" if name in {*BY_TORCH_NAME, *COMPOSED} else None
 
 
@@ -186,7 +197,7 @@ def is_cached(frame: FrameType) -> bool:
     return any(isinstance(_found(frame, function), _lru_cache_wrapper) for function in calls)
 
 
-def _found(frame: FrameType, node: ast.expr) -> object:
+def _found(frame: FrameType, node: ast.AST) -> object:
     """What a name, or an attribute of one, stands for in a frame; None where that is not known."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
@@ -262,8 +273,15 @@ def check_container(*kinds: type) -> None:
         if isinstance(table, (ast.List, ast.Dict, ast.Tuple)):
             found = _literal(table)
         if isinstance(found, kinds) or _is_numpys(found):
-            facts = {"name": name, "type": _kind(found), "tensor": _as_tensor(name, found)}
-            raise ForeignCaptureError(where=where, **facts)
+            advice = _of_container(name, found)
+            raise ForeignCaptureError(where=where, name=name, type=_kind(found), advice=advice)
+
+
+def _of_container(name: str, found: Any) -> str:
+    if not _is_numpys(found) and any(map(callable, _elements(found))):
+        return "call each of them, and choose between the results with torch.where, as masks.by_head does"
+    tensor = _as_tensor(name, found)
+    return f"make a tensor of it before the call, table = {tensor}, and capture that: table[...]"
 
 
 def _table_of(node: ast.AST) -> ast.expr | None:
@@ -304,14 +322,26 @@ def _kind(value: object) -> str:
 def _as_tensor(name: str, value: Any) -> str:
     if _is_numpys(value):
         return f"torch.from_numpy({name})"
+    text = name
     if isinstance(value, dict):
-        return f"torch.tensor([{name}[key] for key in sorted({name})])"
-    return f"torch.tensor({name})"
+        text = f"[{name}[key] for key in sorted({name})]"
+        if any(type(key) is int and key >= len(value) for key in value):  # keys with gaps, or from 1
+            text = f"[{name}.get(key, 0) for key in range(max({name}) + 1)]"
+    tensors = any(isinstance(each, Tensor) for each in _elements(value))
+    return f"torch.{'stack' if tensors else 'tensor'}({text})"
+
+
+def _elements(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _nodes(where: Where | None) -> Iterator[ast.AST]:
     """The syntax of the user's line, from the outside in; none where the line is no whole statement."""
     tree = _parsed(linecache.getline(where.file, where.line).strip()) if where is not None else None
+    frame = user_frame()
+    for node in ast.walk(tree) if tree is not None else ():
+        if frame is not None and isinstance(_found(frame, node), Real):
+            node.is_number = True  # type: ignore[attr-defined]
     return ast.walk(tree) if tree is not None else iter(())
 
 

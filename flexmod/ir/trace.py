@@ -304,7 +304,8 @@ class Tracer:
             ]
         dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), default)
         if refused is not None:
-            target = torch.bool if row.name == "where" else torch.int32
+            whole = torch.int32 if "int" in row.triton else torch.float32
+            target = torch.bool if row.name == "where" else whole
             raise errors.OperationArgumentError(
                 operation=name, problem=f"{dtype_name(refused)} operands", where=user_line(),
                 advice=f"cast them first, e.g. with .to({target}).",

@@ -735,6 +735,62 @@ def of_an_attribute(b, h, q, k):
 
 class Of:
     table = (1, 2, 3)
+    cap = 20.0
+
+
+ranks, rows, choices = {1: 0.5, 2: 0.25}, [torch.zeros(8)] * 3, [abs, round]
+
+
+@row(
+    errors.ForeignCaptureError,
+    *foreign("ranks is a dict", "torch.tensor([ranks.get(key, 0) for key in range(max(ranks) + 1)])"),
+)
+def of_a_dict_that_counts_from_one(b, h, q, k):
+    return ranks[h] >= k  # <-
+
+
+@row(errors.ForeignCaptureError, *foreign("rows is a list", "torch.stack(rows)"))
+def of_a_list_of_tensors(b, h, q, k):
+    return rows[h][k] >= q  # <-
+
+
+@row(
+    errors.ForeignCaptureError, foreign("choices is a list", "")[0],
+    "call each of them, and choose between the results with torch.where, as masks.by_head does.",
+)  # fmt: skip
+def of_a_list_of_functions(b, h, q, k):
+    return choices[h](q) >= k  # <-
+
+
+width = 5
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(q, max=width).")
+def smallest_beside_a_captured_number(b, h, q, k):
+    return min(width, q) >= k  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(q - k, min=2 * -width).")
+def largest_beside_a_product_of_numbers(b, h, q, k):
+    return max(q - k, 2 * -width) >= k  # <-
+
+
+@row(
+    errors.ControlFlowError, TRUTH[0], "write torch.clamp(torch.clamp(s, min=-Of.cap), max=Of.cap).",
+    kind="score",
+)  # fmt: skip
+def between_an_attribute_and_its_negative(s, b, h, q, k):
+    return min(max(s, -Of.cap), Of.cap)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write (q & 2 != 0) & (k & 2 != 0).")
+def all_of_numbers(b, h, q, k):
+    return all([q & 2, k & 2])  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write q >= k.")
+def bool_of_a_condition(b, h, q, k):
+    return bool(q >= k)  # <-
 
 
 LOOKUP = value_of("a lookup in a dict or set")
@@ -753,6 +809,19 @@ def got_from_a_dict(s, b, h, q, k):
 @row(errors.ConcreteValueError, value_of("round()")[0], "write torch.round(s).", kind="score")
 def rounded(s, b, h, q, k):
     return round(s)  # <-
+
+
+@row(errors.ConcreteValueError, *value_of("float()"), kind="score")
+def a_remainder_that_torch_has_not(s, b, h, q, k):
+    return math.remainder(s, 3)  # <-
+
+
+@row(
+    errors.OperationArgumentError, "hypot was called with int32 operands.",
+    "cast them first, e.g. with .to(torch.float32).",
+)  # fmt: skip
+def integers_where_floats_are_due(b, h, q, k):
+    return torch.hypot(q, k) > 3  # <-
 
 
 @row(errors.ConcreteValueError, value_of("int()")[0], "write (q / 2).to(torch.int32).")
