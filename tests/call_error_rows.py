@@ -645,13 +645,13 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.BlockSizeError,
         lambda: mask(BLOCK_SIZE=0),
-        "BLOCK_SIZE 0 is neither a positive integer nor a pair of them.\n"
+        "BLOCK_SIZE 0 is neither an integer from 1 to 1073741824 nor a pair of them.\n"
         "  Instead: use BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys).",
     ),
     (
         errors.BlockSizeError,
         lambda: mask(BLOCK_SIZE="128"),  # type: ignore[arg-type]
-        "BLOCK_SIZE '128' is neither a positive integer nor a pair of them.\n"
+        "BLOCK_SIZE '128' is neither an integer from 1 to 1073741824 nor a pair of them.\n"
         "  Instead: use BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys).",
     ),
     (
@@ -686,7 +686,7 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.LengthError,
         lambda: mask(length=0),
-        "Q_LEN is 0; it must be a positive integer.\n"
+        "Q_LEN is 0; it must be an integer from 1 to 1073741824.\n"
         "  Instead: call flex_attention without a block mask where there are no queries or no keys.",
     ),
     (
@@ -711,7 +711,7 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.LengthError,
         lambda: flexmod.create_block_mask(flexmod.masks.causal(), 2, 4, 30),
-        "KV_LEN is None; it must be a positive integer.\n"
+        "KV_LEN is None; it must be an integer from 1 to 1073741824.\n"
         "  Instead: give the number of positions, e.g. KV_LEN=key.shape[2].",
     ),
     (
@@ -732,7 +732,7 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.MaskExtentError,
         lambda: mask(heads=0),
-        "H is 0; it must be a positive integer or None.\n"
+        "H is 0; it must be an integer from 1 to 1073741824 or None.\n"
         "  Instead: give H=query.shape[1], or None if the mask is the same for each.",
     ),
     (

@@ -24,6 +24,8 @@ from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import is_wrapped, outside_transforms
 
+LARGEST = 2**30  # a position, and the sum of two, is an int32
+
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """BLOCK_SIZE as (queries, keys). Raises BlockSizeError."""
@@ -31,7 +33,8 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     pair = [n for n in map(positive, given) if n is not None]
     if len(given) != 2 or len(pair) != 2:
         raise BlockSizeError(
-            block_size=repr(block_size), problem="is neither a positive integer nor a pair of them",
+            block_size=repr(block_size),
+            problem="is neither an integer from 1 to 1073741824 nor a pair of them",
             advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
         )  # fmt: skip
     return pair[0], pair[1]
@@ -75,9 +78,11 @@ def length_pair(lengths: object) -> tuple[int, int]:
 
 
 def positive(value: object) -> int | None:
-    """A positive integer of any library as an int; None for anything else."""
+    """An integer from 1 to LARGEST, of any library, as an int; None for anything else."""
     number = as_int(value)
-    return None if number is None or number <= 0 else number
+    if number is None or number <= 0:
+        return None
+    return None if type(number) is int and number > LARGEST else number  # no guard of a symbolic length
 
 
 def checked_lists(parts: Parts) -> Parts:

@@ -214,7 +214,7 @@ class TileStorage:
         """The number of listed tiles in all batches and heads. One synchronization."""
         if self.form == "runs":
             counts = self._by_axis("kv").counts()
-            return int(counts.expand(2, *self.batch, -1).sum())
+            return int(counts.sum()) * math.prod(self.batch) // math.prod(counts.shape[1:-1])
         lists = (self._lists["kv_num_blocks"], self._lists["full_kv_num_blocks"])
         return sum(int(part.sum()) for part in lists if part is not None)
 

@@ -51,7 +51,7 @@ class BlockMaskPartsError(FlexmodError, ValueError, AssertionError, RuntimeError
 
 
 class LengthError(FlexmodError, ValueError):
-    what = "{name} is {value}; it must be a positive integer."
+    what = "{name} is {value}; it must be an integer from 1 to 1073741824."
 
 
 class DenseMaskError(FlexmodError, ValueError):
@@ -59,7 +59,7 @@ class DenseMaskError(FlexmodError, ValueError):
 
 
 class MaskExtentError(FlexmodError, ValueError):
-    what = "{name} is {value!r}; it must be a positive integer or None."
+    what = "{name} is {value!r}; it must be an integer from 1 to 1073741824 or None."
     instead = "give {name}=query.shape[{axis}], or None if the mask is the same for each."
 
 

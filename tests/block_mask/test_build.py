@@ -133,21 +133,26 @@ def refusal(error, call, *args, **kwargs):
 def test_refused_sizes():
     causal = masks.causal()
     assert refusal(errors.LengthError, create_block_mask, causal, 1, 1, 0, 5, "cpu").startswith(
-        "Q_LEN is 0; it must be a positive integer."
+        "Q_LEN is 0; it must be an integer from 1 to 1073741824."
     )
+    for sizes in ((1, 1, 2**30 + 1, 5), (1, 1, 5, 10**20)):  # kernels count as far
+        assert "_LEN is 1" in refusal(errors.LengthError, create_block_mask, causal, *sizes, "cpu", 2**30)
+    refusal(errors.MaskExtentError, create_block_mask, lambda b, h, q, k: b > q, 2**63, 1, 5, 5, "cpu")
+    refusal(errors.BlockSizeError, create_block_mask, causal, 1, 1, 5, 5, "cpu", 2**63)
+    assert create_block_mask(causal, 1, 1, 2**30, 5, "cpu", 2**30).shape == (1, 1, 2**30, 5)
     for lengths in (torch.tensor([4, 5]), np.array([4, 5])):  # of each document, where one number is meant
         assert refusal(errors.LengthError, create_block_mask, causal, 1, 1, lengths, 5, "cpu").endswith(
             "Instead: give the number of positions, e.g. Q_LEN=query.shape[2]."
         )
     assert refusal(errors.LengthError, create_mask, causal, 1, 1, 4, 2.5, "cpu").startswith(
-        "KV_LEN is 2.5; it must be a positive integer."
+        "KV_LEN is 2.5; it must be an integer from 1 to 1073741824."
     )
     assert refusal(errors.MaskExtentError, create_block_mask, causal, 1, -2, 5, 5, "cpu") == (
-        "H is -2; it must be a positive integer or None.\n"
+        "H is -2; it must be an integer from 1 to 1073741824 or None.\n"
         "  Instead: give H=query.shape[1], or None if the mask is the same for each."
     )
     assert refusal(errors.BlockSizeError, create_block_mask, causal, 1, 1, 5, 5, "cpu", (128, 0)) == (
-        "BLOCK_SIZE (128, 0) is neither a positive integer nor a pair of them.\n"
+        "BLOCK_SIZE (128, 0) is neither an integer from 1 to 1073741824 nor a pair of them.\n"
         "  Instead: use BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)."
     )
 
