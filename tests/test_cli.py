@@ -325,6 +325,40 @@ def test_a_pipe_without_a_character_for_tiles() -> None:
     assert b"\n????\n" in result.stdout.replace(b"\r", b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--version"], ["show", "causal", "--seq", "256"], ["doctor"]])
+def test_a_pipe_that_nobody_reads(arguments: list[str], unbuffered: str) -> None:
+    """Status 1 would be the answer no."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "flexmod", *arguments]
+    result = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert result.returncode == 141 and b"BrokenPipe" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["warm", "noop", "--into", ""], ["'--into'", "the name is empty"]),
+        (["source", "noop", "--output", ""], ["'--output'", "the name is empty"]),
+        (["show", "noop:3"], ["'noop:3' names no mask or score mod: noop takes no parameters."]),
+        (["show", "prefix_lm:[3,'a']"], ["[3, 'a'] is no number, tuple or list of numbers."]),
+        (["show", "prefix_lm:[[3],[4,5]]"], ["[[3], [4, 5]] is no number, tuple or list of numbers."]),
+        (["show", "causal", "--seq", "100000000"], ["have too many tiles. Add --block 8192."]),
+        (["show", "causal", "--seq", "9" * 20], ["Q_LEN is 99999999999999999999; it must be"]),
+    ],
+)
+def test_a_mistake_is_named_before_any_work(
+    arguments: list[str], parts: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in parts) and "Traceback" not in printed
+    assert [path.name for path in folder.iterdir()] == ["my_mods.py"]
+
+
 @pytest.mark.parametrize("command", ["compare", "bench", "tune"])
 def test_a_device_whose_tensors_have_no_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "causal", "--device", "meta"]) == 2

@@ -203,7 +203,8 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
     (
         commands.ModExpressionError,
         lambda folder: choose("sliding_window(2 ** 9)", SETTING),
-        "'sliding_window(2 ** 9)' names no mask or score mod: 2 ** 9 is no number, tuple or list.\n" + FORMS,
+        "'sliding_window(2 ** 9)' names no mask or score mod: 2 ** 9 is no number, tuple or list of "
+        "numbers.\n" + FORMS,
     ),
     (
         commands.ModParametersError,

@@ -228,12 +228,14 @@ class _Reader:
             return self._expression(node)[0]
         try:
             value = ast.literal_eval(node)
-        except ValueError:
-            raise self._error(f"{ast.unparse(node)} is no number, tuple or list") from None
-        return torch.tensor(value, device=self.setting.device) if isinstance(value, list) else value
+            return torch.tensor(value, device=self.setting.device) if isinstance(value, list) else value
+        except (TypeError, ValueError):
+            raise self._error(f"{ast.unparse(node)} is no number, tuple or list of numbers") from None
 
     def _made(self, name: str, given: list[Any] | None, named: dict[str, Any]) -> tuple[Mod, str]:
-        if name == NOTHING and not given and not named:
+        if name == NOTHING and (given or named):
+            raise self._error(f"{NOTHING} takes no parameters")
+        if name == NOTHING:
             return and_masks(), "mask"
         kind = "mask" if name in MASKS else "score"
         function = MASKS.get(name) or SCORES.get(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ COMMANDS = {
     "tune": ("kernels", "Search for the fastest tiles on this GPU."),
     "doctor": ("doctor", "Check the installation; say which kernels run here."),
 }
+
+
+NO_READER = 141
 
 
 class Commands(click.Group):
@@ -96,13 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake, also
-    for an exception of the user's file.
+    for an exception of the user's file; 141, as of a process that SIGPIPE ended, if nobody reads its output.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a pipe on Windows may have no character for a tile
     try:
         status = flexmod.main(arguments, prog_name="flexmod", standalone_mode=False)
+        print(end="", flush=True)
+    except (BrokenPipeError, SystemExit):  # click and rich exit with 1, which would be an answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
+        return NO_READER
     except click.ClickException as error:
         error.show()
         return error.exit_code

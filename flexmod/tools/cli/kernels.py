@@ -151,7 +151,7 @@ FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
 @options.mask
 @options.score
 @click.option(
-    "--into", type=click.Path(path_type=Path), metavar="FOLDER",
+    "--into", type=options.NamedPath(path_type=Path), metavar="FOLDER",
     help="The folder; else the cache folder of flexmod.",
 )  # fmt: skip
 @options.targets(MEASURED)

@@ -14,6 +14,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from flexmod.block_mask.build import create_block_mask
+from flexmod.block_mask.parts import length_pair
+from flexmod.block_mask.tiles import tile_count
 from flexmod.tools import terminal
 from flexmod.tools.bench import bench as bench_mods
 from flexmod.tools.bench import count
@@ -24,6 +26,8 @@ from flexmod.tools.comparison import compare as compare_mods
 from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting
 from flexmod.tools.peers import skipped
 from flexmod.tools.terminal import hint, in_color, table, times_faster, verdict
+
+MOST_TILES = 1 << 28  # that show draws: they take 5 GB
 
 
 @click.command()
@@ -50,10 +54,16 @@ def show(
     """The picture of a mask, its sparsity, and facts that are counted."""
     setting = Setting(batch or 1, heads or 1, seq, 64, torch.bfloat16, torch.device("cpu"))
     length = fitting(mask, setting)
+    queries, keys = length_pair((length, keys or length))
+    larger = block
+    while tile_count(queries, larger) * tile_count(keys, larger) > MOST_TILES:
+        larger *= 2
+    if larger > block:
+        raise click.UsageError(f"{queries} x {keys} positions have too many tiles. Add --block {larger}.")
     block_mask = create_block_mask(
-        choose_mask(mask, setting), batch, heads, length, keys or length, device="cpu", BLOCK_SIZE=block
+        choose_mask(mask, setting), batch, heads, queries, keys, device="cpu", BLOCK_SIZE=block
     )
-    lengths = f"{length} queries x {keys or length} keys"
+    lengths = f"{queries} queries x {keys} keys"
     title = f"{mask}, {lengths}, tiles of {block} x {block}: {block_mask.sparsity():.2f}% are skipped\n"
     terminal.show(title, *terminal.picture(block_mask, size, in_color(color)), color=color)
     if plot and plot.lower().endswith(".svg"):

@@ -24,7 +24,16 @@ POSITIVE = click.IntRange(min=1)
 IMAGES = (".png", ".svg", ".pdf", ".jpg")
 
 
-class FileToWrite(click.Path):
+class NamedPath(click.Path):
+    """A path of at least one character: Path("") is the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("the name is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class FileToWrite(NamedPath):
     """A file in a folder that exists, checked before a command works for minutes."""
 
     def __init__(self) -> None:
