@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
 from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered, record_of
 from flexmod.ir.trace import trace
-from flexmod.runtime import config, launch, target
+from flexmod.runtime import config, launch, target, tuned
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.lazy_imports import lazy_imports
 
@@ -36,6 +37,11 @@ def refused(refusal: object, **options: int) -> Any:
 def no_tile_fits() -> Any:
     too_large = OutOfResources(200_000, 101_376, "shared memory")
     return refused(too_large, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
+
+
+def not_tuned() -> Any:
+    with mock.patch.object(tuned, "folder", return_value=Path("~/.cache/flexmod/tuned")):
+        return call(kernel_options={"BACKEND": "INTERPRET", "tuned": True})
 
 
 def rounded_products() -> Any:
@@ -99,6 +105,14 @@ def called() -> flexmod.CompiledAttention:
 
 
 ROWS: list[Row] = [
+    (
+        errors.NotTunedError,
+        not_tuned,
+        "kernel option tuned is True, but nothing was tuned for the forward of this variant on Triton's "
+        "interpreter.\n"
+        "  Instead: run flexmod tune with the same mods, dtype and head dimension (what it finds is in "
+        "~/.cache/flexmod/tuned), or leave the option out.",
+    ),
     (
         errors.NotCalledError,
         lambda: flexmod.compile().source,

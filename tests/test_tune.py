@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmod import flex_attention
+from flexmod import errors, flex_attention
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
@@ -111,7 +111,7 @@ def test_what_is_found_is_kept_and_used_where_it_is_asked_for(
 
 
 def test_a_variant_that_was_not_tuned(folder: Path) -> None:
-    with pytest.raises(commands.NotTunedError) as raised:
+    with pytest.raises(errors.NotTunedError) as raised:
         attend(tuned=True)
     assert str(raised.value) == (
         "kernel option tuned is True, but nothing was tuned for the forward of this variant on Triton's "
@@ -188,10 +188,10 @@ def test_a_damaged_file_counts_as_none(folder: Path, launched: dict[str, Any], d
     keys = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "read", lambda key, kinds: keys.append(key))
-        with pytest.raises(commands.NotTunedError):
+        with pytest.raises(errors.NotTunedError):
             attend(tuned=True)
     folder.mkdir()
     keys[0].path.write_text(damage)
     tuned._read.cache_clear()
-    with pytest.raises(commands.NotTunedError):
+    with pytest.raises(errors.NotTunedError):
         attend(tuned=True)

@@ -42,16 +42,6 @@ class TuneDeviceError(FlexmodError, ValueError):
     instead = "run it on a machine with CUDA; flexmod build compiles for chips that are not here."
 
 
-class NotTunedError(FlexmodError, ValueError):
-    what = (
-        "kernel option tuned is True, but nothing was tuned for the {direction} of this variant on {device}."
-    )
-    instead = (
-        "run flexmod tune with the same mods, dtype and head dimension (what it finds is in {folder}), or "
-        "leave the option out."
-    )
-
-
 class WarmFolderError(FlexmodError, OSError):
     what = "compiled kernels cannot be kept in {folder}: {problem}."
 

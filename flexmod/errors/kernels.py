@@ -43,6 +43,16 @@ class NoKernelsError(FlexmodError, KeyError):
         return self.message  # KeyError's own method would add quotes
 
 
+class NotTunedError(FlexmodError, ValueError):
+    what = (
+        "kernel option tuned is True, but nothing was tuned for the {direction} of this variant on {device}."
+    )
+    instead = (
+        "run flexmod tune with the same mods, dtype and head dimension (what it finds is in {folder}), or "
+        "leave the option out."
+    )
+
+
 class NoTileFits(FlexmodError, RuntimeError):
     what = "no tile size fits the {limit} bytes of shared memory of {device}; tried {tried}."
     instead = (

@@ -23,7 +23,7 @@ import torch
 
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction, KernelSpec
-from flexmod.errors.commands import NotTunedError
+from flexmod.errors import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.runtime import config
 from flexmod.runtime.lazy_imports import lazy_imports
