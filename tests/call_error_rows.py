@@ -945,7 +945,7 @@ MODS: list[Row] = [
         "score_mod causal takes 4 positional arguments without defaults; a score_mod takes 5 (score, b, h, "
         "q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).\n"
         "  Instead: write def score_mod(score, b, h, q_idx, kv_idx): return score, or give the mask as "
-        "block_mask=create_block_mask(causal, B, H, Q_LEN, KV_LEN).",
+        "block_mask=create_block_mask(causal, B, H, Q_LEN, KV_LEN), to flexmod.compile as mask_mod=causal.",
     ),
     (
         errors.ModArityError,
@@ -953,7 +953,7 @@ MODS: list[Row] = [
         "mask_mod short_bias takes 5 positional arguments without defaults; a score_mod takes 5 (score, b, "
         "h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).\n"
         "  Instead: write def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx, or give the score_mod "
-        "to the call: flex_attention(..., score_mod=short_bias).",
+        "as score_mod=short_bias to flex_attention or flexmod.compile.",
     ),
     (
         errors.NotCallable,

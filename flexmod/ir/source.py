@@ -107,14 +107,13 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
     count = _checked_count(mod, f"{kind}_mod", EXAMPLES[kind])
     wanted = len(ARGUMENTS[kind])
     if count != wanted and not (count < wanted and _takes_the_rest(mod)):
-        expected = EXAMPLES[kind]
+        expected, name = EXAMPLES[kind], mod_name(mod)
         if kind == "score" and count == len(ARGUMENTS["mask"]):
-            expected += (
-                f", or give the mask as block_mask=create_block_mask({mod_name(mod)}, B, H, Q_LEN, KV_LEN)"
-            )
+            expected += f", or give the mask as block_mask=create_block_mask({name}, B, H, Q_LEN, KV_LEN)"
+            expected += f", to flexmod.compile as mask_mod={name}"
         elif kind == "mask" and count == len(ARGUMENTS["score"]):
-            expected += f", or give the score_mod to the call: flex_attention(..., score_mod={mod_name(mod)})"
-        raise errors.ModArityError(mod=f"{kind}_mod {mod_name(mod)}", count=count, expected=expected)
+            expected += f", or give the score_mod as score_mod={name} to flex_attention or flexmod.compile"
+        raise errors.ModArityError(mod=f"{kind}_mod {name}", count=count, expected=expected)
 
 
 def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:

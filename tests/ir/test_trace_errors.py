@@ -1386,7 +1386,7 @@ def too_few(b, q, k):
     "score_mod a_mask takes 4 positional arguments without defaults; a score_mod takes 5 "
     "(score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx).",
     "write def score_mod(score, b, h, q_idx, kv_idx): return score, or give the mask as "
-    "block_mask=create_block_mask(a_mask, B, H, Q_LEN, KV_LEN).",
+    "block_mask=create_block_mask(a_mask, B, H, Q_LEN, KV_LEN), to flexmod.compile as mask_mod=a_mask.",
     kind="score",
     line=False,
 )
