@@ -343,6 +343,7 @@ def test_a_pipe_that_nobody_reads(arguments: list[str], unbuffered: str) -> None
     [
         (["warm", "noop", "--into", ""], ["'--into'", "the name is empty"]),
         (["source", "noop", "--output", ""], ["'--output'", "the name is empty"]),
+        (["show", "caus\udce4l"], ["it cannot be read, 'utf-8' codec can't encode"]),
         (["show", "noop:3"], ["'noop:3' names no mask or score mod: noop takes no parameters."]),
         (["show", "prefix_lm:[3,'a']"], ["[3, 'a'] is no number, tuple or list of numbers."]),
         (["show", "prefix_lm:[[3],[4,5]]"], ["[[3], [4, 5]] is no number, tuple or list of numbers."]),

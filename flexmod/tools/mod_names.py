@@ -196,8 +196,8 @@ class _Reader:
         source = f"{colon['name']}({colon['parameters']})" if colon else self.text
         try:
             node = ast.parse(source.strip(), mode="eval").body
-        except SyntaxError as error:
-            raise self._error(f"it cannot be read, {error.msg}") from None
+        except (SyntaxError, ValueError) as error:  # ValueError: bytes that are no character
+            raise self._error(f"it cannot be read, {getattr(error, 'msg', error)}") from None
         return self._expression(node)
 
     def _expression(self, node: ast.expr) -> tuple[Any, str]:
