@@ -709,6 +709,12 @@ BLOCK_MASKS: list[Row] = [
         "  Instead: leave B, H, Q_LEN and KV_LEN out: the tensor has them.",
     ),
     (
+        errors.DenseMaskError,
+        lambda: flexmod.create_block_mask(torch.zeros(2, 30) > 0, 2, None, 30, 30),
+        "a dense mask, of shape (2, 30), has Q_LEN=2, but Q_LEN=30 is given.\n"
+        "  Instead: index a padding mask [B, KV_LEN]: lambda b, h, q_idx, kv_idx: dense[b, kv_idx].",
+    ),
+    (
         errors.LengthError,
         lambda: flexmod.create_block_mask(flexmod.masks.causal(), 2, 4, 30),
         "KV_LEN is None; it must be an integer from 1 to 1073741824.\n"

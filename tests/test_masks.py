@@ -521,6 +521,7 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
             "tree: parents is such that node 1 has no root",
             "a forest",
         ),
+        (lambda: masks.prefix_lm([3, 4]), "prefix_lm: prefix is a list", "an integer tensor of shape [B]"),
         (lambda: masks.sliding_tiles((4, 4), (2, 2, 2), (1, 1)), "sliding_tiles: tile is (2, 2, 2)", TWO),
         (
             lambda: masks.sliding_tiles((4, 4, 4), (2, 3, 2), (1, 1, 1)),

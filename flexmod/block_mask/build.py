@@ -119,10 +119,11 @@ def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple
     whole = (1,) * (4 - len(shape)) + shape
     for axis, (name, size, own) in enumerate(zip(("B", "H", "Q_LEN", "KV_LEN"), given, whole, strict=True)):
         if size is not None and size != own and (axis > 1 or own != 1):
-            raise DenseMaskError(
-                shape=shape, problem=f"has {name}={own}, but {name}={size} is given",
-                advice="leave B, H, Q_LEN and KV_LEN out: the tensor has them",
-            )  # fmt: skip
+            advice = "leave B, H, Q_LEN and KV_LEN out: the tensor has them"
+            if shape == (given[0], given[3]):
+                advice = "index a padding mask [B, KV_LEN]: lambda b, h, q_idx, kv_idx: dense[b, kv_idx]"
+            problem = f"has {name}={own}, but {name}={size} is given"
+            raise DenseMaskError(shape=shape, problem=problem, advice=advice)
     sizes = [own if size is None else size for size, own in zip(given, whole, strict=True)]
     return Dense(dense.view(whole)), tuple(sizes)
 

@@ -125,7 +125,7 @@ def check_starts(
 
 def check_counts(function: str, name: str, value: Any, shape: str, least: int = 0) -> int | Tensor:
     """Returns one number of positions, or a tensor of such numbers; reads no values of a tensor."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, list)):
         return check_tensor(function, name, value, ranks=(1,), shapes=shape)
     return check_number(function, name, value, least)
 
