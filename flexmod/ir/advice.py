@@ -213,6 +213,7 @@ LOOKUPS = {
 }  # fmt: skip
 OF_SETS = {
     "isin": ("keep", "torch.isin(torch.arange(LENGTH), {table})", (1, 0)),
+    "contains": ("keep", "torch.isin(torch.arange(LENGTH), {table})", (0, 1)),  # `position in table`
     "bucketize": ("buckets", "torch.bucketize(torch.arange(LENGTH), {table})", (1, 0)),
     "searchsorted": ("at", "torch.searchsorted({table}, torch.arange(LENGTH))", (0, 1)),
 }
@@ -246,6 +247,8 @@ def of_operation(name: str, where: Where | None, table: str = "table") -> str:
 def _operands_in(where: Where | None, name: str, places: tuple[int, int]) -> list[str] | None:
     """The texts of two arguments of a call; of a method's, the object is the first."""
     for node in _nodes(where):
+        if isinstance(node, ast.Compare) and name == "contains" and type(node.ops[0]) in (ast.In, ast.NotIn):
+            return [ast.unparse(node.comparators[0]), ast.unparse(node.left)]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
             owner = [] if ast.unparse(node.func.value) in MODULES else [node.func.value]
             arguments = [*owner, *node.args]

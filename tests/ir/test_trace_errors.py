@@ -587,6 +587,14 @@ def selected_along_another_dimension(s, b, h, q, k):
     return s + table[h].select(dim, q)  # <-
 
 
+@row(
+    errors.UnknownOperationError, "torch.contains is not an operation that flexmod can trace.",
+    "make a table before the call, keep = torch.isin(torch.arange(LENGTH), table), and index that: keep[k].",
+)  # fmt: skip
+def in_a_tensor(b, h, q, k):
+    return k in table  # <-
+
+
 numbers = {1, 2}
 
 
