@@ -198,11 +198,15 @@ def is_cached(frame: FrameType) -> bool:
 
 
 def _found(frame: FrameType, node: ast.AST) -> object:
-    """What a name, or an attribute of one, stands for in a frame; None where that is not known."""
+    """What a name, or an attribute or an entry of one, is in a frame; None where that is not known."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
         return getattr_static(_found(frame, node.value), node.attr, None)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        table = _found(frame, node.value)
+        with suppress(LookupError, TypeError):
+            return table[node.slice.value] if type(table) in (dict, list, tuple) else None  # type: ignore[index]
     return None
 
 

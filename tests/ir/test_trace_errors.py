@@ -778,6 +778,25 @@ def smallest_beside_a_captured_number(b, h, q, k):
     return min(width, q) >= k  # <-
 
 
+options = {"reach": 3}
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(q, min=options['reach']).")
+def largest_beside_an_entry_of_a_dict(b, h, q, k):
+    return max(options["reach"], q) <= k  # <-
+
+
+settings = {"slopes": [0.5, 0.25]}
+
+
+@row(
+    errors.ForeignCaptureError,
+    *foreign("settings['slopes'] is a list", "torch.tensor(settings['slopes'])"), kind="score",
+)  # fmt: skip
+def of_a_list_in_a_dict(s, b, h, q, k):
+    return s * settings["slopes"][h]  # <-
+
+
 @row(errors.ControlFlowError, TRUTH[0], "write torch.clamp(q - k, min=2 * -width).")
 def largest_beside_a_product_of_numbers(b, h, q, k):
     return max(q - k, 2 * -width) >= k  # <-
