@@ -6,6 +6,9 @@ tests/test_internals.py finds private names elsewhere.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, wraps
@@ -297,5 +300,15 @@ def ask_modes_of_unary_operators() -> None:
 
 
 def takes_other_attention(model: Any) -> bool:
-    """Says whether a model of Transformers calls its attention by name, so that another can serve it."""
-    return bool(model._can_set_attn_implementation())
+    """Says whether a model of Transformers calls its attention by name, so that another can serve it.
+
+    Some models have a table of classes for the names that they know. Some drop a BlockMask, and would attend
+    without a mask.
+    """
+    if not model._can_set_attn_implementation():
+        return False
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError):  # of a class in a notebook
+        return True
+    return not re.search(r"_CLASSES\[[\w.]*config\._attn|not isinstance\(attention_mask, BlockMask\)", source)

@@ -148,9 +148,10 @@ GENERATING = [name for name in OPTIONS if name.endswith(("CausalLM", "LMHeadMode
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
 # those that compute attention in their own code
 REFUSED = (
-    "BigBirdModel", "BlipModel", "BloomForCausalLM", "DebertaV2Model", "FalconForCausalLM",
-    "FunnelModel", "GPTNeoForCausalLM", "LEDModel", "LongformerModel", "MPNetModel", "MptForCausalLM",
-    "RoFormerModel", "Swinv2Model", "WavLMModel", "XGLMForCausalLM", "XLNetModel",
+    "BigBirdModel", "BlipModel", "BloomForCausalLM", "DebertaV2Model", "DogeForCausalLM",
+    "FalconForCausalLM", "FunnelModel", "GitModel", "GPTNeoForCausalLM", "LEDModel", "LongformerModel",
+    "MPNetModel", "MptForCausalLM", "RoFormerModel", "SamModel", "Swinv2Model", "WavLMModel",
+    "XGLMForCausalLM", "XLNetModel",
 )  # fmt: skip
 
 
