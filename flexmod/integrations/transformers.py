@@ -77,9 +77,16 @@ class CarriedMask(TorchBlockMask):
         return self
 
     def __getitem__(self, index: Any) -> CarriedMask:
-        if isinstance(index, tuple) and len(index) > 3:
+        """As BlockMask's; mask[:, :, first:last, :] keeps single queries, as of a dense mask (Gemma 4)."""
+        if not isinstance(index, tuple) or len(index) < 4:
+            return CarriedMask(self.mask[index])
+        batch, _, queries, keys = self.mask.shape
+        whole, rows = slice(None), index[2]
+        chosen = range(queries)[rows] if isinstance(rows, slice) else range(0)
+        if [*index[:2], *index[3:]] != [whole] * 3 or not chosen or chosen.step != 1:
             raise TransformersModelError(model="a layer that indexes the elements of its mask")
-        return CarriedMask(self.mask[index])
+        mask_mod = _at(self.mask.mask_mod, chosen.start, 0)
+        return CarriedMask(create_block_mask(mask_mod, batch, None, len(chosen), keys, self.mask.device))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -269,6 +269,18 @@ def test_a_carried_mask_prints_and_slices_as_what_it_carries() -> None:
     assert carried[1].shape == (1, 1, 30, 30)
 
 
+@pytest.mark.parametrize("rows", [slice(-1, None), slice(7, 20), slice(0, 40)], ids=str)
+def test_a_carried_mask_keeps_single_queries(rows: slice) -> None:
+    """As Gemma 4 does for layers that share their keys, of which generation needs the last query alone."""
+    q, k, v = layer()
+    padded = masks.causal() & masks.padding(torch.tensor([30, 11]))
+    part = integration.CarriedMask(create_block_mask(padded, 2, None, 30, 30, "cpu"))[:, :, rows, :]
+    kept = torch.arange(30) < torch.tensor([30, 11])[:, None, None, None]
+    bias = causal_bias().expand(2, 1, -1, -1).masked_fill(~kept, -torch.inf)[:, :, rows]
+    out, _ = integration.attention(Layer(), q[:, :, rows], k, v, part, 0.3)
+    torch.testing.assert_close(out, dense(q[:, :, rows], k, v, bias), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
