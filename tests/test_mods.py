@@ -157,6 +157,21 @@ def test_mods_are_known_again(name):
     assert fingerprint(make(*captured)) is not None
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_mod_sees_writes_to_what_it_captures(name):
+    """As an optimizer writes to a learned table."""
+    make, captured, _ = CASES[name]
+    written = [x.clone() for x in captured]
+    score_mod = make(*written)
+    for x in written:
+        x.mul_(1.5)
+    query, key, value = (random(B, H, n, 8, seed=n) for n in (M, N, N))
+    found, wanted = (flex_attention(query, key, value, mod) for mod in (score_mod, make(*written)))
+    assert torch.equal(found, wanted)
+    if captured:
+        assert not torch.equal(found, flex_attention(query, key, value, make(*captured)))
+
+
 def close(found, exact, tolerance):
     for got, expected in zip(found, exact, strict=True):
         atol = tolerance * (1 + expected.abs().max().item())

@@ -83,24 +83,19 @@ def graphormer_edge(table: Tensor, edges: Tensor) -> ScoreMod:
         "graphormer_edge", "edges", edges, ranks=(3, 4), shapes="[N, N, longest] or [B, N, N, longest]"
     )
 
-    # a path that has ended reads the last type, which is 0
-    biases = torch.nn.functional.pad(table, (0, 0, 0, 1))
-    lengths = (edges >= 0).sum(-1, dtype=torch.int32).clamp(min=1)
-
     owner = "mods.graphormer_edge"
 
     @ScoreMod
     def edge_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        paths, counts = edges, lengths
-        if edges.dim() == 4:
-            batch = expect_size(b, edges.shape[0], owner, "edges")
-            paths, counts = edges[batch], lengths[batch]
+        paths = edges if edges.dim() == 3 else edges[expect_size(b, edges.shape[0], owner, "edges")]
         query = expect_size(q_idx, edges.shape[-3], owner, "edges")
         key = expect_size(kv_idx, edges.shape[-2], owner, "edges")
         head = expect_size(h, table.shape[2], owner, "table")
         path = paths[query, key]
-        total = sum(biases[n, path[n], head] for n in range(edges.shape[-1]))
-        return score + total / counts[query, key]
+        on_path = [path[n] >= 0 for n in range(edges.shape[-1])]
+        total = sum(torch.where(on, table[n, path[n], head], 0.0) for n, on in enumerate(on_path))
+        count = sum(on.to(torch.int32) for on in on_path)
+        return score + total / (count + (count == 0))
 
     return edge_score
 
