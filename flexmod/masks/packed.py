@@ -32,7 +32,8 @@ def document(
         cu_seqlens  [n + 1] or [B, n + 1], where each document begins, and where the last one ends
 
     With `lengths` or `cu_seqlens`, `total` is the number of positions; positions after the last document form
-    one more document. Without `total` the host waits for the device to read the last end.
+    one more document. Without `total` the host waits for the device to read the last end. This function
+    reads `lengths` and `cu_seqlens` once: later writes to them change nothing, later writes to `ids` do.
 
     Queries and keys are the same positions, counted from 0. With a key/value cache, where the queries are the
     last M of N positions, shift the queries, as `causal` shows:
@@ -214,7 +215,8 @@ def jagged(
         kv_total    the same for keys
 
     Within a sequence, positions of queries and of keys count from 0. With a key/value cache a sequence has
-    fewer queries than keys; `mask_mod` must then shift the queries by the difference.
+    fewer queries than keys; `mask_mod` must then shift the queries by the difference. This function reads the
+    offsets once, and later writes to them change nothing.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mask.
 

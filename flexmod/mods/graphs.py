@@ -115,7 +115,7 @@ def jagged(
     Here s is the number of the sequence and start its first position. Within a sequence, positions of queries
     and of keys count from 0. Use it with `masks.jagged`, which has the same arguments: `offsets` is an
     integer tensor [n + 1]; `kv_offsets` [n + 1] has the offsets of keys, if their lengths differ from the
-    queries'.
+    queries'. This function reads the offsets once, and later writes to them change nothing.
 
     `flexmod.varlen_attention` and `flexmod.nested_attention` use this mod.
 
