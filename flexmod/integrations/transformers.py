@@ -93,6 +93,12 @@ class CarriedMask(TorchBlockMask):
         """A layer with its own attention adds its mask to the scores."""
         raise TransformersModelError(model=f"a layer that calls {function.__name__} with its mask")
 
+    def __getattr__(self, name: str) -> Any:
+        """A layer with its own attention reads its mask as a tensor."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise TransformersModelError(model=f"a layer that uses {name} of its mask")
+
     def __repr__(self) -> str:
         return repr(self.mask)
 

@@ -103,6 +103,8 @@ def test_models_with_attention_of_their_own_are_refused_when_made(name: str) -> 
     [
         (lambda mask: torch.zeros(3) + mask, "calls add with its mask"),
         (lambda mask: torch.zeros(3).masked_fill(mask, 0.0), "calls masked_fill with its mask"),
+        (lambda mask: mask.repeat(1, 4, 1, 1), "uses repeat of its mask"),
+        (lambda mask: mask.dtype == torch.bool, "uses dtype of its mask"),
         (lambda mask: mask[:, 0, :, :], "indexes the elements of its mask"),
         (lambda mask: mask[:, :, ::2, :], "indexes the elements of its mask"),
         (lambda mask: mask[:, :, :, :8], "indexes the elements of its mask"),
@@ -112,6 +114,7 @@ def test_a_layer_that_uses_its_mask_as_a_tensor_is_refused(used: Any, how: str) 
     mask = CarriedMask(create_block_mask(masks.causal(), None, None, 30, 30, "cpu"))
     with pytest.raises(TransformersModelError, match=how):
         used(mask)
+    assert not hasattr(mask, "kept")
 
 
 def test_the_page_lists_the_architectures() -> None:
