@@ -120,9 +120,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _called(self, func: Callable[..., Any], args: Any, kwargs: Any, scalars: bool = False) -> Any:
-        """Calls a function with empty tensors of its arguments' dtypes, and of their shapes or of none."""
-        options = {key: _empty(kwargs[key], self.device, scalars) for key in kwargs}
-        return func(*_empty(args, self.device, scalars), **options)
+        """Calls a function with tensors of its arguments' dtypes, and of their shapes or of none."""
+        options = {key: _ones(kwargs[key], self.device, scalars) for key in kwargs}
+        return func(*_ones(args, self.device, scalars), **options)
 
     def noted(self, value: Any) -> Any:
         """How a step refers to a value: ("value", place), ("captured", place), ("integer", place),
@@ -189,13 +189,16 @@ def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
     return -1
 
 
-def _empty(value: Any, device: torch.device, scalar: bool = False) -> Any:
-    """An empty tensor of a tensor's dtype, and of the shape that the mod means by it or of none."""
+def _ones(value: Any, device: torch.device, scalar: bool = False) -> Any:
+    """A tensor of a tensor's dtype, and of the shape that the mod means by it or of none.
+
+    It has ones: an exported program runs what is called with it, and would divide by what memory holds.
+    """
     if isinstance(value, Tensor):
-        return torch.empty(() if scalar else _shape(value), dtype=value.dtype, device=device)
+        return torch.ones(() if scalar else _shape(value), dtype=value.dtype, device=device)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple([_empty(entry, device, scalar) for entry in value])
-    return [_empty(entry, device, scalar) for entry in value] if isinstance(value, list) else value
+        return tuple([_ones(entry, device, scalar) for entry in value])
+    return [_ones(entry, device, scalar) for entry in value] if isinstance(value, list) else value
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -207,7 +210,7 @@ def _element(tensor: Tensor, index: Any) -> Tensor:
     """A tensor with the shape of `tensor[index]`; torch itself would read the index's value."""
     entries = index if isinstance(index, tuple) else (index,)
     known = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
-    own = _empty(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
+    own = _ones(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
     return own[tuple([entry if keep else 0 for entry, keep in zip(entries, known, strict=True)])]
 
 
