@@ -11,6 +11,7 @@ such denormal numbers in a hundred times the time: a backward took four to seven
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 import torch
@@ -20,7 +21,7 @@ from flexmod.backends.interface import Problem
 from flexmod.backends.steps import Step
 from flexmod.ir.derivative import LARGEST_ON_LINE, is_diagonal
 from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import Graph, GraphBuilder, Node, rebuild
+from flexmod.ir.graph import Graph, GraphBuilder, Node, arguments_first, rebuild
 from flexmod.ir.ops import CAST
 from flexmod.ir.trace import Traced
 
@@ -37,20 +38,25 @@ def added_to_score(graph: Graph) -> Graph | None:
     rounds.
     """
     builder = GraphBuilder()
-    added = _added(builder, rebuild(graph, builder=builder).result)
-    return None if added is None else graph.of([added])
+    copy = rebuild(graph, builder=builder)
+    added: dict[Node, Node | None] = {}
+    for node in copy.nodes:
+        added[node] = _added(builder, node, added)
+    found = added[copy.result]
+    return None if found is None else graph.of([found])
 
 
-def _added(builder: GraphBuilder, node: Node) -> Node | None:
+def _added(builder: GraphBuilder, node: Node, added: Mapping[Node, Node | None]) -> Node | None:
+    """Returns f for a node that is score + f. `added` has those of its arguments."""
     if node.op == "input" and node.value == "score":
         return builder.const(0.0)
     if node.dtype not in FLOATS or "score" not in node.home:
         return None
     args = node.args
     if node.op == CAST:
-        return _added(builder, args[0])
+        return added[args[0]]
     if node.op == "where" and "score" not in args[0].home:
-        branches = [_branch(builder, x) for x in args[1:]]
+        branches = [x if x.is_const and x.value == -torch.inf else added[x] for x in args[1:]]
         if None not in branches:
             return builder.node("where", [args[0], *branches], node.dtype)  # type: ignore[list-item]
     if node.op not in ("add", "sub"):
@@ -58,11 +64,11 @@ def _added(builder: GraphBuilder, node: Node) -> Node | None:
     for place in (0, 1) if node.op == "add" else (0,):
         own, other = args[place], args[1 - place]
         if "score" in own.home and "score" not in other.home:
-            added = _added(builder, own)
-            if added is None or not _is_exact(added):  # (score + 1e9) - 1e9 is not the score
+            first = added[own]
+            if first is None or not _is_exact(first):  # (score + 1e9) - 1e9 is not the score
                 return None
-            if not added.is_const or added.value != 0.0:
-                return builder.node(node.op, [added, other], node.dtype)
+            if not first.is_const or first.value != 0.0:
+                return builder.node(node.op, [first, other], node.dtype)
             if node.op == "add":
                 return builder.node(CAST, [other], node.dtype, node.dtype)
             return builder.node("mul", [other, builder.const(-1.0)], node.dtype)
@@ -71,13 +77,12 @@ def _added(builder: GraphBuilder, node: Node) -> Node | None:
 
 def _is_exact(added: Node) -> bool:
     """Returns whether score + f has no rounding: f is 0 or -inf."""
-    if added.op == "where":
-        return all(map(_is_exact, added.args[1:]))
-    return added.is_const and added.value in (0.0, -torch.inf)
-
-
-def _branch(builder: GraphBuilder, node: Node) -> Node | None:
-    return node if node.is_const and node.value == -torch.inf else _added(builder, node)
+    exact: set[Node] = set()
+    for node in arguments_first([added]):
+        choice = node.op == "where" and exact.issuperset(node.args[1:])
+        if choice or node.is_const and node.value in (0.0, -torch.inf):
+            exact.add(node)
+    return added in exact
 
 
 @lru_cache(256)

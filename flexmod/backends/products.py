@@ -8,6 +8,7 @@ multiplies it by another tensor's.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -212,16 +213,17 @@ def _last_factor(score: Node) -> tuple[float, list[Node]]:
 
 def _product(graph: Graph, node: Node) -> tuple[float, list[Node]]:
     """Returns the number and the other factors of a product in float32 of which nothing else has a part."""
-    users = [user for user in graph.nodes for a in user.args if a is node]
-    others = [a for a in node.args if not a.is_const]
-    is_shared = len(users) + graph.results.count(node) > 1
-    if node.op != "mul" or is_shared or any(a.dtype != torch.float32 for a in others):
-        return 1.0, [node]
-    number, factors = 1.0, []
-    for a in node.args:
-        of_part, parts = (_number(a), []) if a.is_const else _product(graph, a)
-        number *= of_part
-        factors += parts
+    users = Counter([*graph.results, *(a for user in graph.nodes for a in user.args)])
+    number, factors, stack = 1.0, list[Node](), [node]
+    while stack:
+        part = stack.pop()
+        others = [a for a in part.args if not a.is_const]
+        if part.op != "mul" or users[part] > 1 or any(a.dtype != torch.float32 for a in others):
+            factors.append(part)
+            continue
+        for a in part.args:
+            number *= _number(a) if a.is_const else 1.0
+        stack += reversed(others)
     return number, factors
 
 

@@ -49,6 +49,8 @@ HOMES = {
     "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
 }
 JIT = "@triton.jit\n"
+# operations below a value that `value` writes by recursion
+DEEPEST = 100
 # further inputs of an exponent, and their names in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 
@@ -103,6 +105,8 @@ class TritonWriter:
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
         self.taken = reserved() | {*self.captures, *self.arguments, *self.given, *taken}
         self.users = count_users(graph)
+        self.written_first = _written_first(graph)
+        self.users.update(self.written_first)
         self.rounded_products = products_that_decide(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
@@ -135,7 +139,7 @@ class TritonWriter:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
-        main = Function(self.main, list(self.arguments))
+        main = self._function(self.main, self.arguments, "element")
         main.give_back(*self.returned(main))
         texts.append(main.source(JIT))
         text = "\n\n".join(t for t in texts if t)
@@ -173,10 +177,18 @@ class TritonWriter:
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
             return "", ""
-        function = Function(f"{self.main}_{home}", list(HOMES[home][1]), home)
+        function = self._function(f"{self.main}_{home}", HOMES[home][1], home)
         function.give_back(*[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         return f"{targets} = {self.called(function)}", function.source(JIT)
+
+    def _function(self, name: str, arguments: Sequence[str], home: str) -> Function:
+        """A function with the lines of `written_first`."""
+        function = Function(name, list(arguments), home)
+        for node in self.written_first:
+            if not self.hoisted or home_of(node) == home:
+                self.value(function, node)
+        return function
 
     def called(self, function: Function) -> str:
         further = [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
@@ -370,6 +382,18 @@ class TritonWriter:
         name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)
         return name
+
+
+def _written_first(graph: Graph) -> list[Node]:
+    """Nodes that get a line of their own before their users do, so that `value` never recurses deeply."""
+    found: list[Node] = []
+    depths: dict[Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = 1 + max((depths[a] for a in node.args), default=0)
+        if depths[node] == DEEPEST:
+            depths[node] = 0
+            found.append(node)
+    return found
 
 
 def _is_ordinary(value: object) -> bool:

@@ -30,6 +30,7 @@ near 1e9 to multiples of 64, so equal weights need equal scores.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -166,6 +167,9 @@ class _ExponentRewriter:
         self.coarse = coarse
         self.base = base
         self.known = node_bounds(graph)
+        self.steps = _steps_of_kv(graph)
+        self.tame = _tame(graph, self.steps)
+        self.users = Counter(a for node in graph.nodes for a in node.args)
         self.builder = GraphBuilder()
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
@@ -263,7 +267,7 @@ class _ExponentRewriter:
         ((factor, one),) = [*self._terms(node, _Factor(sign))]
         if one.home <= ROW and self._is_small(node):
             return factor, one
-        steps = _steps_of_kv(one)
+        steps = self.steps[one]
         if not steps or (factor.nodes and not self.choose):
             return None
         self.steep |= not factor.nodes and abs(factor.number * steps) > STEEP
@@ -271,7 +275,7 @@ class _ExponentRewriter:
 
     def _place_index(self, factor: _Factor, node: Node) -> None:
         if factor.nodes and not node.home <= ROW:
-            number = factor.number * (_steps_of_kv(node) or 0)
+            number = factor.number * (self.steps[node] or 0)
             parts = [*factor.nodes, *([self._number(number)] if number != 1 else [])]
             self.slopes.append(self._product(parts))
         self._place(factor, node)
@@ -290,21 +294,24 @@ class _ExponentRewriter:
     # the terms of a small score
 
     def _terms(self, node: Node, factor: _Factor) -> Iterator[tuple[_Factor, Node]]:
-        """The node as a sum of factors times nodes; splits only sums that contain the score."""
-        sides = node.args if node.dtype == torch.float32 else ()
-        if node.home <= UNIFORM or node.op not in ("add", "sub", "neg", "mul", "div") or not sides:
-            yield factor, node
-        elif node.op == "neg":
-            yield from self._terms(sides[0], factor.times(-1.0))
-        elif node.op in ("mul", "div") and _is_factor(factor, sides[1], node.op):
-            yield from self._terms(sides[0], self._by(factor, sides[1], node.op))
-        elif node.op == "mul" and _is_factor(factor, sides[0]):
-            yield from self._terms(sides[1], self._by(factor, sides[0]))
-        elif node.op in ("add", "sub") and "score" in node.home:
-            yield from self._terms(sides[0], factor)
-            yield from self._terms(sides[1], factor.times(-1.0) if node.op == "sub" else factor)
-        else:
-            yield factor, node
+        """The node as a sum of factors times nodes; splits only sums that contain the score, once each."""
+        stack = [(node, factor)]
+        while stack:
+            node, factor = stack.pop()
+            sides = node.args if node.dtype == torch.float32 else ()
+            if node.home <= UNIFORM or node.op not in ("add", "sub", "neg", "mul", "div") or not sides:
+                yield factor, node
+            elif node.op == "neg":
+                stack.append((sides[0], factor.times(-1.0)))
+            elif node.op in ("mul", "div") and _is_factor(factor, sides[1], node.op):
+                stack.append((sides[0], self._by(factor, sides[1], node.op)))
+            elif node.op == "mul" and _is_factor(factor, sides[0]):
+                stack.append((sides[1], self._by(factor, sides[0])))
+            elif node.op in ("add", "sub") and "score" in node.home and self.users[node] <= 1:
+                stack.append((sides[1], factor.times(-1.0) if node.op == "sub" else factor))
+                stack.append((sides[0], factor))
+            else:
+                yield factor, node
 
     def _by(self, factor: _Factor, node: Node, op: str = "mul") -> _Factor:
         if node.is_const:
@@ -318,9 +325,9 @@ class _ExponentRewriter:
     def _place(self, factor: _Factor, node: Node) -> None:
         """Adds a term where it costs least."""
         squashed = node.op in ("tanh", "sigmoid") and node.dtype == torch.float32
-        if squashed and "score" in node.home and _is_tame(node):
+        if squashed and "score" in node.home and node in self.tame:
             self._place_squashed(factor, node)
-        elif (steps := _steps_of_kv(node)) is not None and steps:
+        elif steps := self.steps[node]:
             offset = as_float(self.builder, self.builder.input("offset", torch.int32))
             self.columns.append(self._times(offset, factor.times(float(steps))))
             self.rows.append(self._times(as_float(self.builder, self._at_start(node)), factor))
@@ -389,11 +396,15 @@ class _ExponentRewriter:
 
     def _at_start(self, node: Node) -> Node:
         """The node at the tile's first key."""
-        if node.op == "input" and node.value == "kv_idx":
-            return self.builder.input("start", node.dtype)  # type: ignore[arg-type]
-        if "kv_idx" not in node.home:
-            return self.builder.copied(node)
-        return self.builder.keep(node, tuple(map(self._at_start, node.args)))
+        found: dict[Node, Node] = {}
+        for one in self.given.of([node]).nodes:
+            if one.op == "input" and one.value == "kv_idx":
+                found[one] = self.builder.input("start", one.dtype)  # type: ignore[arg-type]
+            elif "kv_idx" in one.home:
+                found[one] = self.builder.keep(one, tuple(found[a] for a in one.args))
+            else:
+                found[one] = self.builder.copied(one)
+        return found[node]
 
 
 def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
@@ -412,8 +423,15 @@ def _is_score(node: Node) -> bool:
     return node.op == "input" and node.value == "score"
 
 
-def _steps_of_kv(node: Node) -> int | None:
-    """By how much a sum of integers grows from key to key; None for any other node."""
+def _steps_of_kv(graph: Graph) -> dict[Node, int | None]:
+    """By how much a sum of integers grows from key to key, by node; None for any other node."""
+    found: dict[Node, int | None] = {}
+    for node in graph.nodes:
+        found[node] = _step_of_kv(node, [found[a] for a in node.args])
+    return found
+
+
+def _step_of_kv(node: Node, steps: Sequence[int | None]) -> int | None:
     if node.op == "input" and node.value == "kv_idx":
         return 1
     if node.is_const:
@@ -423,7 +441,6 @@ def _steps_of_kv(node: Node) -> int | None:
         return 0
     if node.op not in ("add", "sub", "neg") and not (node.op == CAST and node.dtype == torch.float32):
         return None
-    steps = [_steps_of_kv(a) for a in node.args]
     if None in steps or strong(node.dtype) == torch.bool:
         return None
     first, *rest = steps
@@ -431,15 +448,19 @@ def _steps_of_kv(node: Node) -> int | None:
     return sign * first if node.op == "neg" else first + sign * sum(rest)  # type: ignore[operator, arg-type]
 
 
-def _is_tame(node: Node) -> bool:
-    """Is it finite in every column if the score and the row's terms are finite?
+def _tame(graph: Graph, steps: Mapping[Node, int | None]) -> set[Node]:
+    """The nodes that are finite in every column if the score and the row's terms are finite.
 
     `logistic` may process neighbors together, so it must not read elements captured for masked keys or for
     keys past the end.
     """
-    if _is_score(node) or node.home <= ROW or _steps_of_kv(node) is not None:
-        return True
-    return ("score" in node.home or node.op in ("add", "sub", "mul", "neg")) and all(map(_is_tame, node.args))
+    found: set[Node] = set()
+    for node in graph.nodes:
+        own = _is_score(node) or node.home <= ROW or steps[node] is not None
+        passes = "score" in node.home or node.op in ("add", "sub", "mul", "neg")
+        if own or passes and found.issuperset(node.args):
+            found.add(node)
+    return found
 
 
 def score_bounds(graph: Graph) -> Bounds:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -142,8 +142,8 @@ class GraphBuilder:
 
     def copied(self, node: Node) -> Node:
         """A copy of another builder's node and of its arguments; a node of `copies` is not copied again."""
-        if node not in self.copies:
-            self.copies[node] = self.keep(node, tuple(map(self.copied, node.args)))
+        for one in arguments_first([node], self.copies):
+            self.copies[one] = self.keep(one, tuple([self.copies[a] for a in one.args]))
         return self.copies[node]
 
     @staticmethod
@@ -223,15 +223,7 @@ class Graph(Immutable):
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """Every Node once, arguments before their users."""
-        order: dict[Node, None] = {}
-        stack = [*reversed(self.results)]
-        while stack:
-            left = [a for a in reversed(stack[-1].args) if a not in order]
-            if left:
-                stack += left
-            else:
-                order[stack.pop()] = None
-        return tuple(order)
+        return arguments_first(self.results)
 
     @cached_property
     def reads(self) -> Home:
@@ -310,6 +302,22 @@ def _unpickled(
             home: Home = frozenset().union(*[a.home for a in args])
             made.append(Node(op, args, dtype, value, where, home))
     return Graph(kind, tuple(made[place] for place in results), captures, lines, expected)
+
+
+def arguments_first(results: Sequence[Node], known: Container[Node] = ()) -> tuple[Node, ...]:
+    """Every node that the results are made of, once, arguments before their users; no `known` one.
+
+    Passes that visit nodes in this order need no recursion, which a deep graph would exceed.
+    """
+    order: dict[Node, None] = {}
+    stack = [node for node in reversed(results) if node not in known]
+    while stack:
+        left = [a for a in reversed(stack[-1].args) if a not in order and a not in known]
+        if left:
+            stack += left
+        else:
+            order[stack.pop()] = None
+    return tuple(order)
 
 
 Change = Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]

@@ -229,6 +229,10 @@ def as_ranges(graph: Graph) -> Graph:
     return _RangeRewriter(graph).graph()
 
 
+def _is_chain(node: Node) -> bool:
+    return node.op in AND and is_logic(node)
+
+
 def _of_row(form: Linear) -> int:
     """The row's coefficients. Their sign picks one of a form and its negative."""
     return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
@@ -240,12 +244,16 @@ class _RangeRewriter:
         self.known = integer_bounds(graph, dict.fromkeys(POSITIONS, 2**31), may_wrap=True)
         self.forms = Forms(self.known)
         self.builder = GraphBuilder()
+        # a part of a chain needs no ranges of its own
+        self.whole = {*graph.results, *(a for n in graph.nodes if not _is_chain(n) for a in n.args)}
 
     def graph(self) -> Graph:
         return rebuild(self.old, self._rewritten, self.builder)
 
     def _rewritten(self, builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        chain = links(node, AND) if node.op in AND and is_logic(node) else [node]
+        if node not in self.whole:
+            return None
+        chain = links(node, AND) if _is_chain(node) else [node]
         ranges = self._ranges(chain)
         return self._judged(chain, ranges) if ranges else None
 
@@ -295,6 +303,8 @@ class _RangeRewriter:
         for pair in permutations(links, 2):
             if all(link in at_least_0 for link in pair):
                 place, rest = (at_least_0[link] for link in pair)
+                if any(rest.parts.get(n) != -c for n, c in place.parts.items() if n.op != "param"):
+                    continue  # no number of places; soon said, since a long chain has many pairs
                 found = self._range(place, place.plus(rest).plus(Linear({}, 1)), pair)
                 if found is not None:
                     yield found

@@ -25,7 +25,16 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
+from flexmod.ir.graph import (
+    COLUMN,
+    ROW,
+    UNIFORM,
+    Graph,
+    GraphBuilder,
+    Node,
+    arguments_first,
+    rebuild,
+)
 from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
@@ -75,11 +84,12 @@ class Forms:
         self.known = known
         self._forms: dict[Node, Linear | None] = {}
         self._diagonal: dict[Node, bool] = {}
+        self._shapes: dict[Node, frozenset[str]] = {}
 
     def of(self, node: Node) -> Linear | None:
         """The linear form of an integer node; None for any other node."""
-        if node not in self._forms:
-            self._forms[node] = self._form(node)
+        for one in arguments_first([node], self._forms):
+            self._forms[one] = self._form(one)
         return self._forms[node]
 
     def _form(self, node: Node) -> Linear | None:
@@ -115,8 +125,8 @@ class Forms:
 
     def is_diagonal(self, node: Node) -> bool:
         """Does it read q_idx and kv_idx only through their difference, or not at all?"""
-        if node not in self._diagonal:
-            self._diagonal[node] = self._is_diagonal(node)
+        for one in arguments_first([node], self._diagonal):
+            self._diagonal[one] = self._is_diagonal(one)
         return self._diagonal[node]
 
     def _is_diagonal(self, node: Node) -> bool:
@@ -140,6 +150,11 @@ class Forms:
         "convex" if the set is an interval on its axis, "concave" if its complement is. Interval arithmetic is
         exact for both: intervals that meet in pairs have a common element.
         """
+        for one in arguments_first([node], self._shapes):
+            self._shapes[one] = self._shapes_of(one)
+        return self._shapes[node]
+
+    def _shapes_of(self, node: Node) -> frozenset[str]:
         if node.home <= UNIFORM:
             return CONVEX | CONCAVE
         if node.op in COMPARISONS:
@@ -215,15 +230,16 @@ def is_logic(node: Node) -> bool:
 
 
 def links(node: Node, chain: tuple[str, ...]) -> list[Node]:
-    found: list[Node] = []
+    found: dict[Node, None] = {}
     stack = [node]
     while stack:
         one = stack.pop()
+        if one in found:
+            continue
+        found[one] = None
         if one.op in chain and is_logic(one):
             stack.extend(reversed(one.args))
-        else:
-            found.append(one)
-    return found
+    return [one for one in found if not (one.op in chain and is_logic(one))]
 
 
 def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
@@ -247,10 +263,9 @@ class Sources:
 
     def along_diagonal(self, node: Node) -> Node:
         """Rewrites a diagonal node into a function of the difference; q_idx stands for the difference."""
-        if node.home <= UNIFORM:
-            return node
-        if node not in self._along:
-            self._along[node] = self._made_along(node)
+        for one in arguments_first([node], self._along):
+            if self.forms.is_diagonal(one):
+                self._along[one] = one if one.home <= UNIFORM else self._made_along(one)
         return self._along[node]
 
     def _made_along(self, node: Node) -> Node:

@@ -350,18 +350,22 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     """
     indices = [a for node in graph.nodes if node.op == "load" for a in node.args]
     of_indices = {*graph.of(indices).nodes}
+    floats: dict[Node, Node] = {}
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if _mixed(node):
+            in_floats = _in_floats(builder, node, known, floats)
+            if in_floats is not None:
+                floats[node] = in_floats
         if node in of_indices:
             return None
         if node.op == CAST:
-            same = node.dtype == torch.float32 and _converts(node.args[0], known)
-            return _as_floats(builder, node.args[0]) if same else None
+            return floats.get(node.args[0]) if node.dtype == torch.float32 else None
         row = OPS.get(node.op)
         if row is None:
             return None
         changed = tuple(
-            _as_floats(builder, old) if dtype == torch.float32 and _converts(old, known) else arg
+            floats.get(old, arg) if dtype == torch.float32 else arg
             for arg, (old, dtype) in zip(args, row.arguments(node), strict=True)
         )
         return None if changed == args else builder.node(node.op, changed, node.dtype, node.value, node.where)
@@ -369,29 +373,31 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     return rebuild(graph, change)
 
 
-def _converts(node: Node, known: Mapping[Node, Bounds]) -> bool:
-    """Is it an integer that reads rows and columns, and that floats compute exactly at every step?"""
-    return _mixed(node) and _exact(node, known)
-
-
 def _mixed(node: Node) -> bool:
     return not (node.home <= ROW or node.home <= COLUMN)
 
 
-def _exact(node: Node, known: Mapping[Node, Bounds]) -> bool:
-    low, high = known[node]
-    if strong(node.dtype) not in (torch.int32, torch.int64) or low < -EXACT or high > EXACT:
-        return False
-    return not _mixed(node) or (node.op in (*AS_FLOATS, CAST) and all(_exact(a, known) for a in node.args))
+def _in_floats(
+    builder: GraphBuilder, node: Node, known: Mapping[Node, Bounds], floats: Mapping[Node, Node]
+) -> Node | None:
+    """An integer that reads rows and columns, computed in floats from the start; None if that may round.
 
-
-def _as_floats(builder: GraphBuilder, node: Node) -> Node:
-    if not _mixed(node):
-        return as_float(builder, builder.copies[node])
-    args = tuple(_as_floats(builder, a) for a in node.args)
+    `floats` has the arguments that are such integers.
+    """
+    if node.op not in (*AS_FLOATS, CAST) or not all(_fits(a, known) for a in (node, *node.args)):
+        return None
+    if any(_mixed(a) and a not in floats for a in node.args):
+        return None
+    args = tuple(floats[a] if _mixed(a) else as_float(builder, builder.copies[a]) for a in node.args)
     if node.op == CAST:  # to an integer dtype that holds it
         return args[0]
     if node.op == "neg":  # -(0.0) would be -0.0
         zero = builder.const(0.0, torch.float32, node.where)
         return builder.node("sub", (zero, *args), torch.float32, None, node.where)
     return builder.node(node.op, args, torch.float32, None, node.where)
+
+
+def _fits(node: Node, known: Mapping[Node, Bounds]) -> bool:
+    """Is it an integer that float32 holds?"""
+    low, high = known[node]
+    return strong(node.dtype) in (torch.int32, torch.int64) and low >= -EXACT and high <= EXACT
