@@ -205,3 +205,21 @@ def test_no_buffer_of_all_scores(options: Any, name: str, monkeypatch: pytest.Mo
         out, lse = flex_attention(*leaves, score_mod, mask, return_lse=True, kernel_options=options)
         torch.autograd.backward((out, lse), (case.grad_out, torch.ones_like(lse)))
     assert seen.elements <= 2 * case.q.numel() < 512 * 512 / 4
+
+
+@pytest.mark.parametrize("options", [{}, INTERPRET], ids=["cpu", "kernels"])
+@pytest.mark.parametrize(("dtype", "number"), [(torch.int8, 16), (torch.float16, 300), (torch.bfloat16, 1.7)])
+def test_squares_of_a_table_in_a_derivative(dtype: torch.dtype, number: float, options: Any) -> None:
+    """The square of an int8 of 16 would be 0, of a float16 of 300 infinite, of a bfloat16 rounded."""
+    table = torch.full((17,), number).to(dtype)
+    q, k, v = (torch.randn(1, 1, 17, 16, generator=torch.Generator().manual_seed(3)) for _ in range(3))
+    q.requires_grad_()
+
+    def found_with(table: Tensor, options: Any) -> Tensor:
+        def angle(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return torch.atan2(score * number, table[kv_idx])
+
+        out = flex_attention(q, k, v, angle, kernel_options=options)
+        return torch.autograd.grad(out.square().sum(), q)[0]
+
+    torch.testing.assert_close(found_with(table, options), found_with(table.double(), REFERENCE))

@@ -226,6 +226,8 @@ def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
 
 
 def _atan2_derivative(g: Any, y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    wide = torch.promote_types(y.dtype, torch.float32)  # the square of an int8, or of a float16, is too large
+    a, b = a.to(wide), b.to(wide)
     square = a * a + b * b
     inverse = 1.0 / torch.where(square == 0, 1.0, square)
     return g * b * inverse, -g * a * inverse
