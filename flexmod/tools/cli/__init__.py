@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     The exit status: 0; 1 where the answer is no (results differ, kernels do not fit); 2 for a mistake, also
-    for an exception of the user's file; 141, as of a process that SIGPIPE ended, if nobody reads its output.
+    for an exception of the user's file. If nobody reads the output, it is 141, as of a process that SIGPIPE
+    ended.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
