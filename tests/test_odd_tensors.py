@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmod
-from flexmod import AuxOutput, AuxRequest, BlockMask, create_block_mask, errors, flex_attention
+from flexmod import AuxOutput, AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks
 
 LENGTH, BLOCK = 32, 16
 INTERPRET, REFERENCE = {"BACKEND": "INTERPRET"}, {"BACKEND": "REFERENCE"}
@@ -562,6 +562,21 @@ def test_refused_in_a_graph(kind: str) -> None:
     attend = torch.compile(lambda x, k, v: flex_attention(x, k, v), backend="aot_eager")
     with pytest.raises(NAMED):
         attend(odd.REFUSED[kind](given()["query"]), given()["key"], given()["value"])
+
+
+@pytest.mark.parametrize("place", ["score_mod", "block_mask"])
+def test_a_tensor_without_values_is_refused_in_a_graph(place: str) -> None:
+    """torch would run what computes shapes, and return uninitialized results."""
+    torch._dynamo.reset()
+    bias = given()["bias"].to("meta" if place == "score_mod" else "cpu")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        device = "meta" if place == "block_mask" else "cpu"
+        mask = create_block_mask(masks.causal(), None, None, LENGTH, LENGTH, device)
+        return flex_attention(query, key, value, lambda s, b, h, q, k: s + bias[k], mask)
+
+    with pytest.raises(errors.DeviceMismatch):
+        torch.compile(attend, backend="aot_eager")(*[given()[name] for name in ("query", "key", "value")])
 
 
 @pytest.mark.parametrize("kind", [*odd.REFUSED])

@@ -44,7 +44,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
         if not tensor.shape[3]:
             raise errors.EmptyHeadDim(name=name, shape=tuple(tensor.shape))
     for name in ("key", "value"):
-        _same_device("query", query, name, named[name].device)
+        check_device("query", query, name, named[name].device)
     if query.shape[3] != key.shape[3]:
         raise errors.HeadDimMismatch(query=query.shape[3], key=key.shape[3])
     heads, length = layout.heads, layout.length
@@ -131,7 +131,7 @@ def _cast_of(tensor: Tensor) -> str:
 
 def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     """Checks the mask's shape, device and captures against the call."""
-    _same_device("query", query, "block_mask", mask.device)
+    check_device("query", query, "block_mask", mask.device)
     held = mask.storage.tensors()
     tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
     if len(mask.storage.batch) != 2:
@@ -176,13 +176,13 @@ def check_captures(traced: Traced, query: Tensor) -> None:
     for number in used_captures(traced.graph.nodes):
         tensor, name = traced.tensors[number], traced.graph.captured_names[number]
         if not is_host_number(tensor, query.device):
-            _same_device("query", query, name, tensor.device)
+            check_device("query", query, name, tensor.device)
         tensor_kinds.check({name: tensor})
         if traced.graph.kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
             line = line_of_load(traced.graph.nodes, number)
             raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
 
 
-def _same_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
+def check_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
     if one.device != other:
         raise errors.DeviceMismatch.of(first, one.device, second, other)

@@ -113,6 +113,13 @@ def dispatch(call: prepared.TracedCall) -> Forward:
 def _operate(
     query: Tensor, key: Tensor, value: Tensor, mod: Recorded, mask: Parts, asked: prepared.CallOptions
 ) -> Forward:
+    # with one tensor on meta, torch would run what computes shapes, and return uninitialized results
+    for name, tensors in (
+        ("a tensor, captured by score_mod", mod.captured), ("block_mask", mask.tiles),
+        ("a tensor, captured by mask_mod", mask.mod.captured),
+    ):  # fmt: skip
+        for tensor in tensors:
+            checks.check_device("query", query, name, tensor.device)
     track = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *mod.captured))
     variant = _text_of(
         mod.text, mask.mod.text, mask.form, mask.names, mask.flags, asked.enable_gqa,
