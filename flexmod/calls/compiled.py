@@ -81,7 +81,7 @@ def compile(
     From `mask_mod` the handle builds a block mask for each pair of lengths. It builds the mask again after a
     write to a captured tensor, or after the tensor gets other memory (`t.data = other`,
     `torch.utils.swap_tensors`). It does not see writes that torch does not count: through `t.data` or
-    `t.numpy()`, or by your own kernel.
+    `t.numpy()`, by an optimizer with `fused=True`, or by your own kernel.
 
     Raises what tracing raises, LayoutError, UnknownOption, OptionValueError, OffsetTypeError,
     OffsetValueError and OffsetShapeError. Raises LibraryArgumentError for an invalid dtype, head_dim or

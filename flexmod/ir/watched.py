@@ -26,11 +26,11 @@ from flexmod.runtime.private_torch import version_of as version_of
 class Watched:
     """A record of tensors' state at its creation, to detect later changes.
 
-    It detects writes that torch counts (`tensor.fill_()`, an optimizer's step) and replaced tensors
+    It detects writes that torch counts (`tensor.fill_()`, a step of most optimizers) and replaced tensors
     (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It does not detect writes that torch
-    does not count: through `tensor.data` or `tensor.detach().numpy()`, by a custom kernel, into a storage.
-    torch counts no writes to inference-mode tensors. They always count as changed, or with `strict` False
-    only if their kind or memory changed.
+    does not count: through `tensor.data` or `tensor.detach().numpy()`, by an optimizer with `fused=True`, by
+    a custom kernel, into a storage. torch counts no writes to inference-mode tensors. They always count as
+    changed, or with `strict` False only if their kind or memory changed.
 
     It keeps the tensors' memory alive, so that no other tensor gets their addresses.
     """
