@@ -283,7 +283,7 @@ def test_message(error: type[FlexmodError], mistake: Any, message: str, mine: Pa
 
 
 # tests/test_tune.py, tests/test_cli.py and tests/test_warm.py have these.
-ELSEWHERE = {"TuneDeviceError", "NotTunedError", "NoSourceError", "WarmFolderError"}
+ELSEWHERE = {"TuneDeviceError", "NoSourceError", "WarmFolderError"}
 
 
 def test_no_class_is_missing() -> None:
