@@ -1235,6 +1235,24 @@ def vector_at_a_position(b, h, q, k):
 
 
 @row(
+    errors.CaptureIndexError,
+    "a short vector, of shape (2,), is indexed with a number outside of it, or with an empty slice.",
+    "select what it has.",
+)
+def vector_past_its_end(b, h, q, k):
+    return torch.stack([q, k])[2] > 0  # <-
+
+
+@row(
+    errors.CaptureIndexError,
+    "a short vector, of shape (2,), is indexed with a number outside of it, or with an empty slice.",
+    "select what it has.",
+)
+def nothing_of_a_vector(b, h, q, k):
+    return (torch.stack([q, k])[2:] > 0).any()  # <-
+
+
+@row(
     errors.NotScalarError,
     "new_zeros makes a tensor, of shape (3,), where a scalar is needed: "
     "a mod works on one (query, key) pair.",
