@@ -73,6 +73,8 @@ class Generated:
             BlockSizeError, OptionValueError: see `ladder`.
             BlockMaskPartsError: see `mask_arguments`.
         """
+        if meanwhile is not None and not self.interpreted:
+            side_by_side.start_second_process()
         compiled = self._compile(problem, tensors, backward=False, want_max=want_max, keep=keep)
         return self._served(compiled, meanwhile)
 

@@ -23,11 +23,3 @@ def backend(name: str) -> Any:
         from flexmod.backends import generated
 
         return generated.ON_GPU if name == "triton" else generated.INTERPRETED
-
-
-def expect_backward(name: str) -> None:
-    """Has a second process start for the compiles of a training step, while this one lowers the mods."""
-    if name == "triton":
-        with lazy_imports():
-            from flexmod.runtime import side_by_side
-        side_by_side.start_second_process()

@@ -21,7 +21,6 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.options import KernelOptions, families_version
-from flexmod.backends.table import expect_backward
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
@@ -298,8 +297,6 @@ def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | Non
     """Checks a call; also returns the mask from the -inf branches of its score mod."""
     query, key, _, source, mask, asked, track = call
     backend = _check(call)
-    if track and not config.debug_level():
-        expect_backward(backend)
     scale = _scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
