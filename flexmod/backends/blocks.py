@@ -231,12 +231,13 @@ class ScorePart:
         The result may be in the scratch memory of this name. `times` is of its shape.
         """
         rows, columns = x[self.rows].flatten(1, 2), self.step.columns_of(y)
+        if factor != 1.0:  # MKL multiplies the sums or the rows by a factor, which depends on their number
+            rows = rows * factor
         if self.large:
             others = None if times is None else times.flatten(0, 2)
-            return product(rows[0] * factor, columns[0], function, times=others).view(self.shape)
+            return product(rows[0], columns[0], function, times=others).view(self.shape)
         found = scratch.take(name, self.shape)
-        flat = found.view(len(rows), -1, self.shape[3])
-        torch.baddbmm(flat, rows, columns.mT, beta=0, alpha=factor, out=flat)
+        torch.bmm(rows, columns.mT, out=found.view(len(rows), -1, self.shape[3]))
         if function:
             apply(function, found)
         return found if times is None else found.mul_(times)
