@@ -230,16 +230,19 @@ def is_logic(node: Node) -> bool:
 
 
 def links(node: Node, chain: tuple[str, ...]) -> list[Node]:
-    found: dict[Node, None] = {}
+    found: list[Node] = []
+    seen: set[Node] = set()
     stack = [node]
     while stack:
         one = stack.pop()
-        if one in found:
+        if one in seen:
             continue
-        found[one] = None
+        seen.add(one)
         if one.op in chain and is_logic(one):
             stack.extend(reversed(one.args))
-    return [one for one in found if not (one.op in chain and is_logic(one))]
+        else:
+            found.append(one)
+    return found
 
 
 def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
