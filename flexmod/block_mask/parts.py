@@ -20,11 +20,10 @@ from flexmod.errors import (
 )
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
+from flexmod.ir.offsets import LARGEST
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import is_wrapped, outside_transforms
-
-LARGEST = 2**30  # a position, and the sum of two, is an int32
 
 
 def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
+from flexmod.ir.offsets import LARGEST
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 
-LONGEST = 2**30  # the sum of two lengths, and of some tiles beyond, is an int32
 MOST_PROGRAMS = 2**31 - 1
 DTYPES = {
     "triton": KERNEL_DTYPES,
@@ -90,9 +90,9 @@ def check_extents(query: Tensor, key: Tensor) -> None:
     """Checks that positions, their sums and the number of programs fit in int32, as kernels need."""
     for name, tensor in (("query", query), ("key", key)):
         batch, heads, length, _ = tensor.shape
-        if length > LONGEST:
+        if length > LARGEST:
             raise errors.ExtentError(
-                name=f"{name}'s length", value=length, limit=LONGEST, along="the positions"
+                name=f"{name}'s length", value=length, limit=LARGEST, along="the positions"
             )
         tiles = batch * heads * -(-length // SMALLEST_TILE)
         if tiles > MOST_PROGRAMS:

@@ -26,7 +26,8 @@ from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import as_int, expect_size
 from flexmod.runtime import config, tensor_kinds
 
-LARGEST = 2**30  # offset; the kernels count as many queries and keys
+# The largest offset or length: the sum of two, and of some tiles beyond, is an int32.
+LARGEST = 2**30
 DTYPES = (torch.int32, torch.int64)
 
 
