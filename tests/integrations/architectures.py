@@ -146,7 +146,7 @@ ARCHITECTURES: dict[str, dict[str, dict[str, Any]]] = {
 OPTIONS = {name: options for models in ARCHITECTURES.values() for name, options in models.items()}
 GENERATING = [name for name in OPTIONS if name.endswith(("CausalLM", "LMHeadModel", "Generation", "MTModel"))]
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
-# those that compute attention in their own code
+# models that compute attention in their own code
 REFUSED = (
     "BigBirdModel", "BlipModel", "BloomForCausalLM", "DebertaV2Model", "DogeForCausalLM",
     "FalconForCausalLM", "FunnelModel", "GitModel", "GPTNeoForCausalLM", "LEDModel", "LongformerModel",
