@@ -82,9 +82,8 @@ def code_of(function: Callable[..., Any]) -> str:
     kinds = (ast.Lambda, ast.FunctionDef)
     found = [node for node in ast.walk(tree(file)) if isinstance(node, kinds) and first_line(node) == line]
     (node, *_) = found
-    text = Path(file).read_text()
     parts = [node.body] if isinstance(node, ast.Lambda) else node.body
-    return "\n".join(segment(text, part) for part in parts if not documents(part))
+    return "\n".join(segment(file, part) for part in parts if not documents(part))
 
 
 def first_line(node: ast.Lambda | ast.FunctionDef) -> int:
@@ -92,11 +91,17 @@ def first_line(node: ast.Lambda | ast.FunctionDef) -> int:
     return decorators[0].lineno if decorators else node.lineno
 
 
-def segment(text: str, node: ast.AST) -> str:
+@cache
+def lines(file: str) -> list[bytes]:
+    return Path(file).read_bytes().splitlines()
+
+
+def segment(file: str, node: ast.expr | ast.stmt) -> str:
     """The text of a node, indented as if it stood alone."""
-    found = ast.get_source_segment(text, node)
-    assert found is not None
-    first, *rest = found.splitlines()
+    found = lines(file)[node.lineno - 1 : node.end_lineno]
+    found[-1] = found[-1][: node.end_col_offset]
+    found[0] = found[0][node.col_offset :]
+    first, *rest = (line.decode() for line in found)
     if not rest:
         return first
     margin = min(len(line) - len(line.lstrip()) for line in rest if line)

@@ -44,7 +44,7 @@ def compile_for_interpreter(text: str, file: str) -> CodeType:
         file: the path that tracebacks name.
     """
     tree = _Functions().visit(parse(text, file))
-    return compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True)
+    return compile(tree, file, "exec", dont_inherit=True)
 
 
 def _called(node: ast.expr) -> str:
@@ -80,7 +80,8 @@ class _Statements(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.target, ast.Name) and _called(node.iter) == "range":
             name = node.target.id
-            convert = ast.Assign([ast.Name(name, ast.Store())], _call(TO_TENSOR, ast.Name(name, ast.Load())))
+            given = ast.copy_location(ast.Name(name, ast.Load()), node.target)
+            convert = ast.Assign([node.target], _call(TO_TENSOR, given))
             node.body.insert(0, ast.copy_location(convert, node.target))
         return node
 
@@ -104,7 +105,8 @@ class _Statements(ast.NodeTransformer):
 
 
 def _call(function: str, value: ast.expr) -> ast.expr:
-    return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), [value], []), value)
+    name = ast.copy_location(ast.Name(function, ast.Load()), value)
+    return ast.copy_location(ast.Call(name, [value], []), value)
 
 
 _LANGUAGE = "triton.language"
