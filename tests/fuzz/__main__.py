@@ -115,6 +115,7 @@ def finish(
     name = f"fuzz_{given['backend']}_{given['seed']}"
     if "OUT" in os.environ:
         folder = Path(os.environ["OUT"])
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(summary, indent=1))
         if failed:
             line = "#" * 100

@@ -114,7 +114,8 @@ def inexact(case: Case, call: Call) -> list[Results]:
 def in_float8(case: Case, call: Call) -> Results:
     """What a matrix unit makes of float8 queries and keys, see `float8_model`; nothing without them.
 
-    Hopper's kernels round weights to the format of the values, and take tanh.approx then.
+    Hopper's kernels round weights to the format of the values, and take tanh.approx then. The largest weight
+    of a row is exp2(s * c - m), and m is a rounded s * c: of large scores it is not 1, which no dtype rounds.
     """
     if case.float8 is None or case.float8.tensors != "qkv" or device_of(case).type == "cpu":
         return {}
@@ -122,7 +123,7 @@ def in_float8(case: Case, call: Call) -> Results:
     functions = Inexact(2.0**-11, True, ("tanh",)) if of_values else torch
     work = Dense(case, call, torch.float64, True, functions)
     dtype = getattr(torch, case.float8.format) if of_values else torch.float16
-    work.rounded = lambda weights: rounded_weights(weights, dtype)  # type: ignore[method-assign]
+    work.rounded = lambda weights: rounded_weights(weights, dtype, 1 + 2.0**-12)  # type: ignore[method-assign]
     return work.results(summed_in_14_bits(work.inputs["q"], work.key.mT) * work.scale)
 
 

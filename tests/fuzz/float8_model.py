@@ -31,7 +31,7 @@ def _exponents(x: Tensor) -> Tensor:
     return x.abs().clamp(min=1e-30).log2().floor()
 
 
-def rounded_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax weights, rounded to a dtype in which the largest of a row is 1, or 2^ROOM."""
-    largest = weights.amax(-1, keepdim=True).clamp(min=1e-30) * 2.0 ** -ROOM.get(dtype, 0)
+def rounded_weights(weights: Tensor, dtype: torch.dtype, peak: float = 1.0) -> Tensor:
+    """Softmax weights, rounded to a dtype in which the largest of a row is `peak`, or that times 2^ROOM."""
+    largest = weights.amax(-1, keepdim=True).clamp(min=1e-30) * (2.0 ** -ROOM.get(dtype, 0) / peak)
     return (weights / largest).to(torch.float32).to(dtype).to(weights.dtype) * largest
