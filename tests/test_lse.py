@@ -185,6 +185,17 @@ def test_a_penalty_of_the_lse_by_either_name(options: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [None, REFERENCE, INTERPRET], ids=["cpu", "reference", "interpret"])
+@pytest.mark.parametrize("score", [1e5, 3e6, 1e20])
+def test_gradient_of_the_lse_of_large_scores(options: Any, score: float) -> None:
+    """Four equal scores, of which float32 rounds the logarithm of their sum."""
+    query = torch.ones(1, 1, 2, 16, requires_grad=True)
+    key, value = torch.full((1, 1, 4, 16), score), torch.randn(1, 1, 4, 16)
+    _, lse = flex_attention(query, key, value, scale=1 / 16, return_lse=True, kernel_options=options)
+    (found,) = torch.autograd.grad(lse.sum(), query)
+    torch.testing.assert_close(found, key[:, :, :2] / 16)
+
+
+@pytest.mark.parametrize("options", [None, REFERENCE, INTERPRET], ids=["cpu", "reference", "interpret"])
 def test_a_row_of_nan_is_no_empty_row(options: Any) -> None:
     query, key, value = make_case(heads=1, q_len=LENGTH, head_dim=16).inputs
     key[0, 0, 30] = float("nan")

@@ -129,7 +129,10 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
     dead = (scores == -torch.inf).all(-1, keepdim=True)
     alive = scores.masked_fill(dead, 0.0)
     weights = torch.softmax(alive, -1).masked_fill(dead, 0.0)
-    lse = torch.logsumexp(alive, -1).masked_fill(dead.squeeze(-1), -torch.inf)
+    # torch's derivative of logsumexp, exp(score - lse), is no softmax where lse rounds the sum away
+    top = alive.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    sums = torch.logsumexp(alive - top, -1, keepdim=True) + top
+    lse = sums.masked_fill(dead, -torch.inf).squeeze(-1)
     largest = scores.detach().amax(-1) if want_max else None
     return Forward(in_order_of((weights @ value).to(q.dtype), q), lse, largest)
 
