@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_a_damaged_file_counts_as_none(folder: Path, launched: dict[str, Any], d
             attend(tuned=True)
     folder.mkdir()
     keys[0].path.write_text(damage)
-    tuned._read.cache_clear()
     with pytest.raises(errors.NotTunedError):
         attend(tuned=True)
+
+
+def test_what_another_process_finds_is_used(folder: Path, launched: dict[str, Any]) -> None:
+    """Also after a call that found nothing. Other users may read the file, as the umask says."""
+    with pytest.raises(errors.NotTunedError):
+        attend(fwd_tuned=True)
+    tune(choose("noop", SETTING, "softcap(2.0)"), SETTING, options=INTERPRET, seconds=0)
+    written = {path.name: path.read_text() for path in folder.iterdir()}
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o044 for path in folder.iterdir()} == {0o044}
+    for path in folder.iterdir():
+        path.unlink()
+    tuned._read.cache_clear()
+    with pytest.raises(errors.NotTunedError):
+        attend(fwd_tuned=True)
+    for name, text in written.items():
+        (folder / name).write_text(text)
+    attend(fwd_tuned=True)
+    assert "forward_kernel" in launched

@@ -21,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from flexmod.runtime import config
 from flexmod.runtime.lazy_imports import lazy_imports
@@ -100,20 +101,28 @@ def _write(file_name: str, text: str) -> Path:
 
 
 def _write_in(folder: Path, file_name: str, text: str) -> Path:
-    """Writes the file unless it has this text already. A reader sees the old or the new file, never a mix."""
+    """Writes the file unless it has this text already."""
     path, data = folder / file_name, text.encode()
-    if path.is_file() and path.read_bytes() == data:
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=file_name, suffix=".tmp", dir=folder)
+    if not path.is_file() or path.read_bytes() != data:
+        write_file(path, data)
+    return path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file and makes its folder, both readable as the umask says.
+
+    Another process sees the old or the new file, never a mix.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # mkstemp's files are private
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return path
 
 
 @cache

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from flexmod.codegen.cache import write_file
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.errors import NotTunedError
@@ -87,11 +86,7 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
     """Writes a choice to a file, with facts for people who read it; returns its path."""
     tiles = {name: {"kind": type(tile).__name__, **asdict(tile)} for name, tile in choice.tiles.items()}
     text = json.dumps({**facts, "tiles": tiles, "family": choice.family}, indent=1)
-    key.path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=key.path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
-    os.replace(temporary, key.path)
+    write_file(key.path, f"{text}\n".encode())
     _read.cache_clear()
     _renew()
     return key.path
@@ -99,18 +94,18 @@ def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
 
 def read(key: Key, kinds: Kinds) -> Choice | None:
     """Returns a stored choice, or None without a valid file. `kinds` are the classes of rungs."""
-    return _read(key.path, kinds)
-
-
-@lru_cache(256)
-def _read(path: Path, kinds: Kinds) -> Choice | None:
     try:
-        kept = json.loads(path.read_text())
-        by_name = {kind.__name__: kind for kind in kinds}
-        tiles = {name: by_name[tile.pop("kind")](**tile) for name, tile in kept["tiles"].items()}
-        return Choice(tiles, str(kept["family"]))
+        return _read(key.path, kinds)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, unreadable, damaged
         return None
+
+
+@lru_cache(256)  # but for errors: another process may write the file meanwhile
+def _read(path: Path, kinds: Kinds) -> Choice:
+    kept = json.loads(path.read_text())
+    by_name = {kind.__name__: kind for kind in kinds}
+    tiles = {name: by_name[tile.pop("kind")](**tile) for name, tile in kept["tiles"].items()}
+    return Choice(tiles, str(kept["family"]))
 
 
 class Applied(NamedTuple):

@@ -6,9 +6,9 @@ import errno
 import inspect
 import os
 import signal
+import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,6 +66,17 @@ def test_a_readable_file_is_written(folder: Path) -> None:
     assert stem == "add_one"
     assert len(digest) == 12
     assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_others_may_read_it_if_the_umask_lets_them(umask: int, mode: int) -> None:
+    """As in an image that root fills and another user runs."""
+    before = os.umask(umask)
+    try:
+        path = file_of(cache.load(KERNEL, "kernel"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_it_is_written_into_the_folder_of_each_load(
@@ -204,14 +215,14 @@ def test_another_text_is_another_file(folder: Path) -> None:
 
 def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the folder's permissions would, which do not bind a test that root runs."""
-    make = tempfile.mkstemp
+    make = os.open
 
-    def refuse(*, dir: Path, **options: str) -> tuple[int, str]:
-        if dir == folder:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
-        return make(dir=dir, **options)
+    def refuse(path: Path, *options: int) -> int:
+        if Path(path).parent == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return make(path, *options)
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "open", refuse)
 
 
 def test_threads_get_one_module() -> None:
