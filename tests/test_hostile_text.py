@@ -171,6 +171,23 @@ def test_captures_that_are_called_like_what_is_there(made: Callable[..., Any]) -
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("index", ["q_idx", "kv_idx", "q_idx - kv_idx + 40", "(q_idx * kv_idx) % 80"])
+@pytest.mark.parametrize("name", ["score_grad", "Score_Grad", "GRAD", "a" * 300])
+def test_gradients_of_captures_that_are_called_like_what_is_there(
+    name: str, index: str, made: Callable[..., Any]
+) -> None:
+    """By row, by column, along diagonals and by element; with a name that fits no line."""
+    table = torch.randn(80, requires_grad=True)
+    text = f"def mod(score, b, h, q_idx, kv_idx):\n    return score * {name}[{index}]\n"
+    mod = made(text, "names.py", {name: table})
+    q, grads = torch.randn(1, 1, 40, 16), []
+    for options in (INTERPRET, {"BACKEND": "REFERENCE"}):
+        out = flex_attention(q, q, q, mod, kernel_options=options)
+        grads += torch.autograd.grad(out.square().sum(), table)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    compile(standalone(mod, tiles=SMALL), "text", "exec")
+
+
 @pytest.mark.long
 def test_a_file_of_captures_that_are_called_like_what_is_there(
     made: Callable[..., Any], tmp_path: Path

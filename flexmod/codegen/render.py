@@ -230,7 +230,8 @@ def _with_unspecialized(function: re.Match[str]) -> str:
     decorator, name, signature = function.groups()
     names = ", ".join(f'"{marked}"' for marked in MARKED.findall(signature))
     if len(names) >= 78:
-        names = "\n" + textwrap.fill(names, 104, initial_indent=INDENT, subsequent_indent=INDENT) + "\n"
+        lines = textwrap.wrap(names, 100, break_long_words=False)
+        names = "\n".join(["", *(INDENT + line for line in lines), ""])
     if names and name.endswith("_kernel"):
         decorator += f"(do_not_specialize=[{names}])"
     signature = MARKED.sub(r"\1", signature)

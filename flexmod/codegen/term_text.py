@@ -80,8 +80,11 @@ class _TermWriter(TritonWriter):
         return values
 
     def term_names(self) -> tuple[TermText, ...]:
-        """Names that are unique without regard to case: buffers have the same names in capitals."""
-        taken: set[str] = set()
+        """Names that are unique without regard to case: buffers have the same names in capitals.
+
+        Sums are called `<name>_by_<direction>`, as the main functions are.
+        """
+        taken = {function.partition("_by_")[0] for function in MAIN.values()}
         found: list[TermText] = []
         first: dict[int, str] = {}
         for term in self._terms:
@@ -169,7 +172,8 @@ class _WrappingWriter(TritonWriter):
         if len(call) < 80:
             return call
         name, inside = call.removesuffix(")").split("(", 1)
-        return f"{name}(\n{textwrap.fill(inside, 84, initial_indent=INDENT, subsequent_indent=INDENT)}\n)"
+        lines = textwrap.wrap(inside, 80, break_long_words=False)
+        return "\n".join([f"{name}(", *(INDENT + line for line in lines), ")"])
 
 
 class _ExponentWriter(_WrappingWriter):
