@@ -305,7 +305,12 @@ def test_a_terminal_has_colors_and_a_pipe_has_none(
             "python a.py on a GPU, or TRITON_INTERPRET=1 python a.py",
         ),
         (["source", "causal"], ""),
+        (
+            ["source", "causal", "--standalone", "-o", "my file.py"],
+            "python 'my file.py' on a GPU, or TRITON_INTERPRET=1 python 'my file.py'",
+        ),
         (["show", "causal", "--plot", "a.svg"], "open a.svg"),
+        (["show", "causal", "--plot", "my mask.svg"], "open 'my mask.svg'"),
     ],
 )
 def test_a_command_names_the_next_one(

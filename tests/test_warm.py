@@ -105,8 +105,9 @@ def test_a_process_compiles_nothing(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my kernels"
     before = config.cache_dir()
-    command = ["warm", "noop", "--into", str(tmp_path / "kernels"), "--dim", "16", "--target", "sm_80"]
+    command = ["warm", "noop", "--into", str(folder), "--dim", "16", "--target", "sm_80"]
     assert main(command) == 0
     out = capsys.readouterr().out
     table = [line.split() for line in out.splitlines() if line.startswith("sm_80")]
@@ -114,10 +115,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("16", "bfloat16", kernel) for kernel in ("forward", "statistics", "dq", "dkdv")
     ]
     assert all(row[-1] == "fits" for row in table)
-    kernels = [path for path in (tmp_path / "kernels" / COMPILED).iterdir() if [*path.glob("*.json")]]
-    line = f"{tmp_path / 'kernels'}: {len(kernels)} compiled kernels. To use them: FLEXMOD_CACHE_DIR="
-    assert out.endswith(f"{line}{tmp_path / 'kernels'}\n") and len(kernels) >= 4
-    assert [*(tmp_path / "kernels").glob("*.py")]
+    kernels = [path for path in (folder / COMPILED).iterdir() if [*path.glob("*.json")]]
+    line = f"{folder}: {len(kernels)} compiled kernels. To use them: FLEXMOD_CACHE_DIR="
+    assert out.endswith(f"{line}'{folder}'\n") and len(kernels) >= 4
+    assert [*folder.glob("*.py")]
     # what is there is found, and the process keeps its own folders
     changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
     assert main([*command[:-1], "sm_80"]) == 0

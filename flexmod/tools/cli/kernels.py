@@ -91,7 +91,7 @@ def source(
         output.write_text(text, encoding="utf-8")
         click.echo(f"{output}: {len(text.splitlines())} lines")
         if standalone:
-            hint(f"python {output} on a GPU, or TRITON_INTERPRET=1 python {output}")
+            hint(f"python {quote(str(output))} on a GPU, or TRITON_INTERPRET=1 python {quote(str(output))}")
     return 0
 
 
@@ -190,7 +190,7 @@ def warm(
             fits &= built.fits
     show(table(FILLED, rows, words=(0, 2, 3, 4, 5, 6)))
     count = sum(1 for path in (folder / COMPILED).iterdir() if any(path.glob("*.json")))
-    click.echo(f"\n{folder}: {count} compiled kernels. To use them: {config.CACHE_DIR}={folder}")
+    click.echo(f"\n{folder}: {count} compiled kernels. To use them: {config.CACHE_DIR}={quote(str(folder))}")
     return 0 if fits else 1
 
 

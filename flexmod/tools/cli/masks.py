@@ -71,7 +71,7 @@ def show(
             file.write(block_mask.to_svg())
     elif plot:
         block_mask.plot(plot)
-    hint(f"open {plot}" if plot else f"flexmod compare {quote(mask)}")
+    hint(f"open {quote(plot)}" if plot else f"flexmod compare {quote(mask)}")
     return 0
 
 
@@ -177,7 +177,7 @@ def bench(
         terminal.show(*found.parts())
     if plot:
         found.plot(plot)
-        hint(f"open {plot}")
+        hint(f"open {quote(plot)}")
     elif not as_json:
         hint("the same command with --plot chart.png draws these times")
     return 0
