@@ -21,7 +21,7 @@ demo: $(VENV)/ready
 	@echo "[3/3] compare: flexmod beside torch's SDPA, results first, then times"
 	@$(RUN) -m flexmod compare sliding_window document causal
 	@echo "or:   $(VENV)/bin/flexmod show 'causal & sliding_window(1024)'"
-	@echo "      docs/quickstart.md has the Python, examples/ eight programs; make test runs the tests"
+	@echo "      docs/quickstart.md has the Python, examples/ nine programs; make test runs the tests"
 
 test: $(VENV)/installed
 	$(RUN) -m ruff check .
