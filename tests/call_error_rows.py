@@ -580,6 +580,20 @@ TENSORS: list[Row] = [
         "query has 4 heads, which is no multiple of key's 3.\n"
         "  Instead: make query's head count a multiple of key's (any ratio will do).",
     ),
+    (
+        errors.HeadCountMismatch,
+        lambda: call(x(2, 64, 4, 16), key=x(2, 32, 4, 16)),
+        "query has 64 heads but key and value have 32.\n"
+        "  Instead: pass enable_gqa=True if groups of query heads share a key head; or say by layout='bhsd' "
+        "or 'bshd' which dimension has the positions.",
+    ),
+    (
+        errors.HeadRatioError,
+        lambda: call(x(2, 32, 4, 16), key=x(2, 77, 4, 16)),
+        "query has 32 heads, which is no multiple of key's 77.\n"
+        "  Instead: make query's head count a multiple of key's (any ratio will do); or say by layout='bhsd' "
+        "or 'bshd' which dimension has the positions.",
+    ),
 ]
 
 BLOCK_MASKS: list[Row] = [

@@ -19,6 +19,7 @@ from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
 
 MOST_PROGRAMS = 2**31 - 1
+SWAPPED = "; or say by layout='bhsd' or 'bshd' which dimension has the positions"
 DTYPES = {
     "triton": KERNEL_DTYPES,
     "interpret": KERNEL_DTYPES,
@@ -58,10 +59,11 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
+    swapped = SWAPPED if query.shape[length] == key.shape[length] < of_query else ""
     if of_query % of_key if of_key else of_query:
-        raise errors.HeadRatioError(query=of_query, key=of_key)
+        raise errors.HeadRatioError(query=of_query, key=of_key, layout=swapped)
     if of_query != of_key and not enable_gqa:
-        raise errors.HeadCountMismatch(query=of_query, key=of_key)
+        raise errors.HeadCountMismatch(query=of_query, key=of_key, layout=swapped)
 
 
 def is_float8(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:
@@ -144,7 +146,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     if tuple(mask.seq_lengths) != lengths:
         swapped = ""
         if tuple(mask.seq_lengths) == (query.shape[1], key.shape[1]):
-            swapped = "; or say by layout='bhsd' or 'bshd' which dimension has the positions"
+            swapped = SWAPPED
         raise errors.MaskLengthError(
             mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1],
             call=_rebuild_call(mask, lengths), layout=swapped,

@@ -203,12 +203,12 @@ class KeyValueHeadsMismatch(FlexmodError, ValueError):
 
 class HeadCountMismatch(FlexmodError, ValueError):
     what = "query has {query} heads but key and value have {key}."
-    instead = "pass enable_gqa=True if groups of query heads share a key head."
+    instead = "pass enable_gqa=True if groups of query heads share a key head{layout}."
 
 
 class HeadRatioError(FlexmodError, ValueError):
     what = "query has {query} heads, which is no multiple of key's {key}."
-    instead = "make query's head count a multiple of key's (any ratio will do)."
+    instead = "make query's head count a multiple of key's (any ratio will do){layout}."
 
 
 class OffsetTypeError(FlexmodError, TypeError):

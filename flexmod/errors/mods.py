@@ -33,7 +33,7 @@ class NoSignatureError(FlexmodError, TypeError):
 
 class MaskResultError(FlexmodError, TypeError, AssertionError):
     what = "mask_mod returned {dtype}; a mask says True or False."
-    instead = "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod."
+    instead = "return a comparison, e.g. q_idx >= kv_idx. Numbers to add to scores are a score_mod, lambda score, b, h, q_idx, kv_idx: score + ..."
 
 
 class ScoreResultError(FlexmodError, TypeError):

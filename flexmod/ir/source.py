@@ -58,12 +58,14 @@ def place_of(frame: FrameType | None) -> Where | None:
     return None if frame is None else Where(frame.f_code.co_filename, frame.f_lineno)
 
 
-def line_of(mod: Callable[..., Any], text: str) -> Where | None:
-    """The first line of a function that has a text in it; its first line where none has."""
+def line_of(mod: Callable[..., Any] | None, text: str | None = None) -> Where | None:
+    """The first line of a function that has a text in it, else its first line; without a text its last."""
     code = getattr(mod, "__code__", None)
     if code is None:
         return None
     lines = sorted({line for _, _, line in code.co_lines() if line is not None})
+    if text is None:
+        return Where(code.co_filename, lines[-1])
     named = (line for line in lines if text in linecache.getline(code.co_filename, line))
     return Where(code.co_filename, next(named, code.co_firstlineno))
 

@@ -356,10 +356,11 @@ class Tracer:
     def result(self, value: Any, kind: str) -> Node:
         """Converts the user's result to a Node: bool for a mask, float32 for a score."""
         mod = f"{kind}_mod {mod_name(self.mod)}" if self.mod else f"{kind}_mod"
-        if value is None or isinstance(value, (tuple, list, dict, str)):
+        if not isinstance(value, (Proxy, Vector, torch.Tensor, CaptureView)) and plain_number(value) is None:
             raise errors.NoResultError(
                 mod=mod, result="None" if value is None else f"a {type(value).__name__}",
                 expected="one bool" if kind == "mask" else "the changed score",
+                where=line_of(self.mod),
             )  # fmt: skip
         node = self.node(value, f"the result of {mod}")
         is_bool = node.dtype in (torch.bool, bool)

@@ -1380,7 +1380,8 @@ def a_complex_cast(s, b, h, q, k):
 @row(
     errors.MaskResultError,
     "mask_mod returned int32; a mask says True or False.",
-    "return a comparison, e.g. q_idx >= kv_idx, or pass the function as score_mod.",
+    "return a comparison, e.g. q_idx >= kv_idx. Numbers to add to scores are a score_mod, lambda score, b, "
+    "h, q_idx, kv_idx: score + ...",
 )
 def an_integer_mask(b, h, q, k):
     return q - k  # <-
@@ -1396,9 +1397,14 @@ def a_bool_score(s, b, h, q, k):
     return q >= k  # <-
 
 
-@row(errors.NoResultError, "mask_mod no_result returned None.", "return one bool.", line=False)
+@row(errors.NoResultError, "mask_mod no_result returned None.", "return one bool.")
 def no_result(b, h, q, k):
-    pass
+    pass  # <-
+
+
+@row(errors.NoResultError, "mask_mod a_generator returned a generator.", "return one bool.")
+def a_generator(b, h, q, k):
+    return (x > k for x in (q, h))  # <-
 
 
 @row(
@@ -1406,10 +1412,9 @@ def no_result(b, h, q, k):
     "score_mod two_results returned a tuple.",
     "return the changed score.",
     kind="score",
-    line=False,
 )
 def two_results(s, b, h, q, k):
-    return s, s
+    return s, s  # <-
 
 
 # the function itself
