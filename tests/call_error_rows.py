@@ -601,15 +601,13 @@ BLOCK_MASKS: list[Row] = [
         errors.NotABlockMask,
         lambda: call(block_mask=create_mask(causal, None, None, 32, 32, device="cpu")),
         "block_mask is a Tensor, not a BlockMask.\n"
-        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[b, h, q_idx, kv_idx], "
-        "1, 1, 32, 32), where dense is the tensor.",
+        "  Instead: build one with create_block_mask(dense), where dense is the tensor.",
     ),
     (
         errors.NotABlockMask,
         lambda: call(block_mask=x(32, 32).bool()),
         "block_mask is a Tensor, not a BlockMask.\n"
-        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[q_idx, kv_idx], None, "
-        "None, 32, 32), where dense is the tensor.",
+        "  Instead: build one with create_block_mask(dense), where dense is the tensor.",
     ),
     (
         errors.NotABlockMask,
@@ -622,8 +620,7 @@ BLOCK_MASKS: list[Row] = [
         errors.NotABlockMask,
         lambda: call(block_mask=x(4, 32, 32).bool().numpy()),
         "block_mask is a ndarray, not a BlockMask.\n"
-        "  Instead: build one with create_block_mask(lambda b, h, q_idx, kv_idx: dense[h, q_idx, kv_idx], "
-        "None, 4, 32, 32), where dense is torch.from_numpy of the array.",
+        "  Instead: build one with create_block_mask(dense), where dense is torch.from_numpy of the array.",
     ),
     (
         errors.NotABlockMask,
@@ -910,6 +907,12 @@ MODS: list[Row] = [
         "mods.alibi is made for 16 heads (its slopes), but the call has 4.\n"
         "  Instead: give it 4 heads, or say which they are, "
         "lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx).",
+    ),
+    (
+        errors.CallSizeError,
+        lambda: mask(mod=masks.document(lengths=torch.tensor([4, 5]))),
+        "masks.document is made for 9 queries (its sum of lengths), but the block mask has 32.\n"
+        "  Instead: give it 32 queries, or build the block mask with Q_LEN=9.",
     ),
     (
         errors.CallSizeError,

@@ -225,6 +225,11 @@ ROWS: list[Row] = [
         "  Instead: write kernel=7 or kernel=(5, 7).",
     ),
     (
+        errors.LibraryArgumentError,
+        lambda: flexmod.Offset([4, 5]),  # type: ignore[arg-type]
+        "Offset: values is [4, 5]; it must be a tensor.\n  Instead: give torch.tensor(values).",
+    ),
+    (
         errors.QuantizeGradientError,
         lambda: flexmod.quantize(x(requires_grad=True)),
         "x requires a gradient, and rounding to float8 has none.\n"

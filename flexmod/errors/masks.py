@@ -15,11 +15,9 @@ class NotABlockMask(FlexmodError, TypeError):
         advice = "build one with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         if rank in (2, 3, 4):
             positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-rank:])
-            sizes = ", ".join(str(size) for size in (*(None,) * (4 - rank), *value.shape))  # type: ignore[attr-defined]
             tensor = "the tensor" if dtype.startswith("torch.") else "torch.from_numpy of the array"
             if dtype.endswith("bool"):
-                mod = f"lambda b, h, q_idx, kv_idx: dense[{positions}]"
-                advice = f"build one with create_block_mask({mod}, {sizes}), where dense is {tensor}"
+                advice = f"build one with create_block_mask(dense), where dense is {tensor}"
             elif "float" in dtype:
                 mod = f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]"
                 advice = f"give scores that are added as score_mod={mod}, where dense is {tensor}"

@@ -49,7 +49,7 @@ class Offset:
         largest = -1 if number is None else number
         most = f"an integer from 0 to {LARGEST}"
         for name, value, right, rule, advice in (
-            ("values", values, isinstance(values, Tensor), "a tensor", "give a number alone, q_offset=1024"),
+            ("values", values, isinstance(values, Tensor), "a tensor", "give torch.tensor(values)"),
             ("bound", bound, 0 <= largest <= LARGEST, most, "give the length of the longest sequence"),
         ):
             if not right:

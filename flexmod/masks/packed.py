@@ -70,7 +70,7 @@ def document(
         .....##.
         .....###
     """
-    argument = "ids" if ids is not None else "total" if total is not None else "the sum of its lengths"
+    argument = "ids" if ids is not None else "total" if total is not None else "sum of lengths"
     ids = _document_ids(ids, lengths, cu_seqlens, total)
     owner, causal = "masks.document", check_flag("document", "causal", causal)
 
