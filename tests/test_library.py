@@ -299,6 +299,21 @@ def test_export_with_a_length_that_is_a_symbol(strict: bool) -> None:
         assert torch.equal(exported(*case), model(*case))
 
 
+@pytest.mark.parametrize("reads", ["b", "h"])
+@pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
+def test_a_mask_made_inside_for_batches_and_heads(options: Any, reads: str) -> None:
+    """Its mask_mod reads one of the two: a kernel finds the other's tiles too."""
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return q_idx + 17 * (b if reads == "b" else h) >= kv_idx
+
+        mask = create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        return attend(q, k, v, None, mask, kernel_options=options)
+
+    Compiled(attended).check(*inputs())
+
+
 class Scored(nn.Module):
     def __init__(self, mod: Any) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ def build_tiles(
         table = runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous()
         made = Runs(table, spans).with_fixed_sizes()  # for another graph, which may take the mask
         found += [made.rows, made.spans]
-    computed_from(found[0], sources)
+    computed_from(found[1], sources)
     return found[0], found[1], found[2], found[3]
 
 
@@ -245,8 +245,8 @@ def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> Til
     """Converts the tiles of a GraphMask to a mask's storage: once if a dimension repeats them."""
     b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
     by_axis: dict[Axis, Runs | None] = {
-        "kv": Runs(tiles[0][b, h], tiles[1]),
-        "q": Runs(tiles[2][b, h], tiles[3]),
+        "kv": Runs(tiles[0][b, h].contiguous(), tiles[1]),  # kernels take no strides of rows
+        "q": Runs(tiles[2][b, h].contiguous(), tiles[3]),
     }
     return TileStorage(layout.sizes[:2], layout.grid(), by_axis, {}, layout.separate)
 
@@ -269,10 +269,10 @@ def present_tiles(
     runs = None if storage.outdated else storage.runs("kv")
     if not traced.tensors or runs is None or not all(lengths):
         return storage
-    device, memory = runs.rows.device, runs.rows.untyped_storage()
+    device, memory = runs.spans.device, runs.spans.untyped_storage()
     if device.type == "meta" or is_captured(device):
         return storage
-    known = sources_of(runs.rows)
+    known = sources_of(runs.spans)
     if known is not None and known.describe(traced.tensors):
         return storage
     layout = MaskLayout((storage.batch[0], storage.batch[1], *lengths), block, device, storage.separate)

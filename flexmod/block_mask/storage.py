@@ -138,7 +138,7 @@ class TileStorage:
     def computed_from(self, sources: SourceStates) -> None:
         """Records the captured tensors from which the runs were computed."""
         if self._runs is not None:
-            computed_from(self._by_axis("kv").rows, sources)
+            computed_from(self._by_axis("kv").spans, sources)
 
     def runs(self, axis: Axis) -> Runs | None:
         """The runs by row ("kv") or by column ("q") of a mask of the form "runs"."""
