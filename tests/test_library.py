@@ -299,6 +299,25 @@ def test_export_with_a_length_that_is_a_symbol(strict: bool) -> None:
         assert torch.equal(exported(*case), model(*case))
 
 
+class Windowed(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, None, window_mask(q.shape[2], k.shape[2]))
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_export_with_two_lengths_in_any_ratio() -> None:
+    """The room for a mask's runs is no guard that one of the lengths has more tiles."""
+    queries, keys = (torch.export.Dim(name, min=20, max=4000) for name in ("queries", "keys"))
+    cases = [
+        tuple(x.detach() for x in (inputs(n)[0], *inputs(m)[1:]))
+        for n, m in ((40, 71), (71, 40), (35, 77), (57, 57))
+    ]
+    shapes = ({2: queries}, {2: keys}, {2: keys})
+    exported = torch.export.export(Windowed(), cases[0], strict=True, dynamic_shapes=shapes).module()
+    for case in cases:
+        assert torch.equal(exported(*case), Windowed()(*case))
+
+
 @pytest.mark.parametrize("reads", ["b", "h"])
 @pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
 def test_a_mask_made_inside_for_batches_and_heads(options: Any, reads: str) -> None:

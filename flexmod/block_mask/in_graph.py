@@ -232,7 +232,8 @@ def _empty_tiles(
 
 def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
     """The number of an axis's runs to allocate. Raises InGraphMaskError."""
-    most = sizes[0] * sizes[1] * max(rows * (columns + columns % 2), columns * (rows + rows % 2))
+    # a line has room for an even number of runs; max() would be a guard that binds two lengths together
+    most = sizes[0] * sizes[1] * (rows * columns + rows + columns)
     if most > MOST_RUNS:
         raise InGraphMaskError(
             problem=f"create_block_mask makes a mask of {sizes[0] * sizes[1] * rows * columns} tiles",
