@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from biased_attention import DOCUMENTS, LENGTH, BiasedAttention
 from reference_case import make_case
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexmod import AuxRequest, create_block_mask, errors, flex_attention, mods
 from flexmod.backends import table
@@ -216,6 +218,29 @@ def test_saved_tensors_go_through_the_hooks(options: Any) -> None:
         out = attend()
     assert {q.shape, out.shape[:3], table.shape} <= set(shapes)
     assert equal(torch.autograd.grad(out.sum(), (q, k, v)), plain)
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+@KERNELS
+def test_hooks_may_change_strides(options: Any, dispatched: bool) -> None:
+    """Of the log-sum-exp and of a mask's tiles too, of which kernels take no strides."""
+    q, k, v = inputs()
+    mask_mod = lambda b, h, q_idx, kv_idx: q_idx + 17 * h >= kv_idx  # noqa: E731
+    mask = create_block_mask(mask_mod, None, HEADS, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+
+    def pack(x: Tensor) -> Tensor:
+        return x.detach().mT.contiguous().mT if x.dim() > 1 else x
+
+    def gradients(*around: Any) -> Any:
+        with ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context)
+            out, lse = flex_attention(q, k, v, soft_cap, mask, return_lse=True, kernel_options=options)
+        return torch.autograd.grad(out.sin().sum() + lse.sum(), (q, k, v))
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    mode = FlopCounterMode(display=False) if dispatched else nullcontext()
+    assert equal(gradients(hooks, mode), gradients())
 
 
 def test_captured_tensors_live_in_the_saved_ones_alone() -> None:

@@ -120,7 +120,10 @@ class TileStorage:
         separate: bool,
     ) -> TileStorage:
         batch, versions = (numbers[0], numbers[1]), numbers[2:]
-        storage = cls.of_parts(dict(zip(names, tensors, strict=True)), batch, grid, separate)
+        given = zip(names, tensors, strict=True)
+        # kernels take no strides of runs; hooks on saved tensors may have changed them
+        parts = {name: part if name in LISTS else part.contiguous() for name, part in given}
+        storage = cls.of_parts(parts, batch, grid, separate)
         made = names[len(storage._tensors) :]
         storage._versions = {n: math.nan if v < 0 else v for n, v in zip(made, versions, strict=True)}
         return storage

@@ -209,7 +209,9 @@ class PreparedCall:
         if nothing(*given[2:4]):
             of = (*given[2:5], *given[SINGLE + kept :])
             return tuple(torch.zeros_like(x) if need else None for x, need in zip(of, needs, strict=True))
-        tensors: tuple[Any, ...] = tuple([None if x is None else x.resolve_neg() for x in given])
+        tensors: Any = [None if x is None else x.resolve_neg() for x in given]
+        rows = slice(SINGLE - 1, SINGLE + kept)  # lse and `kept`; saved-tensor hooks may change their strides
+        tensors[rows] = [x.contiguous() for x in tensors[rows]]
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         known = self._backward.get(case)
@@ -465,7 +467,8 @@ def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequen
             raise _written(name)
     if all(tensor is own for tensor, own in zip(found, mask.tensors, strict=True)):
         return mask
-    return mask.with_tensors(found)
+    pairs = zip(found, mask.tensors, strict=True)  # kernels take no strides of the tiles
+    return mask.with_tensors([x.contiguous() if own.is_contiguous() else x for x, own in pairs])
 
 
 def _written(name: str) -> ModifiedBeforeBackwardError:
