@@ -445,6 +445,28 @@ def test_make_fx_records_the_operation(masked: bool) -> None:
     torch.testing.assert_close(recorded(*other), attend(*other))
 
 
+@BACKENDS
+def test_make_fx_records_symbols(options: Any) -> None:
+    """One graph for all lengths, with a learned table and a mask that is made inside."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, documents: Tensor) -> Any:
+        tensors = [x.detach().requires_grad_() for x in (query, key, value, bias)]
+        mask = create_block_mask(
+            lambda b, h, q_idx, kv_idx: (documents[q_idx] == documents[kv_idx]) & (q_idx >= kv_idx),
+            None, None, query.shape[2], key.shape[2], "cpu", BLOCK_SIZE=BLOCK,
+        )  # fmt: skip
+        score_mod = lambda s, b, h, q_idx, kv_idx: s + tensors[3][kv_idx]  # noqa: E731
+        out = flex_attention(*tensors[:3], score_mod, mask, kernel_options=options)
+        return out, *torch.autograd.grad(out.sin().sum(), tensors)
+
+    names = "query", "key", "value", "bias", "documents"
+    case = [given()[name] for name in names]
+    recorded = make_fx(attend, tracing_mode="symbolic")(*case)
+    shorter = [x[:, :, :21] for x in case[:3]] + case[3:]
+    for tensors in (case, shorter):
+        torch.testing.assert_close(recorded(*tensors), attend(*tensors))
+
+
 @ALL
 @pytest.mark.parametrize("form", ["eager", "handle"])
 def test_fake_tensors(form: str, options: Any) -> None:

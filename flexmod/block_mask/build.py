@@ -92,9 +92,9 @@ def create_block_mask(
     traced = trace_mask(mask_mod, here)
     check_captures(traced, here)
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
-    if without_values or tensor_kinds.recorded_by_torch():
-        return in_graph.outside(mask_mod, traced, layout)
     with outside_transforms():
+        if without_values or tensor_kinds.recorded_by_torch():
+            return in_graph.outside(mask_mod, traced, layout)
         return BlockMask.of_storage(find_tiles(traced, layout), sizes[2:], block, mask_mod, traced)
 
 

@@ -155,10 +155,10 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
         size = mask.storage.batch[dim]
         if size not in (1, query.shape[dim]):
             raise errors.MaskBroadcastError(axis=axis, mask=size, query=query.shape[dim])
-        if size == 1 < query.shape[dim] and index in mask.traced.graph.reads:
+        if size == 1 < query.shape[dim] and index in mask.mod.graph.reads:
             raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
-    check_sizes(mask.traced.graph, (*query.shape[:2], *lengths), "the call")
-    check_captures(mask.traced, query)
+    check_sizes(mask.mod.graph, (*query.shape[:2], *lengths), "the call")
+    check_captures(mask.mod, query)
 
 
 def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:

@@ -426,4 +426,4 @@ def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple
 def capture_of(name: str, tensor: torch.Tensor) -> Capture:
     """Describes a captured tensor for a graph."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Capture(name, tensor.dtype, tensor.dim(), reach >= 2**31)
+    return Capture(name, tensor.dtype, tensor.dim(), bool(reach >= 2**31))
