@@ -467,6 +467,18 @@ def test_make_fx_records_symbols(options: Any) -> None:
         torch.testing.assert_close(recorded(*tensors), attend(*tensors))
 
 
+@BACKENDS
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_transform_inside_of_make_fx_is_named(mode: str, options: Any) -> None:
+    def attend(*tensors: Tensor) -> Any:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, "cpu")
+        return flex_attention(*tensors, None, mask, kernel_options=options).sum()
+
+    case = [given()[name] for name in ("query", "key", "value")]
+    with pytest.raises(errors.TensorKindError, match=r"inside of a transform.*\n.*query outside of it"):
+        make_fx(grad(attend), tracing_mode=mode)(*case)
+
+
 @ALL
 @pytest.mark.parametrize("form", ["eager", "handle"])
 def test_fake_tensors(form: str, options: Any) -> None:

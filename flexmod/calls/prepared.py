@@ -263,6 +263,7 @@ def _attend_anew(
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         traced = TracedCall(query, key, value, source, mask, asked, track)
         if dispatched and not reference:
+            tensor_kinds.refuse_transformed(_named(traced))
             _check(traced)
             with tensor_kinds.naming_mixed(_named(traced)):
                 return dispatch(traced)

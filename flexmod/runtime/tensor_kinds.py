@@ -203,6 +203,8 @@ def check(tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if not is_dispatched(tensor):
+            if is_dispatched(innermost(tensor)):
+                refuse_transformed({name: tensor})
             check_readable({name: tensor})
             continue
         functional = internals.is_functionalized(tensor)
@@ -210,6 +212,20 @@ def check(tensors: Mapping[str, Tensor]) -> None:
             raise TensorKindError(
                 name=name, kind="functionalized inside of another transform of torch.func",
                 advice=f"{name} outside of one of the two",
+            )  # fmt: skip
+
+
+def refuse_transformed(tensors: Mapping[str, Tensor]) -> None:
+    """Raises TensorKindError for a tensor in a transform of torch.func: torch.library's node of autograd,
+    through which torch dispatches a call, has no rule for it.
+    """
+    for name, tensor in tensors.items():
+        if innermost(tensor) is not tensor:
+            raise TensorKindError(
+                name=name,
+                kind="inside of a transform of torch.func and of what torch dispatches (functionalize, "
+                "make_fx, a FakeTensorMode, a subclass)",
+                advice=f"{name} outside of it: take torch.autograd.grad in place of torch.func.grad",
             )  # fmt: skip
 
 
