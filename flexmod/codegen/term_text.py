@@ -20,7 +20,7 @@ import torch
 
 from flexmod.codegen.expressions import Function, cast, fresh, literal
 from flexmod.codegen.kernels import CaptureTexts, ModText, TermText
-from flexmod.codegen.triton_text import TritonWriter, together
+from flexmod.codegen.triton_text import Guard, TritonWriter, together
 from flexmod.ir.derivative import Along, CaptureGrad, GradientTerm
 from flexmod.ir.exponents import STEEP, exponent, score_bounds
 from flexmod.ir.graph import Graph, Node
@@ -105,7 +105,8 @@ class _TermWriter(TritonWriter):
     def _place(self, main: Function, term: GradientTerm) -> tuple[str, str]:
         """The texts for the element's place, and for whether it has one."""
         load = Node("load", term.indices, torch.float32, term.capture)
-        place, guards = "", []
+        place = ""
+        guards: list[Guard] = []
         for dim in range(len(term.indices)):
             value, its_guards = self.index(main, load, dim)
             guards += its_guards
@@ -117,7 +118,7 @@ class _TermWriter(TritonWriter):
             place = row
         name = f"{self.captures[term.capture]}_place"
         place = self.bound_once(main, load, name, place)
-        return place, together(guards or [f"{place} >= 0"])
+        return place, together(guards) or f"{place} >= 0"
 
 
 def _is_finite(node: Node) -> bool:

@@ -51,6 +51,8 @@ HOMES = {
 JIT = "@triton.jit\n"
 # operations below a value that `value` writes by recursion
 DEEPEST = 100
+# whether it is one for a whole tile, and a condition under which an index of a load lies inside
+Guard = tuple[bool, str]
 # further inputs of an exponent, and their names in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 
@@ -297,7 +299,8 @@ class TritonWriter:
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
         pointer = self.parameter(function, capture, "pointer", number, comment=about)
-        terms, guards = [pointer], []
+        terms = [pointer]
+        guards: list[Guard] = []
         for dim in range(len(node.args)):
             value, its_guards = self.index(function, node, dim)
             guards += its_guards
@@ -317,7 +320,7 @@ class TritonWriter:
             text = f"tl.load({place}, mask={guard}, other=0)"
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
 
-    def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[str]]:
+    def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[Guard]]:
         """An index of a load as a name or a number, and the conditions under which it lies inside.
 
         A negative index counts from the end.
@@ -344,7 +347,7 @@ class TritonWriter:
                 guards.append(f"{value} < {size}")
             if narrow and len(guards) == 2:
                 guards = [f"in_range({value}, {size})"]
-        return value, guards
+        return value, [(index.home <= UNIFORM, guard) for guard in guards]
 
     def _check(self, function: Function, node: Node, dim: int, value: str) -> None:
         """Writes a statement that records an index of a load if it lies outside."""
@@ -361,7 +364,7 @@ class TritonWriter:
     def live(self, index: Node, found: str) -> str:
         """The condition under which an index counts: outside of a tile's padding."""
         ends = {"q_idx": f"q_idx < tl.load({found})", "kv_idx": f"kv_idx < tl.load({found} + 1)"}
-        return together([end for name, end in ends.items() if name in index.home] or ["True"])
+        return together([(False, end) for name, end in ends.items() if name in index.home]) or "True"
 
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """The name of a load's part, with a line of its own at the first use."""
@@ -400,8 +403,18 @@ def _is_ordinary(value: object) -> bool:
     return 2.0**-126 <= abs(float(value)) <= 2.0**126  # type: ignore[arg-type]
 
 
-def together(guards: list[str]) -> str:
-    return guards[0] if len(guards) == 1 else " & ".join(f"({g})" for g in guards)
+def together(guards: Sequence[Guard]) -> str:
+    """All conditions as one, or "".
+
+    `&` makes a block of a scalar condition. In Triton's interpreter it is one of integers, as the scalar was
+    compared, which a load of Triton 3.9 refuses as a mask.
+    """
+    scalars, blocks = ([text for scalar, text in guards if scalar is wanted] for wanted in (True, False))
+    of_scalars, of_blocks = (
+        " & ".join(f"({text})" for text in texts) if len(texts) > 1 else "".join(texts)
+        for texts in (scalars, blocks)
+    )
+    return f"tl.where({of_scalars}, {of_blocks}, False)" if scalars and blocks else of_scalars or of_blocks
 
 
 def reserved() -> set[str]:

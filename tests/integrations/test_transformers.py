@@ -111,7 +111,7 @@ def test_a_static_cache_in_chunks(name: str) -> None:
     chunks_of_a_static_cache(name, make(name, "flexmod"))
 
 
-@pytest.mark.parametrize("name", long_but({"gemma2"}, MODELS))
+@pytest.mark.parametrize("name", long_but({"gemma2"}, ["gemma2", "mistral", "gpt-oss"]))
 def test_a_static_cache_in_chunks_of_a_compiled_model(name: str) -> None:
     chunks_of_a_static_cache(name, torch.compile(make(name, "flexmod"), backend="eager"))
 
