@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -105,7 +107,8 @@ def test_cache_folder_that_cannot_be_looked_at(
     folder = tmp_path / ("long" * 100) / "kernels"
     assert config.read({config.CACHE_DIR: str(folder)}).cache_dir == folder
     switch(config.CACHE_DIR, folder)
-    assert tuned._read(tuned.folder() / "absent.json", ()) is None
+    key: Any = SimpleNamespace(path=tuned.folder() / "absent.json")
+    assert tuned.read(key, ()) is None
     main(["doctor"])
     assert "0 generated modules, 0 tuned" in " ".join(capsys.readouterr().out.split())
 

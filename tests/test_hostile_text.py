@@ -177,6 +177,7 @@ def test_gradients_of_captures_that_are_called_like_what_is_there(
     name: str, index: str, made: Callable[..., Any]
 ) -> None:
     """By row, by column, along diagonals and by element; with a name that fits no line."""
+    torch.manual_seed(0)
     table = torch.randn(80, requires_grad=True)
     text = f"def mod(score, b, h, q_idx, kv_idx):\n    return score * {name}[{index}]\n"
     mod = made(text, "names.py", {name: table})
@@ -184,7 +185,8 @@ def test_gradients_of_captures_that_are_called_like_what_is_there(
     for options in (INTERPRET, {"BACKEND": "REFERENCE"}):
         out = flex_attention(q, q, q, mod, kernel_options=options)
         grads += torch.autograd.grad(out.square().sum(), table)
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    found, true = grads
+    assert (found - true).norm() <= 1e-5 * true.norm()
     compile(standalone(mod, tiles=SMALL), "text", "exec")
 
 

@@ -59,11 +59,19 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
-    swapped = SWAPPED if query.shape[length] == key.shape[length] < of_query else ""
     if of_query % of_key if of_key else of_query:
-        raise errors.HeadRatioError(query=of_query, key=of_key, layout=swapped)
+        raise errors.HeadRatioError(query=of_query, key=of_key, layout=_swapped(query, key, layout))
     if of_query != of_key and not enable_gqa:
-        raise errors.HeadCountMismatch(query=of_query, key=of_key, layout=swapped)
+        raise errors.HeadCountMismatch(query=of_query, key=of_key, layout=_swapped(query, key, layout))
+
+
+def _swapped(query: Tensor, key: Tensor, layout: Layout) -> str:
+    """Advice for tensors whose heads may be in the place of their lengths, for an error alone.
+
+    In a graph, a comparison of lengths is a guard.
+    """
+    lengths = query.shape[layout.length], key.shape[layout.length]
+    return SWAPPED if lengths[0] == lengths[1] < query.shape[layout.heads] else ""
 
 
 def is_float8(query: Any, key: Any, value: Any, scales: Any, out_dtype: Any) -> bool:

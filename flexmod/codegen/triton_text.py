@@ -406,8 +406,8 @@ def _is_ordinary(value: object) -> bool:
 def together(guards: Sequence[Guard]) -> str:
     """All conditions as one, or "".
 
-    `&` makes a block of a scalar condition. In Triton's interpreter it is one of integers, as the scalar was
-    compared, which a load of Triton 3.9 refuses as a mask.
+    `&` makes a block of a scalar condition. In Triton's interpreter it is one of integers, as the compared
+    scalars were, and not all versions of it take integers as the mask of a load.
     """
     scalars, blocks = ([text for scalar, text in guards if scalar is wanted] for wanted in (True, False))
     of_scalars, of_blocks = (
