@@ -66,7 +66,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
 
 
 def _swapped(query: Tensor, key: Tensor, layout: Layout) -> str:
-    """Advice for tensors whose heads may be in the place of their lengths, for an error alone.
+    """Advice for tensors whose heads and lengths may be swapped. Only an error asks for it.
 
     In a graph, a comparison of lengths is a guard.
     """
