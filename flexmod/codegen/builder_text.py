@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from flexmod.codegen.expressions import TRITON_DTYPES, Function, fresh, register_dtype
+from flexmod.codegen.expressions import TRITON_DTYPES, Function, filled, fresh, register_dtype
 from flexmod.codegen.kernels import Captured, IndexWatch, ModText, Parameter
 from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.graph import Graph, Node
@@ -141,8 +140,7 @@ def write_bounds(graph: Graph, terms: tuple[BuilderTerm, ...], checked: bool = F
 
 def _call(function: str, arguments: list[str]) -> str:
     """A call on several lines."""
-    inside = textwrap.fill(", ".join(arguments), 90, break_long_words=False, break_on_hyphens=False)
-    return f"{function}(\n{textwrap.indent(inside, '    ')}\n)"
+    return f"{function}(\n{filled(', '.join(arguments), 94)}\n)"
 
 
 Numbers = Sequence[bool | int | float]

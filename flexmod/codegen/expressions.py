@@ -10,6 +10,7 @@ import ast
 import math
 import os
 import re
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -231,6 +232,12 @@ def fresh(name: str, taken: set[str]) -> str:
         candidate = f"{name}_{n}"
     taken.add(candidate)
     return candidate
+
+
+def filled(text: str, width: int) -> str:
+    """Words in indented lines of at most this width; a longer word has a line of its own."""
+    lines = textwrap.fill(text, width - 4, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent(lines, "    ")
 
 
 def count_users(graph: Graph) -> Counter[Node]:

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -17,7 +16,7 @@ import torch
 
 from flexmod.codegen import prelude
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
-from flexmod.codegen.expressions import TRITON_DTYPES
+from flexmod.codegen.expressions import TRITON_DTYPES, filled
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGEST_EXACT, KernelSpec, min_fixed_max
 from flexmod.runtime.lazy_imports import lazy_imports
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 # stands for a line of a template that renders to nothing
 NO_LINE = "\0"
-INDENT = "    "
 # A function with its parameters on lines of their own. A mark, `!`, follows each number that Triton must not
 # specialize a kernel for.
 SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
@@ -230,8 +228,7 @@ def _with_unspecialized(function: re.Match[str]) -> str:
     decorator, name, signature = function.groups()
     names = ", ".join(f'"{marked}"' for marked in MARKED.findall(signature))
     if len(names) >= 78:
-        lines = textwrap.wrap(names, 100, break_long_words=False)
-        names = "\n".join(["", *(INDENT + line for line in lines), ""])
+        names = f"\n{filled(names, 104)}\n"
     if names and name.endswith("_kernel"):
         decorator += f"(do_not_specialize=[{names}])"
     signature = MARKED.sub(r"\1", signature)

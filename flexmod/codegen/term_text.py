@@ -11,14 +11,13 @@ The main function's results depend on the direction of the sums (see `ir/derivat
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from flexmod.codegen.expressions import Function, cast, fresh, literal
+from flexmod.codegen.expressions import Function, cast, filled, fresh, literal
 from flexmod.codegen.kernels import CaptureTexts, ModText, TermText
 from flexmod.codegen.triton_text import Guard, TritonWriter, together
 from flexmod.ir.derivative import Along, CaptureGrad, GradientTerm
@@ -128,9 +127,6 @@ def _is_finite(node: Node) -> bool:
     return OPS[node.op].finite if node.op in OPS else True
 
 
-INDENT = "    "
-
-
 def write_exponent(
     graph: Graph, checked: bool = False, positive_scale: bool = False, coarse: bool = False
 ) -> ModText:
@@ -173,8 +169,7 @@ class _WrappingWriter(TritonWriter):
         if len(call) < 80:
             return call
         name, inside = call.removesuffix(")").split("(", 1)
-        lines = textwrap.wrap(inside, 80, break_long_words=False)
-        return "\n".join([f"{name}(", *(INDENT + line for line in lines), ")"])
+        return f"{name}(\n{filled(inside, 84)}\n)"
 
 
 class _ExponentWriter(_WrappingWriter):

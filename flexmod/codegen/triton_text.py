@@ -364,7 +364,7 @@ class TritonWriter:
     def live(self, index: Node, found: str) -> str:
         """The condition under which an index counts: outside of a tile's padding."""
         ends = {"q_idx": f"q_idx < tl.load({found})", "kv_idx": f"kv_idx < tl.load({found} + 1)"}
-        return together([(False, end) for name, end in ends.items() if name in index.home]) or "True"
+        return joined([end for name, end in ends.items() if name in index.home]) or "True"
 
     def bound_once(self, function: Function, node: Node, name: str, text: str) -> str:
         """The name of a load's part, with a line of its own at the first use."""
@@ -409,12 +409,13 @@ def together(guards: Sequence[Guard]) -> str:
     `&` makes a block of a scalar condition. In Triton's interpreter it is one of integers, as the compared
     scalars were, and not all versions of it take integers as the mask of a load.
     """
-    scalars, blocks = ([text for scalar, text in guards if scalar is wanted] for wanted in (True, False))
-    of_scalars, of_blocks = (
-        " & ".join(f"({text})" for text in texts) if len(texts) > 1 else "".join(texts)
-        for texts in (scalars, blocks)
-    )
-    return f"tl.where({of_scalars}, {of_blocks}, False)" if scalars and blocks else of_scalars or of_blocks
+    scalars = joined([text for scalar, text in guards if scalar])
+    blocks = joined([text for scalar, text in guards if not scalar])
+    return f"tl.where({scalars}, {blocks}, False)" if scalars and blocks else scalars or blocks
+
+
+def joined(conditions: Sequence[str]) -> str:
+    return conditions[0] if len(conditions) == 1 else " & ".join(f"({each})" for each in conditions)
 
 
 def reserved() -> set[str]:

@@ -115,7 +115,7 @@ def in_float8(case: Case, call: Call) -> Results:
     """What a matrix unit makes of float8 queries and keys, see `float8_model`; nothing without them.
 
     Hopper's kernels round weights to the format of the values, and take tanh.approx then. The largest weight
-    of a row is exp2(s * c - m), and m is a rounded s * c: of large scores it is not 1, which no dtype rounds.
+    of a row is exp2(s * c - m), and m is a rounded s * c. Of large scores it is not 1, and rounded too.
     """
     if case.float8 is None or case.float8.tensors != "qkv" or device_of(case).type == "cpu":
         return {}
