@@ -166,16 +166,6 @@ def test_the_current_stream_is_taken() -> None:
     assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@torch.no_grad()
-def test_a_device_that_is_not_current() -> None:
-    tensors = [x.to("cuda:1") for x in inputs()]
-    for _ in range(4):
-        out = flex_attention(*tensors)
-    assert torch.cuda.current_device() == 0 and out.device.index == 1
-    assert near(out, flex_attention(*tensors, kernel_options=REFERENCE))
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules are those of the launches, foreseen too; its PTX is that of the chip."""
