@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             run.append(item)
     mark_long(run)
+
+
+def pytest_collection_finish() -> None:
+    """The modules and 20,000 test items stay to the end: no garbage collection looks at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
