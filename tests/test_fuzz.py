@@ -51,11 +51,10 @@ def test_a_fixed_budget(backend: str, programs: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "programs", "most"), [("cpu", 12, None), ("interpret", 2, 1)])
-@pytest.mark.parametrize("kind", NEW_KINDS)
-def test_a_fixed_budget_of_each_kind(kind: str, backend: str, programs: int, most: int | None) -> None:
+def test_a_fixed_budget_of_each_kind(backend: str, programs: int, most: int | None) -> None:
     """In another process, which a tensor that is not plain might end."""
-    group = [Job(backend, 0, number, kind, most) for number in range(programs)]
-    for outcome in workers.run(run, [group], workers=1, case_seconds=200, total_seconds=500):
+    groups = [[Job(backend, 0, number, kind, most) for number in range(programs)] for kind in NEW_KINDS]
+    for outcome in workers.run(run, groups, workers=1, case_seconds=200, total_seconds=500):
         assert not outcome.error, outcome
         assert not outcome.value.failed, script(*outcome.value.failed[0])
 
