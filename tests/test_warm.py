@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from flexmod import masks, mods
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.errors.commands import WarmFolderError
 from flexmod.runtime import config, side_by_side
-from flexmod.tools.ahead import checked_folder, warm
+from flexmod.tools.ahead import Built, checked_folder, warm
 from flexmod.tools.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -75,33 +77,58 @@ HOPPER = ["forward_kernel", "statistics_kernel", "backward_kernel", "round_kerne
 EXACT = ["forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"]
 
 
+SOFTCAP: dict[str, Any] = {
+    "score": "mods.softcap(30.0)", "mask": "masks.causal()", "dim": 64, "dtype": "float16",
+}  # fmt: skip
+Filled = tuple[Path, list[tuple[str, Built]]]
+
+
+def warmed(folder: Path, score: str, mask: str, dim: int, dtype: str) -> Filled:
+    score_mod, mask_mod = (eval(text, {"mods": mods, "masks": masks}) for text in (score, mask))
+    built = warm(folder, score_mod, mask_mod, head_dim=dim, dtype=getattr(torch, dtype), targets=["sm_90"])
+    return folder, [*built]
+
+
+@pytest.fixture(scope="module")
+def softcap(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """A folder that four threads filled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "threads", lambda count=4: count)
+        return warmed(tmp_path_factory.mktemp("warm") / "here", **SOFTCAP)
+
+
 @pytest.mark.long
+def test_a_process_compiles_nothing(softcap: Filled, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(softcap[0], there)
+    softcap[0].rename(tmp_path / "away")
+    try:
+        for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
+            found = called(there, tmp_path / f"triton{number}", sizes=sizes, **SOFTCAP)
+            assert sorted(found) == sorted((name, True) for name in HOPPER)
+    finally:
+        (tmp_path / "away").rename(softcap[0])
+    # and without the folder, all of them: the kernels above were found in it. With one thread, no second
+    # process compiles one that this one finds.
+    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", sizes=(2, 2, 256), **SOFTCAP)
+    assert sorted(bare) == sorted((name, False) for name in HOPPER)
+
+
 @pytest.mark.parametrize(
     ("score", "mask", "dim", "dtype", "kernels"),
     [
-        ("mods.softcap(30.0)", "masks.causal()", 64, "float16", HOPPER),
         pytest.param("mods.alibi(2)", "None", 128, "bfloat16", HOPPER, marks=pytest.mark.every),
-        ("None", "masks.causal()", 32, "float32", EXACT),
+        pytest.param("None", "masks.causal()", 32, "float32", EXACT, marks=pytest.mark.long),
     ],
 )
-def test_a_process_compiles_nothing(
+def test_a_process_compiles_nothing_of_others(
     score: str, mask: str, dim: int, dtype: str, kernels: list[str], tmp_path: Path
 ) -> None:
-    score_mod, mask_mod = (eval(text, {"mods": mods, "masks": masks}) for text in (score, mask))
-    there = tmp_path / "there"
-    filled = warm(
-        tmp_path / "here", score_mod, mask_mod, head_dim=dim, dtype=getattr(torch, dtype), targets=["sm_90"]
-    )
-    assert all(built.fits and target == "sm_90" for target, built in filled)
-    (tmp_path / "here").rename(there)
-    facts = {"score": score, "mask": mask, "dim": dim, "dtype": dtype}
-    for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
-        found = called(there, tmp_path / f"triton{number}", sizes=sizes, **facts)
-        assert sorted(found) == sorted((name, True) for name in kernels)
-    # and without the folder, all of them: the kernels above were found in it. With one thread, no second
-    # process compiles one that this one finds.
-    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", sizes=(2, 2, 256), **facts)
-    assert sorted(bare) == sorted((name, False) for name in kernels)
+    facts: dict[str, Any] = {"score": score, "mask": mask, "dim": dim, "dtype": dtype}
+    folder, built = warmed(tmp_path / "here", **facts)
+    assert all(one.fits and target == "sm_90" for target, one in built)
+    found = called(folder.rename(tmp_path / "there"), tmp_path / "triton", sizes=(1, 2, 1000), **facts)
+    assert sorted(found) == sorted((name, True) for name in kernels)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,16 +154,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.long
-def test_threads_fill_it_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_fill_it_as_one_does(
+    softcap: Filled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same kernels in the same order, and the same machine code."""
+    monkeypatch.setattr(side_by_side, "threads", lambda count=1: 1)
     found = []
-    for count in (1, 4):
-        monkeypatch.setattr(side_by_side, "threads", lambda count=count: count)
-        folder = tmp_path / str(count)
-        built = [*warm(folder, mods.softcap(30.0), masks.causal(), head_dim=64, targets=["sm_90", "sm_80"])]
+    for folder, built in (softcap, warmed(tmp_path / "in turn", **SOFTCAP)):
+        assert all(one.fits and target == "sm_90" for target, one in built)
         code = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.cubin")}
-        found.append(([(target, one.kernel, one.template, one.tile) for target, one in built], code))
-    assert found[0] == found[1] and len(found[0][0]) == 8
+        found.append(([(one.kernel, one.template, one.tile) for _, one in built], code))
+    assert found[0] == found[1] and len(found[0][0]) == len(HOPPER)
 
 
 def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
