@@ -47,7 +47,8 @@ def choose_tile(
     `arguments` returns the arguments of each launch with a rung. The first call compiles the ladder's rungs
     in order, without running them. It skips a rung that the device refuses, whose registers spill much, or
     that the compilers made wrong. It caches the result, also if no rung works. Other strides make another
-    variant of the kernel, which may need more resources, so the next call tries the ladder again.
+    variant of the kernel, which may need more resources, so the next call tries the ladder again. An error of
+    the machine (`is_of_machine`) is raised, and the next call tries the ladder again too.
 
     Raises:
         NoRung: no rung works, and another family's kernels can run.
@@ -61,7 +62,7 @@ def choose_tile(
             return worst([verdict(kernels, kernel, device, given) for given in arguments(rung)])
         # the compiler or the loader may fail in any way on one rung; the next one may work
         except Exception as error:
-            if not kernels.limits.gives_way:
+            if not kernels.limits.gives_way or is_of_machine(error):
                 raise
             return Verdict(refusal=error)
 
@@ -73,6 +74,12 @@ def choose_tile(
     if isinstance(known, str):
         raise NoRung(known)
     return known
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Returns whether an error says nothing of a kernel: no memory, a full disk, a device that failed."""
+    kinds = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    return isinstance(error, kinds) or "out of memory" in str(error)  # Triton's loader has only the text
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

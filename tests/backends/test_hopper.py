@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import planned
 import pytest
@@ -261,6 +262,31 @@ def test_a_ladder_at_its_end(fault: Any, why: str, monkeypatch: pytest.MonkeyPat
     assert len(calls) == len(kernels.ladder("forward"))
     wanted = f"the forward does not run on the template 'hopper', {why}"
     assert [str(warning.message) for warning in said] == [wanted] * isinstance(fault, Exception)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_the_machine_is_not_remembered(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a launch nor by a build ahead of time, which would take a slower shape."""
+    kernels, _ = made("forward")
+    failing = mock.Mock(side_effect=error)
+    monkeypatch.setattr(launch, "verdict", failing)
+    monkeypatch.setattr(ahead, "compiled", failing)
+    with pytest.raises(type(error)):
+        launch.choose_tile(kernels, "forward", CPU, lambda shape: [{}])
+    assert not kernels.tiles
+    with pytest.raises(type(error)):
+        ahead.first_tile(VariantCall(variant(head_dim=64, block_size=128)), kernels, "forward", "sm_90")
+    monkeypatch.setattr(launch, "verdict", lambda *_: Verdict(0))
+    assert launch.choose_tile(kernels, "forward", CPU, lambda shape: [{}]) == kernels.ladder("forward")[0]
 
 
 # Launches
