@@ -26,20 +26,22 @@ from flexmod.tools.standalone_text import example, quotes
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}
 
-# Runs a file as a program, with flexmod out of reach.
+# Runs files as programs, with flexmod out of reach, until one fails.
 ALONE = """
 import runpy, sys
 sys.modules["flexmod"] = None
-try:
-    runpy.run_path(sys.argv[1], run_name="__main__")
-except SystemExit as end:
-    assert [name for name in sys.modules if name.split(".")[0] == "flexmod"] == ["flexmod"]
-    raise
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert [name for name in sys.modules if name.split(".")[0] == "flexmod"] == ["flexmod"]
+        if end.code:
+            raise
 """
 
 
-def run(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", ALONE, str(path)]
+def run(*paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", ALONE, *map(str, paths)]
     switches = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
 
@@ -75,32 +77,35 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "elements": (by_element, masks.sliding_window(40), ["table"]),
 }
 
-SHORT = ("places",)  # cases that `make test` runs in bfloat16
+LONG = [*((name, torch.bfloat16) for name in CASES), ("split", torch.float32), ("places", torch.float32)]
+LONG.remove(("places", torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "cases",
     [
-        *(
-            pytest.param(name, torch.bfloat16, marks=[] if name in SHORT else pytest.mark.long)
-            for name in CASES
-        ),
-        pytest.param("split", torch.float32, marks=pytest.mark.long),
-        pytest.param("places", torch.float32, marks=pytest.mark.long),
+        pytest.param([("places", torch.bfloat16)], id="one"),
+        pytest.param(LONG, id="the others", marks=pytest.mark.long),
     ],
 )
-def test_it_runs_without_flexmod(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    score_mod, mask_mod, learned = CASES[name]
-    path = save(
-        tmp_path / "mine.py", score_mod, mask_mod,
-        head_dim=24, value_dim=16, dtype=dtype, block_size=64, tiles=SMALL,
-    )  # fmt: skip
-    done = run(path, TRITON_INTERPRET="1")
+def test_it_runs_without_flexmod(cases: list[tuple[str, torch.dtype]], tmp_path: Path) -> None:
+    paths = []
+    for name, dtype in cases:
+        score_mod, mask_mod, _ = CASES[name]
+        paths.append(
+            save(
+                tmp_path / f"{name}_{len(paths)}.py", score_mod, mask_mod,
+                head_dim=24, value_dim=16, dtype=dtype, block_size=64, tiles=SMALL,
+            )
+        )  # fmt: skip
+    done = run(*paths, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    first, *lines = done.stdout.splitlines()
-    assert first == "B=2 HQ=2 HKV=1 M=100 N=130, torch.float32 on cpu"
-    shown = [line.split(" relative error ")[0].strip() for line in lines]
-    assert shown == ["out", *(f"grad of {x}" for x in ("q", "k", "v", *learned))]
+    shown = [line.split(" relative error ")[0].strip() for line in done.stdout.splitlines()]
+    expected = []
+    for name, _ in cases:
+        expected += ["B=2 HQ=2 HKV=1 M=100 N=130, torch.float32 on cpu", "out"]
+        expected += [f"grad of {x}" for x in ("q", "k", "v", *CASES[name][2])]
+    assert shown == expected
     assert done.stderr == ""
 
 
@@ -258,7 +263,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", long_but({"sm_90"}, ["sm_80", "sm_90", "gfx942"]))
 def test_tiles_are_chosen_for_a_chip(target: str) -> None:
     """Each kernel of the file compiles for it, and fits."""
-    text = standalone(None, masks.causal(), head_dim=32, target=target)
+    text = standalone(None, masks.causal(), head_dim=16, target=target)
     assert f"TILES has them, chosen for\n{target}.\n" in text
     tiles: dict[str, Any] = {}
     start = text.index("TILES = {")
