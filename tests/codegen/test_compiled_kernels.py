@@ -239,66 +239,65 @@ def test_a_forked_child_keeps_no_lock(where: str, tmp_path: Path) -> None:
 # a folder that brings kernels along
 
 
-def filled(folder: Path) -> None:
-    """What `flexmod warm` leaves of one kernel."""
-    assert compiles(folder, 1) == [1]
-    (folder / "flexmod").mkdir(exist_ok=True)
-    (folder / "triton").rename(folder / "flexmod" / "compiled")
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `flexmod warm` leaves of one kernel, copied from where it was compiled; that folder is gone."""
+    folder = tmp_path_factory.mktemp("shipped")
+    assert compiles(folder / "here", 1) == [1]
+    shutil.copytree(folder / "here" / "triton", folder / "flexmod" / "compiled")
+    shutil.rmtree(folder / "here")
+    return folder / "flexmod"
 
 
-def moved(tmp_path: Path) -> Path:
-    filled(tmp_path / "here")
-    shutil.copytree(tmp_path / "here" / "flexmod", tmp_path / "there" / "flexmod")
-    shutil.rmtree(tmp_path / "here")
+@pytest.fixture
+def moved(shipped: Path, tmp_path: Path) -> Path:
+    """A folder for `start`, with what was shipped."""
+    shutil.copytree(shipped, tmp_path / "there" / "flexmod")
     return tmp_path / "there"
 
 
 @pytest.mark.long
-def test_a_folder_that_was_moved_serves(tmp_path: Path) -> None:
-    assert compiles(moved(tmp_path), 2) == [0, 0]
+def test_a_folder_that_was_moved_serves(moved: Path) -> None:
+    assert compiles(moved, 2) == [0, 0]
 
 
 @pytest.mark.long
-def test_a_moved_cache_of_tritons_own_does_not(tmp_path: Path) -> None:
+def test_a_moved_cache_of_tritons_own_does_not(moved: Path) -> None:
     """Why the folder is not simply Triton's own: its notes have absolute paths."""
-    folder = moved(tmp_path)
-    (folder / "flexmod" / "compiled").rename(folder / "triton")
-    assert compiles(folder, 1) == [1]
+    (moved / "flexmod" / "compiled").rename(moved / "triton")
+    assert compiles(moved, 1) == [1]
 
 
 @pytest.mark.long
-def test_a_folder_is_moved_again(tmp_path: Path) -> None:
-    folder = moved(tmp_path)
-    assert compiles(folder, 1) == [0]
-    (folder / "flexmod" / "compiled").rename(tmp_path / "away")
-    assert compiles(folder, 1) == [1]  # Triton's notes lead nowhere
-    shutil.rmtree(folder / "triton")
-    (tmp_path / "away").rename(folder / "flexmod" / "compiled")
-    assert compiles(folder, 1) == [0]
+def test_a_folder_is_moved_again(moved: Path, tmp_path: Path) -> None:
+    assert compiles(moved, 1) == [0]
+    (moved / "flexmod" / "compiled").rename(tmp_path / "away")
+    assert compiles(moved, 1) == [1]  # Triton's notes lead nowhere
+    shutil.rmtree(moved / "triton")
+    (tmp_path / "away").rename(moved / "flexmod" / "compiled")
+    assert compiles(moved, 1) == [0]
 
 
 @pytest.mark.long
-def test_a_damaged_folder_is_compiled_again(tmp_path: Path) -> None:
-    folder = moved(tmp_path)
-    for path in (folder / "flexmod" / "compiled").rglob("*.json"):
+def test_a_damaged_folder_is_compiled_again(moved: Path) -> None:
+    for path in (moved / "flexmod" / "compiled").rglob("*.json"):
         path.unlink()
-    (folder / "flexmod" / "compiled" / "stray").touch()
-    assert compiles(folder, 1) == [1]
+    (moved / "flexmod" / "compiled" / "stray").touch()
+    assert compiles(moved, 1) == [1]
 
 
 @pytest.mark.long
-def test_a_cache_of_tritons_that_cannot_be_written(tmp_path: Path) -> None:
-    folder = moved(tmp_path)
+def test_a_cache_of_tritons_that_cannot_be_written(moved: Path) -> None:
     blocked = (
         "import errno\ndef refuse(*_): raise PermissionError(errno.EACCES, 'Permission denied')\n"
         "compiled_kernels.add_compiled = refuse"
     )
-    process = start(folder, blocked)
+    process = start(moved, blocked)
     go(process)
     count, complaints = finish(process)
     assert count == 1
     assert (
-        f"RuntimeWarning: flexmod cannot use the compiled kernels of {folder / 'flexmod' / 'compiled'} "
+        f"RuntimeWarning: flexmod cannot use the compiled kernels of {moved / 'flexmod' / 'compiled'} "
         "(Permission denied): they are compiled again. Set TRITON_CACHE_DIR to a folder that can be written."
     ) in complaints
 
