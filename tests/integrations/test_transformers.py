@@ -111,7 +111,14 @@ def test_a_static_cache_in_chunks(name: str) -> None:
     chunks_of_a_static_cache(name, make(name, "flexmod"))
 
 
-@pytest.mark.parametrize("name", long_but({"gemma2"}, ["gemma2", "mistral", "gpt-oss"]))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        pytest.param("gpt-oss", marks=pytest.mark.long),
+        pytest.param("mistral", marks=pytest.mark.every),
+    ],
+)
 def test_a_static_cache_in_chunks_of_a_compiled_model(name: str) -> None:
     chunks_of_a_static_cache(name, torch.compile(make(name, "flexmod"), backend="eager"))
 
