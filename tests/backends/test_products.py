@@ -166,9 +166,15 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("score_mod", [None, capped, sigmoid])
-@pytest.mark.parametrize("name", LARGE)
+# each pair of a size, a score mod and a dtype
+PAIRS = [
+    (name, (None, capped, sigmoid)[(row + column) % 3], dtype)
+    for row, name in enumerate(LARGE)
+    for column, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
+]
+
+
+@pytest.mark.parametrize(("name", "score_mod", "dtype"), PAIRS)
 def test_errors(name: str, score_mod: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are large, on any processor, with the limits of any other call."""
     monkeypatch.setattr(products, "_has_quick_product", lambda: True)
@@ -207,7 +213,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("height", [1, 100, 512])
+@pytest.mark.parametrize("height", [1, 40, 512])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_gradients_by_products_are_those_of_torch(
     layout: str, height: int, name: str, monkeypatch: pytest.MonkeyPatch
@@ -216,18 +222,18 @@ def test_gradients_by_products_are_those_of_torch(
     assert kernels is not None
     monkeypatch.setattr(flash, "TALLER", height)
     how, generator = CALLS[name], torch.Generator().manual_seed(0)
-    shape, order = ((2, 3, 330, 24), (0, 1, 2, 3)) if layout == "bhsd" else ((2, 330, 3, 24), (0, 2, 1, 3))
+    shape, order = ((2, 3, 130, 24), (0, 1, 2, 3)) if layout == "bhsd" else ((2, 130, 3, 24), (0, 2, 1, 3))
     q, k, v, grad = (torch.randn(shape, generator=generator).permute(order) for _ in range(4))
     k, v = k[:, :1].expand(-1, 3, -1, -1), v[:, :1].expand(-1, 3, -1, -1)
-    mask = torch.randn(*how["mask"], 330, 330, generator=generator) if "mask" in how else None
+    mask = torch.randn(*how["mask"], 130, 130, generator=generator) if "mask" in how else None
     if how.get("dead"):
         assert mask is not None
-        mask[:, :, 40:200] = -torch.inf
+        mask[:, :, 20:90] = -torch.inf
     given = {"attn_mask": mask, "scale": 0.3}
     causal = how.get("causal", False)
     out, lse = kernels[0](q, k, v, 0.0, causal, **given)
     if how.get("dead"):
-        lse[:, :, 40:200] = torch.inf
+        lse[:, :, 20:90] = torch.inf
     wanted = kernels[1](grad, q, k, v, out, lse, 0.0, causal, **given)
     into = [torch.ones(x.shape) for x in (k, v)]
     given = {"attn_mask": None, "causal": causal} | given
