@@ -327,10 +327,10 @@ def test_a_mask_made_inside_for_batches_and_heads(options: Any, reads: str) -> N
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return q_idx + 17 * (b if reads == "b" else h) >= kv_idx
 
-        mask = create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        mask = create_block_mask(mask_mod, 2, HEADS, 20, 20, "cpu", BLOCK_SIZE=16)
         return attend(q, k, v, None, mask, kernel_options=options)
 
-    Compiled(attended).check(*inputs())
+    Compiled(attended).check(*inputs(20))
 
 
 class Scored(nn.Module):
