@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import linecache
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+__all__ = ["FlexmodError", "Where"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,27 @@ class Where:
         return text if len(text) <= 120 else text[:117] + "..."
 
 
+class _Noticed(threading.local):
+    made: list[FlexmodError] | None = None  # errors with a user's line, while this thread traces a mod
+
+
+_noticed = _Noticed()
+
+
+@contextmanager
+def not_swallowed() -> Iterator[None]:
+    """Raises the first error with a user's line that the block raised and caught itself."""
+    outer, made = _noticed.made, list[FlexmodError]()
+    _noticed.made = made
+    try:
+        yield
+    finally:
+        _noticed.made = outer
+    for error in made:
+        if error.__traceback__ is not None:  # else it was made and never raised
+            raise error
+
+
 class FlexmodError(Exception):
     """Base of all errors that flexmod raises on purpose."""
 
@@ -41,6 +67,8 @@ class FlexmodError(Exception):
         lines = [self.what.format(**facts)]
         if where is not None:
             lines.append(f"  at {where}")
+            if _noticed.made is not None:
+                _noticed.made.append(self)
         lines.append(f"  Instead: {self.instead.format(**facts)}")
         self.message = "\n".join(lines)
         self.args = (self.message,)  # TorchDynamo supports this, but not super().__init__

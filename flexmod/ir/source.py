@@ -175,7 +175,7 @@ def capture_names(
     found = dict(given or {})
     left = {id(t) for t in tensors} - found.keys()
     with suppress(Exception):  # a user's object may raise an error when it is searched
-        for name, tensor in _surroundings(mod) if left else ():
+        for name, tensor in reached(mod, _may_hold_tensors) if left else ():
             found.setdefault(id(tensor), name)
             left.discard(id(tensor))
             if not left:
@@ -194,23 +194,34 @@ def capture_names(
     return names
 
 
-def _surroundings(mod: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for each tensor that a callable may capture, the nearest first."""
+def reached(mod: Any, enters: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """(name, value) for each value that a callable reaches through values that `enters` accepts, the nearest
+    first.
+    """
     seen = {id(mod): mod}
     queue = deque([mod])
     while queue and len(seen) < SEARCHED:
         for name, item in near(queue.popleft()):
-            if isinstance(item, torch.Tensor):
-                yield name, item
-            elif id(item) not in seen and _may_hold_tensors(item):
+            yield name, item
+            if id(item) not in seen and enters(item):
                 seen[id(item)] = item
                 queue.append(item)
 
 
+def leads_to_mods(value: Any) -> bool:
+    """Is it a user's function, or may it contain the mods that another one was made from?"""
+    if inspect.isfunction(value):
+        return is_users(value.__code__.co_filename)
+    containers = isinstance(value, (functools.partial, tuple, list))
+    return containers or str(type(value).__module__).startswith("flexmod.")
+
+
 def _may_hold_tensors(value: Any) -> bool:
-    if isinstance(value, (type, str, int, float)) or inspect.ismodule(value) or inspect.isbuiltin(value):
+    if isinstance(value, (type, str, int, float, torch.Tensor)) or inspect.ismodule(value):
         return False
-    return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
+    return not inspect.isbuiltin(value) and (
+        isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
+    )
 
 
 def near(value: Any) -> Iterator[tuple[str, Any]]:

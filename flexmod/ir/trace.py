@@ -22,6 +22,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.errors.base import not_swallowed
 from flexmod.ir import advice, torch_calls
 from flexmod.ir.graph import (
     ARGUMENTS,
@@ -38,7 +39,16 @@ from flexmod.ir.graph import (
 )
 from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF, default_dtype
 from flexmod.ir.proxy import CaptureView, Proxy
-from flexmod.ir.source import capture_names, check_arity, is_users, line_of, mod_name, near, user_line
+from flexmod.ir.source import (
+    capture_names,
+    check_arity,
+    is_users,
+    leads_to_mods,
+    line_of,
+    mod_name,
+    reached,
+    user_line,
+)
 from flexmod.ir.torch_calls import Watch
 from flexmod.ir.vectors import Vector, is_wide, unrolled
 from flexmod.runtime import tensor_kinds
@@ -51,7 +61,8 @@ VALUE_DTYPES = (
 # rows for which torch raises an error if a number exceeds the result's dtype (where, masked_fill, clamp); for
 # all others it wraps
 CONVERTING = ("where", "minimum", "maximum")
-NUMPY_RANDOM = "numpy.random"
+NUMPY_RANDOM = "numpy.random", 0
+GENERATORS = {"Generator": "bit_generator", "RandomState": "_bit_generator"}
 TRACED_CLASS = re.compile(r"\b(TracedValue|Proxy|CaptureView)\b")
 
 
@@ -86,12 +97,14 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
     arguments = [tracer.position(name) for name in ARGUMENTS[kind]]
     before = _random_states(mod)
     with watching(tracer), _translated_errors():
-        node = tracer.result(mod(*arguments), kind)
+        with not_swallowed():  # `except Exception` in a mod would leave one branch of an `if` in the graph
+            returned = mod(*arguments)
+        node = tracer.result(returned, kind)
     after = _random_states(mod)
-    if NUMPY_RANDOM in after and NUMPY_RANDOM not in before:  # the mod imported it, and perhaps drew
+    if NUMPY_RANDOM in after.keys() - before.keys():  # the mod imported it, and perhaps drew
         return trace(mod, kind, device)
-    for name, state in after.items():
-        if state != before.get(name, state):
+    for (name, number), state in after.items():
+        if state != before.get((name, number), state):
             line = line_of(mod, f"{name.rpartition('.')[2]}.")
             raise errors.RandomNumberError(operation=name, where=line)
     graph = Graph(kind, (node,), tracer.capture_specs(), expected=tuple(tracer.expected))
@@ -119,20 +132,22 @@ def _translated_errors() -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _random_states(mod: Callable[..., Any]) -> dict[str, object]:
-    """The states of Python's and numpy's random numbers, and of generators that the mod captures, by name.
+def _random_states(mod: Callable[..., Any]) -> dict[tuple[str, int], object]:
+    """The states of Python's and numpy's random numbers, and of generators that the mod, or one that it
+    calls, captures, by name and id.
 
     No torch function announces that they are drawn from.
     """
-    found: dict[str, object] = {"random": random.getstate()}
-    if NUMPY_RANDOM in sys.modules:  # torch imports numpy, which imports this part when it is first used
-        name, keys, *rest = sys.modules[NUMPY_RANDOM].get_state()
+    found: dict[tuple[str, int], object] = {("random", 0): random.getstate()}
+    if NUMPY_RANDOM[0] in sys.modules:  # torch imports numpy, which imports this part when it is first used
+        name, keys, *rest = sys.modules[NUMPY_RANDOM[0]].get_state()
         found[NUMPY_RANDOM] = (name, keys.tobytes(), *rest)
-    for name, value in near(mod):
-        if issubclass(type(value), random.Random):  # isinstance would run an object's own code
-            found[name] = value.getstate()
-        elif type(value).__name__ == "Generator" and type(value).__module__.startswith("numpy."):
-            found[name] = repr(value.bit_generator.state)
+    for name, value in reached(mod, leads_to_mods):
+        kind = type(value)  # isinstance would run an object's own code
+        if issubclass(kind, random.Random):
+            found[name, id(value)] = value.getstate()
+        elif kind.__name__ in GENERATORS and str(kind.__module__).startswith("numpy."):
+            found[name, id(value)] = repr(getattr(value, GENERATORS[kind.__name__]).state)
     return found
 
 

@@ -5,6 +5,7 @@ The offending line of each mod below ends with the mark that `MARK` holds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -24,6 +25,7 @@ from flexmod.ir import ops
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import trace
+from flexmod.mods import chain
 
 MARK = "# <-"
 doc = torch.arange(8)
@@ -950,6 +952,28 @@ def random_of_an_object(b, h, q, k):
     return q - k < own_random.random()  # <-
 
 
+own_state = np.random.RandomState(0)
+
+
+def noise_of_a_helper() -> float:
+    return own_generator.random() + own_state.rand()
+
+
+@row(errors.RandomNumberError, *drawn("own_generator"), kind="score", line=False)
+def random_of_a_helper(s, b, h, q, k):
+    return s + noise_of_a_helper()
+
+
+@row(errors.RandomNumberError, *drawn("own_state"))
+def random_of_a_state(b, h, q, k):
+    return q - k < own_state.rand()  # <-
+
+
+ROWS["random_of_a_chain"] = Row(
+    chain(chain(random_of_a_generator)), errors.RandomNumberError, *drawn("own_generator"), "score",
+    line=False,
+)
+
 # arguments
 
 OPERANDS = "give it traced scalars, numbers or elements of captured tensors."
@@ -1477,6 +1501,35 @@ def test_an_error_of_the_users_own_is_left_alone() -> None:
     with pytest.raises(ValueError, match="no such head") as caught:
         trace(mod, "score")
     assert type(caught.value) is ValueError
+
+
+def test_a_mod_cannot_swallow_a_refusal() -> None:
+    """It would get a graph with one branch of an `if`, or without the refused part."""
+    swallowed: list[Exception] = []
+
+    def swallowing(mod: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return mod(*arguments)
+        except errors.FlexmodError as error:
+            swallowed.append(error)
+        return arguments[-1] == 0 if len(arguments) == 4 else arguments[0]
+
+    for case in ROWS.values():
+        swallowed.clear()
+        if callable(case.mod) and case.error is not errors.ModArityError:
+            with pytest.raises(case.error) as caught:
+                trace(lambda *x, mod=case.mod: swallowing(mod, *x), case.kind)
+            assert not swallowed or caught.value is swallowed[0]
+
+
+def test_an_error_of_the_users_own_may_be_caught() -> None:
+    def mod(s, b, h, q, k):
+        with contextlib.suppress(KeyError):
+            raise KeyError("no such head")
+        return s + row[q].sum()
+
+    row = torch.zeros(8, 4)
+    trace(mod, "score")
 
 
 def test_what_has_no_gradient_may_turn_gradients_off() -> None:
