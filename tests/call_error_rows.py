@@ -792,6 +792,20 @@ BLOCK_MASKS: list[Row] = [
         "  Instead: build both with the same seq_lengths; resize() and to() change lengths and device.",
     ),
     (
+        errors.BlockMaskCombineError,
+        lambda: mask() & masks.causal(),
+        "these block masks do not go together: causal_mask is not a BlockMask.\n"
+        "  Instead: combine the mask_mods, create_block_mask(and_masks(first, second), B, H, Q_LEN, KV_LEN), "
+        "or build a block mask of each.",
+    ),
+    (
+        errors.BlockMaskCombineError,
+        lambda: torch.ones(32, 32, dtype=torch.bool) | mask(),
+        "these block masks do not go together: a tensor is not a BlockMask.\n"
+        "  Instead: combine the mask_mods, create_block_mask(or_masks(first, second), B, H, Q_LEN, KV_LEN), "
+        "or build a block mask of each.",
+    ),
+    (
         errors.MaskModChangedError,
         part_of_changed,
         "mask_mod window would decide otherwise now than when the block mask was built with q_offset=3, "

@@ -32,8 +32,9 @@ from flexmod.block_mask.parts import (
 )
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
-from flexmod.errors import NotABlockMask, SlicedTorchMaskError
+from flexmod.errors import BlockMaskCombineError, NotABlockMask, SlicedTorchMaskError
 from flexmod.ir.composed import Derived, moved
+from flexmod.ir.source import mod_name
 from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
 
 DEFAULT_BLOCK = 128
@@ -293,8 +294,21 @@ class BlockMask(MaskData):
         """Keeps the elements that either mask keeps. Raises BlockMaskCombineError."""
         return self._with(other, "or")
 
+    def __rand__(self, other: object) -> BlockMask:
+        return self._with(other, "and")
+
+    def __ror__(self, other: object) -> BlockMask:
+        return self._with(other, "or")
+
     @outside_of_graphs
-    def _with(self, other: BlockMask, how: How) -> BlockMask:
+    def _with(self, other: object, how: How) -> BlockMask:
+        if callable(other) or isinstance(other, Tensor):
+            given = mod_name(other) if callable(other) else "a tensor"
+            raise BlockMaskCombineError(
+                problem=f"{given} is not a BlockMask",
+                advice=f"combine the mask_mods, create_block_mask({how}_masks(first, second), B, H, Q_LEN, "
+                "KV_LEN), or build a block mask of each",
+            )
         if not isinstance(other, BlockMask):
             return NotImplemented
         return combine.combined(fresh(self), fresh(other), how)

@@ -188,6 +188,9 @@ def test_what_does_not_go_together():
         by_batch | built("documents")
     with pytest.raises(errors.BlockMaskCombineError):
         create_block_mask(masks.causal(), 2, 1, S, S, "cpu", BLOCK) | built("documents")
+    for one, other in ((mask, masks.causal()), (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, mask)):
+        with pytest.raises(errors.BlockMaskCombineError, match="is not a BlockMask"):
+            one & other
     with pytest.raises(TypeError):
         mask & 3
 
