@@ -149,6 +149,8 @@ def test_a_comparison_that_differs(
         (["show", "causal", "--plot", "mask"], "'mask' is no image; name one that ends in .png, "),
         (["bench", "causal", "--plot", "none/x.png"], "'none/x.png': there is no folder 'none'."),
         (["source", "causal", "-o", "none/x.py"], "'none/x.py': there is no folder 'none'."),
+        (["source", "causal", "--standalone", "--template", "hopper-forward"], "the portable kernels"),
+        (["build", "causal", "--dim", "100000"], "100000 is not in the range 1<=x<=65536."),
     ],
 )
 def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,11 +170,26 @@ def test_files_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[s
         assert words in capsys.readouterr().err
 
 
+def test_a_full_disk_leaves_no_part_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, **_: object) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["source", "causal", "-o", "x.py"]) == 2
+    assert not (folder / "x.py").exists()
+
+
 def test_an_exception_of_a_file_is_a_mistake(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The status 1 would be an answer."""
     Path("broken.py").write_text("def near(b, h, q_idx, kv_idx):\n    raise LookupError('mine')\n")
     Path("unready.py").write_text("import a_module_that_there_is_not\n")
-    for name, error in (("broken.py:near", "LookupError"), ("unready.py:near", "ModuleNotFoundError")):
+    Path("ending.py").write_text("def near(b, h, q_idx, kv_idx):\n    raise SystemExit(0)\n")
+    for name, error in (
+        ("broken.py:near", "LookupError"),
+        ("unready.py:near", "ModuleNotFoundError"),
+        ("ending.py:near", "SystemExit"),
+    ):
         assert main(["show", name]) == 2
         printed = capsys.readouterr().err
         assert printed.startswith("Traceback") and f"\n{error}: " in printed

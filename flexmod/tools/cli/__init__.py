@@ -34,6 +34,7 @@ COMMANDS = {
 
 
 NO_READER = 141
+PRINTING = ("click", "rich")
 
 
 class Commands(click.Group):
@@ -109,7 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = flexmod.main(arguments, prog_name="flexmod", standalone_mode=False)
         print(end="", flush=True)
-    except (BrokenPipeError, SystemExit):  # click and rich exit with 1, which would be an answer
+    except (BrokenPipeError, SystemExit) as error:  # click and rich exit with 1, which would be an answer
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raiser = frame.f_globals.get("__name__", "").partition(".")[0]
+        if isinstance(error, SystemExit) and raiser not in PRINTING:
+            traceback.print_exc()  # a mod called sys.exit
+            return 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
         return NO_READER
     except click.ClickException as error:

@@ -74,6 +74,8 @@ def source(
     """The module of kernels, forward and backward, as it runs; or a file of its own."""
     setting, mods = options.chosen(mask, score, **sizes)
     of_kernels: dict[str, Any] = {"head_dim": setting.dim, "dtype": setting.dtype}
+    if standalone and template != PORTABLE:
+        raise click.UsageError(f"--standalone writes the {PORTABLE} kernels; leave --template out.")
     if standalone:
         text = standalone_text(mods.score, mods.mask, **of_kernels, target=target)
     else:
@@ -88,7 +90,13 @@ def source(
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        new = not output.exists()
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError:  # the disk is full
+            if new:
+                output.unlink(missing_ok=True)
+            raise
         click.echo(f"{output}: {len(text.splitlines())} lines")
         if standalone:
             hint(f"python {quote(str(output))} on a GPU, or TRITON_INTERPRET=1 python {quote(str(output))}")

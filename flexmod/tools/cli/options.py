@@ -21,6 +21,7 @@ DTYPES = {
 }  # fmt: skip
 KERNEL_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype is not torch.float64)
 POSITIVE = click.IntRange(min=1)
+WIDEST = 2**16  # a tile of 16 rows then has the 2^20 elements that Triton allows
 IMAGES = (".png", ".svg", ".pdf", ".jpg")
 
 
@@ -77,7 +78,9 @@ def _parsed(context: click.Context, parameter: click.Parameter, value: str | Non
     return DTYPES[value] if value else None
 
 
-_dim = click.option("--dim", "--head-dim", "dim", type=POSITIVE, help="Head dimension.")
+_dim = click.option(
+    "--dim", "--head-dim", "dim", type=click.IntRange(1, WIDEST), help="Head dimension."
+)
 
 
 def variant(command: Command) -> Command:
