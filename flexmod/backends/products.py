@@ -8,7 +8,6 @@ multiplies it by another tensor's.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -213,12 +212,11 @@ def _last_factor(score: Node) -> tuple[float, list[Node]]:
 
 def _product(graph: Graph, node: Node) -> tuple[float, list[Node]]:
     """Returns the number and the other factors of a product in float32 of which nothing else has a part."""
-    users = Counter([*graph.results, *(a for user in graph.nodes for a in user.args)])
     number, factors, stack = 1.0, list[Node](), [node]
     while stack:
         part = stack.pop()
         others = [a for a in part.args if not a.is_const]
-        if part.op != "mul" or users[part] > 1 or any(a.dtype != torch.float32 for a in others):
+        if part.op != "mul" or graph.users[part] > 1 or any(a.dtype != torch.float32 for a in others):
             factors.append(part)
             continue
         for a in part.args:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import textwrap
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -238,12 +237,6 @@ def filled(text: str, width: int) -> str:
     """Words in indented lines of at most this width; a longer word has a line of its own."""
     lines = textwrap.fill(text, width - 4, break_long_words=False, break_on_hyphens=False)
     return textwrap.indent(lines, "    ")
-
-
-def count_users(graph: Graph) -> Counter[Node]:
-    """How often each node is used: by other nodes, and as one of several results."""
-    results = {*graph.results} if len(graph.results) > 1 else ()
-    return Counter([*results, *(argument for node in graph.nodes for argument in node.args)])
 
 
 def products_that_decide(graph: Graph) -> frozenset[Node]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
@@ -25,7 +26,6 @@ from flexmod.codegen.expressions import (
     asks_for_dtype,
     cast,
     costly,
-    count_users,
     divides,
     expensive,
     fill,
@@ -106,9 +106,8 @@ class TritonWriter:
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
         self.taken = reserved() | {*self.captures, *self.arguments, *self.given, *taken}
-        self.users = count_users(graph)
         self.written_first = _written_first(graph)
-        self.users.update(self.written_first)
+        self.users = graph.users + Counter(self.written_first)
         self.rounded_products = products_that_decide(graph)
         extents = dict.fromkeys(places, 2**31)
         self.known = integer_bounds(graph, extents)
@@ -227,7 +226,7 @@ class TritonWriter:
             return self._parameter_value(function, node)
         text = self._expression(function, node)
         function.quote(node)
-        if name is None and self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
+        if name is None and self.users[node] <= 1 and len(text) <= WIDTH:
             return text
         name = name or fresh(f"{node.op}_{len(function.names)}", self.taken)
         function.names[node] = function.bind(name, text)

@@ -30,7 +30,6 @@ near 1e9 to multiples of 64, so equal weights need equal scores.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -169,7 +168,6 @@ class _ExponentRewriter:
         self.known = node_bounds(graph)
         self.steps = _steps_of_kv(graph)
         self.tame = _tame(graph, self.steps)
-        self.users = Counter(a for node in graph.nodes for a in node.args)
         self.builder = GraphBuilder()
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
@@ -307,7 +305,7 @@ class _ExponentRewriter:
                 stack.append((sides[0], self._by(factor, sides[1], node.op)))
             elif node.op == "mul" and _is_factor(factor, sides[0]):
                 stack.append((sides[1], self._by(factor, sides[0])))
-            elif node.op in ("add", "sub") and "score" in node.home and self.users[node] <= 1:
+            elif node.op in ("add", "sub") and "score" in node.home and self.given.users[node] <= 1:
                 stack.append((sides[1], factor.times(-1.0) if node.op == "sub" else factor))
                 stack.append((sides[0], factor))
             else:

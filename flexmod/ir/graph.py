@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -224,6 +225,11 @@ class Graph(Immutable):
     def nodes(self) -> tuple[Node, ...]:
         """Every Node once, arguments before their users."""
         return arguments_first(self.results)
+
+    @cached_property
+    def users(self) -> Counter[Node]:
+        """How often each node is used: by other nodes, and as a result."""
+        return Counter([*self.results, *(a for node in self.nodes for a in node.args)])
 
     @cached_property
     def reads(self) -> Home:

@@ -30,7 +30,6 @@ import torch
 from flexmod.codegen.expressions import (
     WIDTH,
     Function,
-    count_users,
     fill,
     fresh,
     literal,
@@ -222,7 +221,6 @@ class _TorchWriter:
         given = [*ARGUMENTS[graph.kind], *(captures[number] for number in self.used)]
         self.function = Function(name, given)
         self.taken = {*given, "torch"}
-        self.users = count_users(graph)
 
     def write(self) -> TorchText:
         self.function.give_back(*map(self._result, self.graph.results))
@@ -245,7 +243,7 @@ class _TorchWriter:
         if node not in names:
             text = self._expression(node)
             self.function.quote(node)
-            if self.users.get(node, 0) <= 1 and len(text) <= WIDTH:
+            if self.graph.users[node] <= 1 and len(text) <= WIDTH:
                 names[node] = text
             else:
                 name = fresh(f"{node.op}_{len(names)}", self.taken)
