@@ -161,9 +161,12 @@ class MaskData:
         self._classified = False
 
     def _know(self, traced: Traced) -> None:
+        """Takes the trace of mask_mod, and starts to watch its tensors for changes."""
         graph, self.graph_number = numbered(traced.graph)
         self._traced = replace(traced, graph=graph)
-        self.watch(traced, self.device)
+        self._watched = _watched(traced)
+        self._described = tuple([(tensor, tensor_key(tensor)) for tensor in traced.described])
+        self._on_gpu = self.device.type == "cuda"
 
     def as_made(self) -> MaskMod:
         """The mask_mod that decided the tiles.
@@ -234,10 +237,6 @@ class MaskData:
             self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
         return True
 
-    def known_lists(self, padded: bool) -> None:
-        """Records that the present lists are valid, and whether their full tiles are `padded`."""
-        self.full_tiles_padded, self._seen = padded, self._lists_now()
-
     def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
         now = self._lists_now()
         check_lengths(lengths, self.kv_indices, self.q_indices, block)
@@ -286,12 +285,6 @@ class MaskData:
 
     def _parts(self, names: tuple[str, ...]) -> Parts:
         return {name: getattr(self, name) for name in names}
-
-    def watch(self, traced: Traced, device: torch.device) -> None:
-        """Starts to watch the tensors of a trace for changes. `device` is the tiles' device."""
-        self._watched = _watched(traced)
-        self._described = tuple([(tensor, tensor_key(tensor)) for tensor in traced.described])
-        self._on_gpu = device.type == "cuda"
 
     def refresh(self) -> bool:
         """Finds the tiles again if a captured tensor has changed. Returns whether one has.

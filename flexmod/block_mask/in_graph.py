@@ -307,7 +307,7 @@ def masked(
     if lists:
         now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))
         if known[0] == now:
-            mask.known_lists(known[1])
+            mask.full_tiles_padded = known[1]
         elif mask.look(again=True):
             _checked[mask.kv_indices] = now, mask.full_tiles_padded
     return mask
