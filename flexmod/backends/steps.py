@@ -282,8 +282,7 @@ def steps_of(
     """Returns the steps of a call; rows that attend to nothing may be in no step."""
     if mask is None:
         return (Step(heads, *heads.where(None, None), TileStep(slice(0, rows), (slice(0, columns),))),)
-    own = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
-    if any(tensor.is_inference() for tensor in own):  # torch does not count writes to them
+    if mask.in_inference_mode:
         return _steps(mask, heads, rows, columns, rules)
     key = ("steps", heads, rows, columns, rules, *mask.states())
     known: list[Step] | None = mask.derived.get(key)

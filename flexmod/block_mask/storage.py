@@ -351,10 +351,15 @@ class MaskSnapshot:
         tiles = self.storage.written() or map(version_of, self.storage.tensors())
         return [*tiles, *map(state, self.mod.tensors)]
 
+    @property
+    def writable(self) -> tuple[Tensor, ...]:
+        """The tensors that a user can write to; they end `tensors`."""
+        return self.tensors if self.storage.form == "lists" else self.mod.tensors
+
     @cached_property
     def in_inference_mode(self) -> bool:
-        """Was one of the tensors made in inference mode? torch does not count writes to it."""
-        return any(tensor.is_inference() for tensor in self.tensors)
+        """Was a writable tensor made in inference mode? torch does not count writes to it."""
+        return any(tensor.is_inference() for tensor in self.writable)
 
     @cached_property
     def structure(self) -> tuple[object, ...]:

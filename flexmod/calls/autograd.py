@@ -436,12 +436,9 @@ def _said(facts: Any) -> str:
 
 
 def _copied(mask: MaskSnapshot) -> MaskSnapshot:
-    """Copies the mask's inference-mode tensors that a user can reach, since they have no version counter."""
-    reachable = mask.tensors if mask.storage.form == "lists" else mask.mod.tensors
-    if not any(tensor.is_inference() for tensor in reachable):
-        return mask
-    count = len(mask.tensors) - len(reachable)
-    copies = [tensor.clone() if tensor.is_inference() else tensor for tensor in reachable]
+    """Copies the mask's writable tensors of inference mode, since they have no version counter."""
+    count = len(mask.tensors) - len(mask.writable)
+    copies = [tensor.clone() if tensor.is_inference() else tensor for tensor in mask.writable]
     return mask.with_tensors((*mask.tensors[:count], *copies))
 
 
