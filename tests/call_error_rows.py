@@ -1072,8 +1072,8 @@ DERIVATIVES: list[Row] = [
         lambda: torch.func.vmap(call)(x(3, 2, 4, 32, 16)),
         "torch.vmap maps over query; flex_attention has no batching rule. (jacrev and is_grads_batched are "
         "vmap too.)\n"
-        "  Instead: put the mapped dimension into the batch, dimension 0 of query, key and value, or pass "
-        'kernel_options={"BACKEND": "REFERENCE"}.',
+        "  Instead: put the mapped dimension into the batch, dimension 0 of query, key and value, or, unless "
+        'a mask_mod captures it, pass kernel_options={"BACKEND": "REFERENCE"}.',
     ),
 ]
 

@@ -284,7 +284,7 @@ class JitTraceError(FlexmodError, NotImplementedError):
 
 class VmapError(FlexmodError, NotImplementedError):
     what = "torch.vmap maps over {name}; flex_attention has no batching rule. (jacrev and is_grads_batched are vmap too.)"
-    instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or pass kernel_options={{"BACKEND": "REFERENCE"}}.'
+    instead = 'put the mapped dimension into the batch, dimension 0 of query, key and value, or, unless a mask_mod captures it, pass kernel_options={{"BACKEND": "REFERENCE"}}.'
 
 
 class TransformersArgumentError(FlexmodError, NotImplementedError):

@@ -195,7 +195,8 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
         min(n - 1, n / 2 + floor(log(d / (n / 2)) / log(max_distance / (n / 2)) * n / 2))  elsewhere
 
     With `bidirectional`, as in an encoder, half of the buckets are for keys before the query and half for
-    keys after it. T5 does not scale its scores: pass scale=1.0.
+    keys after it. T5 does not scale its scores: pass scale=1.0. Make the mod again after `table` moves to
+    another device, as in module.to(device): its buckets stay.
 
     Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
     shift the queries: lambda s, b, h, q, k: t5_mod(s, b, h, q + N - M, k).
