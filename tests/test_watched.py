@@ -333,9 +333,9 @@ def test_a_mask_of_a_number() -> None:
 @torch.no_grad()
 def test_tiles_are_found_again_only_where_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    find = BlockMask.find_tiles
+    find = BlockMask._find_tiles
     monkeypatch.setattr(
-        BlockMask, "find_tiles", staticmethod(lambda *given: counted.append(1) or find(*given))
+        BlockMask, "_find_tiles", staticmethod(lambda *given: counted.append(1) or find(*given))
     )
     with torch.inference_mode():
         uncounted = documents(2)

@@ -95,7 +95,7 @@ def create_block_mask(
     with outside_transforms():
         if without_values or tensor_kinds.recorded_by_torch():
             return in_graph.outside(mask_mod, traced, layout)
-        return BlockMask.of_storage(find_tiles(traced, layout), sizes[2:], block, mask_mod, traced)
+        return BlockMask._of_storage(find_tiles(traced, layout), sizes[2:], block, mask_mod, traced)
 
 
 def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
@@ -136,7 +136,7 @@ def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
         return find_tiles(traced, MaskLayout(sizes, mask.BLOCK_SIZE, mask.device, mask.storage.separate))
 
 
-BlockMask.find_tiles = staticmethod(_find_again)
+BlockMask._find_tiles = staticmethod(_find_again)
 
 
 @outside_of_graphs

@@ -177,7 +177,7 @@ def _same_for_each_entry(first: MaskData, second: MaskData) -> bool:
     """Do both masks keep the same elements in every batch entry?"""
     one, other = first._traced, second._traced
     same = one.graph.key == other.graph.key and all(map(is_, one.tensors, other.tensors))
-    return same and "b" not in one.graph.reads and first.classified and second.classified
+    return same and "b" not in one.graph.reads and first._is_classified and second._is_classified
 
 
 def complement(mask: AnyMask) -> AnyMask:
@@ -186,7 +186,7 @@ def complement(mask: AnyMask) -> AnyMask:
     was = mask.table()
     table = FULL - was
     # a partial tile stays partial if its mask_mod made it so, and not its padding
-    if not (mask.classified and mask.storage.separate):
+    if not (mask._is_classified and mask.storage.separate):
         table[was == PARTIAL] = OPEN
     _reopen_ragged(table, mask.seq_lengths, mask.BLOCK_SIZE)
     mask_mod = _at(mask, Complement(_elements(mask)))
@@ -196,21 +196,21 @@ def complement(mask: AnyMask) -> AnyMask:
 def resized(mask: AnyMask, lengths: Lengths) -> AnyMask:
     """The mask of the same mask_mod for other lengths, which may be larger. Raises BlockMaskResizeError."""
     grows = any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True))
-    if not mask.classified and grows:
+    if not mask._is_classified and grows:
         raise BlockMaskResizeError(
             mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1]
         )
     rows, columns = (tile_count(n, size) for n, size in zip(lengths, mask.BLOCK_SIZE, strict=True))
     was = mask.table()
-    if mask.classified:
+    if mask._is_classified:
         # positions past the old end may be kept, also in an empty tile
         _reopen_ragged(was, mask.seq_lengths, mask.BLOCK_SIZE, (EMPTY, PARTIAL))
     table = was.new_full((*was.shape[:-2], rows, columns), OPEN)
     kept = was[..., :rows, :columns]
     table[..., : kept.shape[-2], : kept.shape[-1]] = kept
-    if mask.classified:
+    if mask._is_classified:
         _reopen_ragged(table, lengths, mask.BLOCK_SIZE)
-    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask.classified)
+    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask._is_classified)
 
 
 def _finished(
@@ -241,7 +241,7 @@ def _finished(
     storage = TileStorage.of_table(
         table if padded else inside, batch, separate, any(m.storage.by_column for m in alike)
     )
-    made = type(mask).of_storage(storage, lengths, mask.BLOCK_SIZE, mask_mod, traced, padded)
+    made = type(mask)._of_storage(storage, lengths, mask.BLOCK_SIZE, mask_mod, traced, padded)
     made._classified = classified
     return made
 
@@ -262,14 +262,14 @@ def _reopen_ragged(
 
 def _elements(mask: MaskData) -> MaskMod:
     """A mask_mod, of positions, that equals the mask at every element."""
-    if mask.classified:
-        return of_positions(mask.as_made())
+    if mask._is_classified:
+        return of_positions(mask._as_made())
     if mask.positions is not None:
         raise BlockMaskCombineError(
             problem=f"the lists of one were written to, and it has {mask.positions}",
             advice="build it of its mask_mod, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, q_offset=...)",
         )
-    return Listed(mask.as_made(), mask.table(), mask.BLOCK_SIZE, mask.seq_lengths)
+    return Listed(mask._as_made(), mask.table(), mask.BLOCK_SIZE, mask.seq_lengths)
 
 
 def _at(mask: MaskData, mask_mod: MaskMod) -> MaskMod:
@@ -329,7 +329,7 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     found = _positions_of(mask, b, block_positions(q, size, mask.device))
     moves = {"b": positions(b, shape[0], mask.device), "h": positions(h, shape[1], mask.device)}
     needed = {name: move if name in mask._traced.graph.reads else KEPT for name, move in moves.items()}
-    mask_mod = of_positions(mask.as_made())
+    mask_mod = of_positions(mask._as_made())
     if any(move != KEPT for move in needed.values()):
         mask_mod = Rebased(mask_mod, **needed)
     mask_mod = mask_mod if found is None else found.mask(mask_mod)
@@ -337,7 +337,7 @@ def sliced(mask: AnyMask, index: Any) -> AnyMask:
     chosen = [range(1) if n == 1 else numbers for n, numbers in zip(table.shape, (b, h), strict=False)]
     part = selection.take(table, (*chosen, q))
     lengths = query, mask.seq_lengths[1]
-    return _finished(mask, part, (len(b), len(h)), lengths, mask_mod, classified=mask.classified)
+    return _finished(mask, part, (len(b), len(h)), lengths, mask_mod, classified=mask._is_classified)
 
 
 def _positions_of(mask: MaskData, b: Sequence[int], rows: IndexMap) -> Positions | None:
@@ -356,4 +356,4 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
         raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
     rows, columns = map(tile_count, lengths, mask.BLOCK_SIZE)
     table = mask.table()[..., :rows, :columns]
-    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask.classified)
+    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask._is_classified)

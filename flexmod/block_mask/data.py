@@ -65,7 +65,7 @@ class MaskData:
     full_q_num_blocks = ListPart()
     full_q_indices = ListPart()
     # (mask, its traced mask_mod) -> its tiles, as `storage`; the builder registers itself here
-    find_tiles: ClassVar[Callable[..., Any]]
+    _find_tiles: ClassVar[Callable[..., Any]]
     _storage: TileStorage
     _seq_lengths: tuple[int, int]
     _block_size: tuple[int, int]
@@ -87,7 +87,7 @@ class MaskData:
     _in_graphs: tuple[Any, ...] = ()
 
     @classmethod
-    def of_storage(
+    def _of_storage(
         cls: type[AnyMask],
         storage: TileStorage,
         seq_lengths: tuple[int, int],
@@ -168,7 +168,7 @@ class MaskData:
         self._described = tuple([(tensor, tensor_key(tensor)) for tensor in traced.described])
         self._on_gpu = self.device.type == "cuda"
 
-    def as_made(self) -> MaskMod:
+    def _as_made(self) -> MaskMod:
         """The mask_mod that decided the tiles.
 
         A function may decide otherwise now, since a number or a tensor in its closure is another one. Then it
@@ -186,7 +186,7 @@ class MaskData:
         return replay(made, mod_name(self._mask_mod))
 
     @property
-    def classified(self) -> bool:
+    def _is_classified(self) -> bool:
         """Did mask_mod decide the tiles, and not a user's own lists?"""
         return self._classified and self.storage.form == "runs"
 
@@ -258,7 +258,7 @@ class MaskData:
         return self.storage.device
 
     @property
-    def has_no_values(self) -> bool:
+    def _has_no_values(self) -> bool:
         """Are the tiles meta or fake tensors?"""
         return any(map(has_no_values, self.storage.tensors()))
 
@@ -303,14 +303,14 @@ class MaskData:
             return False
         described = any(tensor_key(tensor) != kind for tensor, kind in self._described)
         changed = described or (watched is not None and not watched.unchanged())
-        if not changed or not self.classified or self.numel() == 0:
+        if not changed or not self._is_classified or self.numel() == 0:
             return False
         same = watched is None or watched.same_kinds()
         again = described or self._traced.read or not same
         traced = trace_mask(self.mask_mod, self.device) if again else self._traced
         # before the search for tiles, so that a write during it counts
         watched, sources = _watched(traced), SourceStates(traced.tensors)
-        storage = self.find_tiles(self, traced)
+        storage = self._find_tiles(self, traced)
         if again:
             self._know(traced)
         storage.computed_from(sources)
@@ -341,7 +341,7 @@ class MaskData:
         """The state to pickle: a function is replaced by its graph and its captures."""
         state, traced, mask_mod = self._state(), leaves(self._traced), self._mask_mod
         if isinstance(mask_mod, Derived):
-            mask_mod = self.as_made()
+            mask_mod = self._as_made()
         else:
             replayed = replay(traced, mod_name(mask_mod))
             mask_mod = Mask(replayed) if isinstance(mask_mod, Mask) else replayed
@@ -379,7 +379,7 @@ def positions_in(block_mask: Any) -> Positions | None:
 def fresh(mask: AnyMask) -> AnyMask:
     """The mask, with tiles for the present values of its captures. Raises FakeTensorError if it has none."""
     mask.refresh()
-    if mask.has_no_values:
+    if mask._has_no_values:
         raise FakeTensorError(
             problem="block_mask has shapes without values, and its tiles are asked for",
             advice="build it on a device, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "

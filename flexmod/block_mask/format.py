@@ -192,7 +192,7 @@ class BlockMask(MaskData):
         table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
         mod = noop_mask if mask_mod is None else mask_mod
         storage = TileStorage.of_table(table, tuple(table.shape[:2]), separate=mask_mod is None)
-        made = cls.of_storage(storage, lengths, block, mod, trace_mask(mod, table.device))
+        made = cls._of_storage(storage, lengths, block, mod, trace_mask(mod, table.device))
         made._classified = False
         return made
 
@@ -329,9 +329,9 @@ class BlockMask(MaskData):
             self.refresh()
         else:  # values move
             fresh(self)
-        mask_mod = moved(self.as_made(), device) if isinstance(self.mask_mod, Derived) else self.mask_mod
+        mask_mod = moved(self._as_made(), device) if isinstance(self.mask_mod, Derived) else self.mask_mod
         traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, device)
-        new = self.of_storage(
+        new = self._of_storage(
             self.storage.to(device),
             self.seq_lengths,
             self.BLOCK_SIZE,
@@ -372,7 +372,7 @@ class BlockMask(MaskData):
 
     def _repr_svg_(self) -> str | None:
         """Notebooks show the mask's picture, if it has tiles."""
-        return None if self.has_no_values else self.to_svg()
+        return None if self._has_no_values else self.to_svg()
 
     def plot(self, target: Any = None, b: int = 0, h: int = 0) -> Any:
         """Draws one batch and head with matplotlib into `target`: a file's name, axes, or None for a new
@@ -403,7 +403,7 @@ class BlockMask(MaskData):
     @outside_of_graphs
     def __str__(self) -> str:
         """The mask as text, and its facts in a line."""
-        if self.has_no_values:
+        if self._has_no_values:
             return repr(self)
         mask = fresh(self)
         head = f"BlockMask(shape={mask.shape}, sparsity={mask.sparsity():.2f}%, "
@@ -411,7 +411,7 @@ class BlockMask(MaskData):
         return f"{head}\n{self.to_string().strip()}\n{mask.facts(COUNTED)}\n)"
 
     def __repr__(self) -> str:
-        if self.has_no_values:
+        if self._has_no_values:
             return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, without values)"
         mask = fresh(self)
         shapes = [(name, None if part is None else part.shape) for name, part in mask._parts(LISTS).items()]

@@ -140,7 +140,7 @@ def _make_plain(mask: GraphMask) -> None:
     storage = present_tiles(storage, traced, parts.layout.sizes[2:], parts.layout.block, outside=False)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
-    made = BlockMask.of_storage(storage, parts.layout.sizes[2:], parts.layout.block, mask_mod, traced)
+    made = BlockMask._of_storage(storage, parts.layout.sizes[2:], parts.layout.block, mask_mod, traced)
     mask.__class__ = BlockMask  # type: ignore[assignment]
     mask.__dict__ = made.__dict__
 
@@ -163,7 +163,7 @@ def outside(mask_mod: MaskMod, traced: Traced, layout: MaskLayout) -> BlockMask:
     with tensor_kinds.naming_mixed(traced.named()):
         tiles = _tiles_of(of_graph(traced), layout)
     storage = storage_of(tiles, traced.graph, layout)
-    return BlockMask.of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
+    return BlockMask._of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
 
 
 def _tiles_of(mod: Recorded, layout: MaskLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,7 +302,7 @@ def masked(
 
     Raises the errors of `BlockMask.look`.
     """
-    mask = BlockMask.of_storage(storage, lengths, block, noop_mask, traced, padded)
+    mask = BlockMask._of_storage(storage, lengths, block, noop_mask, traced, padded)
     lists = mask.storage.written()
     if lists:
         now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))

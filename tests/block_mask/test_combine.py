@@ -121,11 +121,11 @@ def test_lists_count_more_than_the_mask_mod_beside_them():
 
 def test_a_mask_mod_that_was_assigned_makes_lists_of_tiles():
     mask = create_block_mask(masks.causal(), 1, 1, 60, 70, "cpu", (20, 24))
-    assert mask.classified
+    assert mask._is_classified
     mask.mask_mod = masks.sliding_window(3)
-    assert not mask.classified
+    assert not mask._is_classified
     assert torch.equal(kept(~mask), ~kept(mask))
-    assert not mask[:, :, 1:].classified
+    assert not mask[:, :, 1:]._is_classified
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_resize(name, sizes):
     found = built(name).resize(*sizes)
     same(found, expected)
     assert found.mask_mod is mask_mod
-    assert found.classified
+    assert found._is_classified
 
 
 def test_a_mask_grows_by_a_position_at_a_time(monkeypatch):
