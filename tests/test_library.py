@@ -604,7 +604,7 @@ def test_a_mask_made_inside_is_the_mask() -> None:
     for mask_mod in (WINDOW, lambda b, h, q_idx, kv_idx: (q_idx + 3 * h >= kv_idx) | (b == 1)):
         layout = MaskLayout((2, 3, 70, 50), (16, 16), CPU, True)
         made = in_graph.create(mask_mod, layout)
-        held = in_graph.storage_of(made.parts.tiles, trace(mask_mod, "mask").graph, layout)
+        held = in_graph.storage_of(made.tiles, trace(mask_mod, "mask").graph, layout)
         wanted = create_block_mask(mask_mod, 2, 3, 70, 50, "cpu", BLOCK_SIZE=16)
         assert torch.equal(held.table(4), wanted.table())
 

@@ -9,7 +9,6 @@ On a GPU, torch finds the tiles of the first mask of a mask_mod, while its kerne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -96,27 +95,19 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 MOST_RUNS = 1 << 24
 
 
-@dataclass
-class GraphParts:
-    """What a graph knows of a mask: `tiles` are rows and spans, by row and by column, see `tiles.py`.
-
-    `tiled` is the recorded mask_mod of the tiles, `mod` the same without the mask's offsets.
-    """
-
-    tiles: list[Tensor]
-    tiled: Recorded
-    mod: Recorded
-    layout: MaskLayout
-
-
 class GraphMask(BlockMask):
     """The result of create_block_mask inside a graph. Its first use outside makes it a plain BlockMask.
 
     flex_attention takes its parts inside a graph; everything else needs attributes that a BlockMask has.
+    `tiles` are rows and spans, by row and by column, see `tiles.py`. `tiled` is the recorded mask_mod of the
+    tiles, `mod` the same without the mask's offsets.
     """
 
-    def __init__(self, parts: GraphParts, positions: Positions | None) -> None:
-        self.parts = parts
+    def __init__(
+        self, tiles: list[Tensor], tiled: Recorded, mod: Recorded, layout: MaskLayout,
+        positions: Positions | None,
+    ) -> None:  # fmt: skip
+        self.tiles, self.tiled, self.mod, self.layout = tiles, tiled, mod, layout
         self.positions = positions
 
     def __getattr__(self, name: str) -> Any:
@@ -133,14 +124,14 @@ class GraphMask(BlockMask):
 @outside_of_graphs
 def _make_plain(mask: GraphMask) -> None:
     """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
-    parts, positions = mask.parts, mask.positions
-    device = parts.tiles[0].device
-    traced, own = (mod.traced(device)[0] for mod in (parts.tiled, parts.mod))
-    storage = storage_of(parts.tiles, traced.graph, parts.layout)
-    storage = present_tiles(storage, traced, parts.layout.sizes[2:], parts.layout.block, outside=False)
+    layout, positions = mask.layout, mask.positions
+    device = mask.tiles[0].device
+    traced, own = (mod.traced(device)[0] for mod in (mask.tiled, mask.mod))
+    storage = storage_of(mask.tiles, traced.graph, layout)
+    storage = present_tiles(storage, traced, layout.sizes[2:], layout.block, outside=False)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
-    made = BlockMask._of_storage(storage, parts.layout.sizes[2:], parts.layout.block, mask_mod, traced)
+    made = BlockMask._of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
     mask.__class__ = BlockMask  # type: ignore[assignment]
     mask.__dict__ = made.__dict__
 
@@ -153,7 +144,7 @@ def create(mask_mod: MaskMod, layout: MaskLayout, positions: Positions | None = 
         tiled = record(positions.mask(mask_mod), "mask", device)
     for tensor in tiled.captured:
         _check_device("a tensor, captured by mask_mod", tensor, device)
-    return GraphMask(GraphParts(list(_tiles_of(tiled, layout)), tiled, mod, layout), positions)
+    return GraphMask(list(_tiles_of(tiled, layout)), tiled, mod, layout, positions)
 
 
 def outside(mask_mod: MaskMod, traced: Traced, layout: MaskLayout) -> BlockMask:

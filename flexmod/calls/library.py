@@ -136,9 +136,9 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
     if mask is None:
         return Parts("none", (), (True, False, False), no_mod(), [], [])
     if isinstance(mask, GraphMask):
-        of, (sizes, block, _, separate) = mask.parts, mask.parts.layout
+        sizes, block, _, separate = mask.layout
         numbers = [-1, *block, *sizes[2:], *sizes[:2]]
-        return Parts("graph", (), (separate, False, True), of.tiled, of.tiles, numbers)
+        return Parts("graph", (), (separate, False, True), mask.tiled, mask.tiles, numbers)
     if isinstance(mask, BlockMask):
         traced = mask._traced
         if torch.is_grad_enabled() and any(t.requires_grad for t in traced.tensors):
