@@ -98,9 +98,9 @@ MOST_RUNS = 1 << 24
 class GraphMask(BlockMask):
     """The result of create_block_mask inside a graph. Its first use outside makes it a plain BlockMask.
 
-    flex_attention takes its parts inside a graph; everything else needs attributes that a BlockMask has.
-    `tiles` are rows and spans, by row and by column, see `tiles.py`. `tiled` is the recorded mask_mod of the
-    tiles, `mod` the same without the mask's offsets.
+    Inside a graph, flex_attention takes its parts. Everything else needs attributes that a BlockMask has.
+    The lists in `tiles` are rows and spans, by row and by column, see `tiles.py`. The mask_mod that made
+    them is recorded in `tiled`, and without the mask's offsets in `mod`.
     """
 
     def __init__(
