@@ -75,7 +75,7 @@ def test_a_copy_has_the_name(kind: str, name: str, way: str) -> None:
         assert copied.mask_mod.__name__ == original.mask_mod.__name__
         assert (copied.shape, copied.BLOCK_SIZE) == (original.shape, original.BLOCK_SIZE)
         assert copied.graph_number == original.graph_number
-        for flag in ("classified", "full_tiles_padded"):
+        for flag in ("_is_classified", "full_tiles_padded"):
             assert getattr(copied, flag) == getattr(original, flag)
         assert torch.equal(copied.table(), original.table())
         assert str(copied) == str(original)
