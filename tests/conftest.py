@@ -45,7 +45,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` chooses: which cases are long. Those that are skipped cover nothing."""
+    """Before `-m` chooses: which cases are long. Skipped cases cover nothing."""
     run = []
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

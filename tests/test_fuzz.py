@@ -70,7 +70,7 @@ def test_a_few_of_each_kind() -> None:
     ("backend", "examples"), [("cpu", 30), pytest.param("interpret", 4, marks=pytest.mark.long)]
 )
 def test_what_hypothesis_draws(backend: str, examples: int) -> None:
-    """It looks for small and odd programs, and makes those that fail smaller."""
+    """It looks for small and odd programs, and makes failing ones smaller."""
 
     every = list(hypothesis.HealthCheck)
 
@@ -229,7 +229,7 @@ WRONG: dict[str, tuple[Case, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_results_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of a call that is wrong, judged as those of the right one."""
+    """The results of a wrong call, judged as if it were the right call."""
     case, wrong, shows = WRONG[name]
     other = replace(case, **wrong)
     run_of_it = session.run

@@ -87,7 +87,7 @@ def test_lines_and_files_stay_in_comments(file: str, comment: str, made: Callabl
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_names_of_functions_stay_in_comments(end: str, made: Callable[..., Any]) -> None:
     mod = made("def mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n", "<nowhere>", {})
-    del linecache.cache["<nowhere>"]  # so that its name is all there is to quote
+    del linecache.cache["<nowhere>"]  # so that only its name can be quoted
     mod.__name__ = mod.__qualname__ = f'mod{end}{MARK}{end}"""'
     assert_harmless(standalone(None, mod, tiles=SMALL))
     assert MARK not in explain(None, mod).source

@@ -145,7 +145,7 @@ def test_a_call_that_is_new_to_a_graph() -> None:
     flex_attention(*tensors, twice)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(3):  # anew, then by its plan
+        for _ in range(3):  # prepared, then by its plan
             out = flex_attention(*tensors, twice, scale=0.25)
     graph.replay()
     assert near(out, flex_attention(*tensors, twice, scale=0.25, kernel_options=REFERENCE))
@@ -168,7 +168,7 @@ def test_the_current_stream_is_taken() -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_a_handle_shows_is_what_ran(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules are those of the launches, foreseen too; its PTX is that of the chip."""
+    """It shows the modules that ran, also before they run, and PTX for the chip."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())  # so that the cap is no argument
     attend = flexmod.compile(
         mods.softcap(15.0), masks.causal(), kernel_options={"TEMPLATE": template},
