@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from flexmod.codegen.kernels import Made
-from flexmod.codegen.spec import Chosen, Verdict, choose, option
+from flexmod.codegen.spec import Chosen, Limits, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits
 from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
@@ -47,8 +47,8 @@ def choose_tile(
     `arguments` returns the arguments of each launch with a rung. The first call compiles the ladder's rungs
     in order, without running them. It skips a rung that the device refuses, whose registers spill much, or
     that the compilers made wrong. It caches the result, also if no rung works. Other strides make another
-    variant of the kernel, which may need more resources, so the next call tries the ladder again. An error of
-    the machine (`is_of_machine`) is raised, and the next call tries the ladder again too.
+    variant of the kernel, which may need more resources, so the next call tries the ladder again. It does so
+    too after an error of the machine, which is raised.
 
     Raises:
         NoRung: no rung works, and another family's kernels can run.
@@ -60,11 +60,8 @@ def choose_tile(
     def judge(rung: Any) -> Verdict:
         try:
             return worst([verdict(kernels, kernel, device, given) for given in arguments(rung)])
-        # the compiler or the loader may fail in any way on one rung; the next one may work
         except Exception as error:
-            if not kernels.limits.gives_way or is_of_machine(error):
-                raise
-            return Verdict(refusal=error)
+            return refused(error, kernels.limits)
 
     known = kernels.tiles.get((kernel, device))
     if known is None or not isinstance(known, str) and judge(known).refusal is not None:
@@ -76,10 +73,17 @@ def choose_tile(
     return known
 
 
-def is_of_machine(error: Exception) -> bool:
-    """Returns whether an error says nothing of a kernel: no memory, a full disk, a device that failed."""
-    kinds = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-    return isinstance(error, kinds) or "out of memory" in str(error)  # Triton's loader has only the text
+def refused(error: Exception, limits: Limits) -> Verdict:
+    """Returns the verdict on a rung whose compiler or loader raised an error of any kind: the next may work.
+
+    Raises the error if no other family's kernels can run. Raises it too if it says nothing of the kernel: no
+    memory, a full disk, a device that failed.
+    """
+    of_machine = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    # Triton's loader has only the text
+    if not limits.gives_way or isinstance(error, of_machine) or "out of memory" in str(error):
+        raise error
+    return Verdict(refusal=error)
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

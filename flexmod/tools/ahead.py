@@ -49,7 +49,7 @@ from flexmod.errors import (
 from flexmod.errors.commands import WarmFolderError
 from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
-from flexmod.runtime.launch import is_of_machine, refusal_in_words
+from flexmod.runtime.launch import refusal_in_words, refused
 from flexmod.runtime.offline import Report
 from flexmod.runtime.private_triton import cache_folder, keeps_elsewhere
 from flexmod.runtime.side_by_side import in_threads
@@ -174,11 +174,8 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
     def judge(rung: Any) -> Verdict:
         try:
             report = reports[rung] = compiled(call, kernels, name, target, {name: rung})
-        # the compiler may fail in any way on one shape and compile the next
         except Exception as error:
-            if not source.limits.gives_way or is_of_machine(error):
-                raise
-            return Verdict(refusal=error)
+            return refused(error, source.limits)
         refusal = compiler_bugs.wrong(source, report.asm) if report.fits else NoTileFits
         return Verdict(report.local // 4, report.losses if source.limits.by_code else (), refusal)
 

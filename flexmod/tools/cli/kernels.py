@@ -74,9 +74,9 @@ def source(
     """The module of kernels, forward and backward, as it runs; or a file of its own."""
     setting, mods = options.chosen(mask, score, **sizes)
     of_kernels: dict[str, Any] = {"head_dim": setting.dim, "dtype": setting.dtype}
-    if standalone and template != PORTABLE:
-        raise click.UsageError(f"--standalone writes the {PORTABLE} kernels; leave --template out.")
     if standalone:
+        if template != PORTABLE:
+            raise click.UsageError(f"--standalone writes the {PORTABLE} kernels; leave --template out.")
         text = standalone_text(mods.score, mods.mask, **of_kernels, target=target)
     else:
         explanation = explain_mods(mods.score, mods.mask, **of_kernels)

@@ -78,9 +78,7 @@ def _parsed(context: click.Context, parameter: click.Parameter, value: str | Non
     return DTYPES[value] if value else None
 
 
-_dim = click.option(
-    "--dim", "--head-dim", "dim", type=click.IntRange(1, WIDEST), help="Head dimension."
-)
+_dim = click.option("--dim", "--head-dim", "dim", type=click.IntRange(1, WIDEST), help="Head dimension.")
 
 
 def variant(command: Command) -> Command:
