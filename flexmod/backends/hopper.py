@@ -149,6 +149,7 @@ def forward(
         "COUNTER": COUNTER,
         **_blocks(writer, kernels, call, shape),
         **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, exponent=True),
+        **_pair_tiles(kernels, call, shape),
         **value_scale_arguments(call.value_scale),
         **sizes(call),
         "B": batch,
@@ -170,6 +171,16 @@ def _values(writer: PlanWriter, kernels: HopperKernels, v: Place, block_n: int) 
     arguments |= {"DV": dim, "DV_TILE": spec.value_tile}
     writer.launch(kernels, "values", grid(batch, heads, keys, 128), arguments)
     return tiles(by_keys, spec.value_tile, block_n)
+
+
+def _pair_tiles(kernels: HopperKernels, call: Operands, shape: Any) -> Arguments:
+    """Describes the captured tensor of which a consumer reads a tile in each step."""
+    of_tile = kernels.score.pair_tile if kernels.score else None
+    if of_tile is None:
+        return {}
+    captured = call.score_captured.tensors[of_tile.index]
+    block = (*[1] * len(of_tile.at), 64, shape.block_n)
+    return {of_tile.name: Descriptor(captured, captured.shape, captured.strides, block)}
 
 
 def _blocks(writer: PlanWriter, kernels: HopperKernels, call: Operands, shape: Any) -> Arguments:

@@ -78,9 +78,11 @@ class Lowered:
     def text(self) -> ModText | None:
         return _staged("write", lambda graph: _written(graph, self.checked), self.score)
 
-    def exponent_text(self, positive_scale: bool, coarse: bool = False) -> ModText | None:
+    def exponent_text(
+        self, positive_scale: bool, coarse: bool = False, pair_tile: int | None = None
+    ) -> ModText | None:
         def written(score: Graph) -> ModText:
-            return write_exponent(as_ranges(score), self.checked, positive_scale, coarse)
+            return write_exponent(as_ranges(score), self.checked, positive_scale, coarse, pair_tile)
 
         return _staged("write", written, self.score)
 
@@ -321,7 +323,7 @@ def kernels_for(
     grad_text = score.grad_text if score and spec.backward else None
     exponent = None
     if score and not spec.backward:
-        exponent = score.exponent_text(spec.positive_scale, coarse=spec.v_dtype in FLOAT8)
+        exponent = score.exponent_text(spec.positive_scale, spec.v_dtype in FLOAT8, spec.pair_tile)
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)

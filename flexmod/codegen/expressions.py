@@ -177,6 +177,15 @@ def expensive(node: Node) -> bool:
     return not isinstance(divisor, int) or divisor.bit_count() != 1
 
 
+def reads_pair(node: Node) -> bool:
+    """Does it load one element for each pair of positions, at [.., q_idx, kv_idx] of one head?"""
+    if node.op != "load" or len(node.args) < 2:
+        return False
+    *outer, row, column = node.args
+    of_head = (a.value in ("b", "h") or type(a.value) is int and a.is_const and a.value >= 0 for a in outer)
+    return (row.value, column.value) == ("q_idx", "kv_idx") and all(of_head)
+
+
 def divides(node: Node) -> bool:
     """Is it a quotient or a remainder of integers?"""
     return node.op in OPS and OPS[node.op].cost == "division" and not strong(node.dtype).is_floating_point

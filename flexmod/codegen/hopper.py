@@ -187,11 +187,15 @@ def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | Non
         return _float8_ladder(widest)
     narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
     shapes = [narrow]
-    if widest <= 128:
+    # a captured tensor's tile in float32 takes memory from others
+    pair = score.pair_tile if score else None
+    large = pair is not None and pair.dtype is torch.float32
+    if widest <= (64 if large else 128):
         shapes = [wide, narrow]
         # each number by column takes as many registers of a thread as a row of its scores
         values = sum(mod.held_by_column for mod in (score, mask) if mod)
-        if widest <= 64 and spec.mask_block is None and (not values or (score and score.linear_column)):
+        few = not values or (score and score.linear_column)
+        if widest <= 64 and spec.mask_block is None and few and not large:
             shapes.insert(0, ForwardShape(3, 128))
         # smaller tiles leave registers for work on each element
         busy = widest > 64 and score is not None and "element" in score.expensive

@@ -57,7 +57,7 @@ from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
 from flexmod.runtime.plan import Extent, Place, PlanWriter
 
-Kind = Literal["pointer", "size", "stride", "number", "double", "found"]
+Kind = Literal["pointer", "tile", "size", "stride", "number", "double", "found"]
 
 # A "found" parameter starts with this many numbers, M and N, before one for each check.
 FOUND_HEAD = 2
@@ -82,7 +82,9 @@ class Parameter:
 
     `index` counts captured tensors, or for kind "number" the promoted constants. For a size or a stride (in
     elements), `dim` is the dimension. A "double" has a double's bits as an int64, since a launch takes floats
-    as float32. Checks write to a parameter of kind "found", see `codegen/kernels.py`.
+    as float32. Checks write to a parameter of kind "found", see `codegen/kernels.py`. A "tile" is of a
+    tensor of this `dtype`, read at [*at, q_idx, kv_idx]: the kernel gets the tensor's descriptor, and the mod
+    gets a tile.
     """
 
     name: str
@@ -90,6 +92,8 @@ class Parameter:
     index: int
     dim: int = 0
     comment: str = ""
+    at: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
 
     @property
     def is_number(self) -> bool:
@@ -155,6 +159,11 @@ class ModText:
     linear_column: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
     checks: tuple[Check, ...] = ()
+
+    @property
+    def pair_tile(self) -> Parameter | None:
+        """The parameter for a tile of a captured tensor."""
+        return next((p for p in self.parameters if p.kind == "tile"), None)
 
     @property
     def small(self) -> bool:

@@ -46,6 +46,8 @@ class KernelSpec:
         shared_kv           several query heads, or the whole batch, read one head of keys
         out_dtype           the output's dtype; None for the queries'
         value_scale         a scale, for the whole tensor or by head, multiplies the values
+        pair_tile           the number of a score_mod's capture whose tiles kernels may copy, see
+                            `variant.pair_tile`
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -64,6 +66,7 @@ class KernelSpec:
     backward: bool = False
     out_dtype: torch.dtype | None = None
     value_scale: bool = False
+    pair_tile: int | None = None
 
     @property
     def exact(self) -> bool:

@@ -128,19 +128,29 @@ def _is_finite(node: Node) -> bool:
 
 
 def write_exponent(
-    graph: Graph, checked: bool = False, positive_scale: bool = False, coarse: bool = False
+    graph: Graph,
+    checked: bool = False,
+    positive_scale: bool = False,
+    coarse: bool = False,
+    pair_tile: int | None = None,
 ) -> ModText:
-    """Writes the exponent of an optimized score graph, see `exponents.exponent`."""
+    """Writes the exponent of an optimized score graph, see `exponents.exponent`.
+
+    `pair_tile`: the number of a capture whose tile is an argument, see `TritonWriter`.
+    """
+    pair_tile = None if checked else pair_tile
     # a checked kernel has one text only
     found = exponent(graph, choose=not checked, positive_scale=positive_scale, coarse=coarse)
-    writer = _ExponentWriter(found.graph, found.parts, checked)
+    writer = _ExponentWriter(found.graph, found.parts, checked, pair_tile)
     text = writer.write()
     of_program = [writer.of_program(node) for node in found.graph.results[found.parts :]]
     unit = of_program.pop() if found.has_unit else ""
     steep = " | ".join(f"(gl.abs({name}) > {STEEP})" for name in of_program)
     if found.steep:
         steep = "True"
-    as_written = _WrappingWriter(graph, taken=writer.hoisted.values()).write() if of_program else None
+    as_written = None
+    if of_program:
+        as_written = _WrappingWriter(graph, taken=writer.hoisted.values(), pair_tile=pair_tile).write()
     parameters = (*writer.parameters.values(), *(as_written.parameters if as_written else ()))
     return replace(
         text,
@@ -173,8 +183,8 @@ class _WrappingWriter(TritonWriter):
 
 
 class _ExponentWriter(_WrappingWriter):
-    def __init__(self, graph: Graph, parts: int, checked: bool) -> None:
-        super().__init__(graph, "score_exponent", checked=checked)
+    def __init__(self, graph: Graph, parts: int, checked: bool, pair_tile: int | None) -> None:
+        super().__init__(graph, "score_exponent", checked=checked, pair_tile=pair_tile)
         self.owner = "score_mod"
         self.parts = parts
 

@@ -32,6 +32,7 @@ from flexmod.codegen.expressions import (
     fresh,
     group,
     products_that_decide,
+    reads_pair,
     register_dtype,
     rounded,
     triton_literal,
@@ -55,6 +56,8 @@ DEEPEST = 100
 Guard = tuple[bool, str]
 # further inputs of an exponent, and their names in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
+# what a kernel calls the positions of a whole tile
+OF_TILES = {"b": "batch", "h": "head"}
 
 
 def write(graph: Graph, checked: bool = False) -> ModText:
@@ -89,11 +92,14 @@ class TritonWriter:
         places: Sequence[str] = POSITIONS,
         checked: bool = False,
         taken: Collection[str] = (),
+        pair_tile: int | None = None,
     ) -> None:
         """`arguments` are the inputs, in order, for graphs of other kinds; `places` are inputs from 0 on.
 
-        `taken` are names that another text of the kernel uses for its hoisted values.
+        `taken` are names that another text of the kernel uses for its hoisted values. `pair_tile` is the
+        number of a capture of which the main function gets a tile, in place of a pointer.
         """
+        self.pair_tile = pair_tile
         self.checked = checked
         self.checks: list[Check] = []
         self.graph = graph
@@ -150,7 +156,9 @@ class TritonWriter:
             call=call,
             parameters=tuple(self.parameters.values()),
             held_by_column=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
-            expensive=frozenset(home_of(n) for n in self.graph.nodes if expensive(n)),
+            expensive=frozenset(
+                home_of(n) for n in self.graph.nodes if expensive(n) and not self._in_tile(n)
+            ),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             keeps_zeros=self.keeps_zeros(),
@@ -297,6 +305,13 @@ class TritonWriter:
         capture = self.captures[number]
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
+        if self._in_tile(node):
+            at = tuple(OF_TILES.get(str(index.value), str(index.value)) for index in node.args[:-2])
+            about += ": a descriptor"
+            of_tensor = Parameter(capture + self.suffix, "tile", number, 0, about, at, spec.dtype)
+            self.parameters["tile", number, 0] = of_tensor
+            text = self.parameter(function, capture, "tile", number)
+            return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
         pointer = self.parameter(function, capture, "pointer", number, comment=about)
         terms = [pointer]
         guards: list[Guard] = []
@@ -318,6 +333,9 @@ class TritonWriter:
                 guard = self.bound_once(function, node, f"{capture}_inside", guard)
             text = f"tl.load({place}, mask={guard}, other=0)"
         return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
+
+    def _in_tile(self, node: Node) -> bool:
+        return node.op == "load" and node.value == self.pair_tile and reads_pair(node)
 
     def index(self, function: Function, node: Node, dim: int) -> tuple[str, list[Guard]]:
         """An index of a load as a name or a number, and the conditions under which it lies inside.
@@ -378,7 +396,7 @@ class TritonWriter:
         """The name of a kernel parameter inside the functions."""
         known = self.parameters.get((kind, index, dim))
         if known is None:
-            name = name if kind == "pointer" else fresh(name, self.taken)
+            name = name if kind in ("pointer", "tile") else fresh(name, self.taken)
             known = Parameter(name + self.suffix, kind, index, dim, comment)  # type: ignore[arg-type]
             self.parameters[kind, index, dim] = known
         name = known.name.removesuffix(self.suffix)

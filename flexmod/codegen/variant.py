@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
+from flexmod.codegen.expressions import reads_pair
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.prelude import Family
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
-from flexmod.ir.graph import ExpectedSize
+from flexmod.ir.graph import ExpectedSize, Graph
+from flexmod.ir.ops import HALF
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
 
@@ -145,6 +147,7 @@ def of_traces(
     mask = lower(of_mask.graph.with_lines(), extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
     changes = score is not None and score.score is not None
+    spec = replace(spec, pair_tile=pair_tile(spec, traced.graph if traced else None, tensors))
     return Variant(
         spec if mask else replace(spec, mask_block=None),
         score,
@@ -156,3 +159,29 @@ def of_traces(
         traced.graph.expected if traced else (),
         mask_sizes,
     )
+
+
+def pair_tile(spec: KernelSpec, score: Graph | None, tensors: Sequence[torch.Tensor]) -> int | None:
+    """Returns the number of a score_mod's capture whose tiles kernels may copy, or None.
+
+    The score_mod reads such a tensor once, at [.., q_idx, kv_idx]. It is a float tensor of at most five dimensions, whose
+    rows are contiguous and begin at multiples of 16 bytes. A tile of it has room beside keys and values.
+    """
+    loads = [node for node in score.nodes if node.op == "load"] if score else []
+    for node in filter(reads_pair, loads):
+        number: int = node.value  # type: ignore[assignment]
+        once = sum(other.value == number for other in loads) == 1
+        if once and _in_tiles(tensors[number]) and _has_room(spec, tensors[number].dtype):
+            return number
+    return None
+
+
+def _in_tiles(tensor: torch.Tensor) -> bool:
+    *strides, last = tensor.stride()
+    aligned = all(stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in strides)
+    return aligned and last == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 and tensor.dim() <= 5
+
+
+def _has_room(spec: KernelSpec, dtype: torch.dtype) -> bool:
+    widest = max(spec.head_tile, spec.value_tile)
+    return spec.v_dtype in HALF and (dtype in HALF or dtype is torch.float32 and widest <= 128)

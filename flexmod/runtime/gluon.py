@@ -1,11 +1,14 @@
 """Gives Gluon one set of names, so that generated Hopper kernels run with any installed Triton.
 
-Triton 3.9 renamed the TMA unit's copies, and exports the sum into memory that 3.6 has only in its builder.
+Triton 3.9 renamed the TMA unit's copies and the barrier of a group of warps, and exports the sum into memory
+that 3.6 has only in its builder.
 
     load_tile(descriptor, [b, h, row, column], barrier, tile)    memory to shared memory; zeros past an end
     store_tile(descriptor, [b, h, row, column], tile)            shared memory to memory, clipped at the ends
     add_tile(descriptor, [b, h, row, column], tile)              the same, as a sum with what is there
     stores_read()                                                waits until stores have read shared memory
+    tile_read()                                                  waits until all threads have read a tile, and
+                                                                 lets the TMA unit write there
     opaque(number)                                               the int32 or float32, opaque to the compiler
     pack_float8(numbers, dtype)                                  each four neighbors in a row as one int32
     unpack_float8(packed, layout, dtype)                         the float8 numbers, an operand of this layout
@@ -22,7 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from flexmod.runtime.private_triton import add_tile as add_tile
@@ -36,11 +39,18 @@ if hasattr(tma, "async_load"):
 else:
     load_tile = tma.async_copy_global_to_shared
     store_tile = tma.async_copy_shared_to_global
+threads_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
 def stores_read():  # type: ignore[no-untyped-def]
     tma.store_wait(0)
+
+
+@gluon.jit
+def tile_read():  # type: ignore[no-untyped-def]
+    threads_meet()
+    fence_async_shared()
 
 
 @gluon.jit

@@ -30,6 +30,11 @@ class BuiltMask(NamedTuple):
 
 
 
+def writes_to(tensors):
+    """How often each tensor was written to."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def listed(partial, full):
     """Blocks from truth values [batch, heads, rows, columns]."""
     lists = []
@@ -74,6 +79,16 @@ def add_at(grad, sums, along, index, *captured):
     places = index(b[:, None, None], h[:, None], *positions, *captured)
     places = places if isinstance(places, tuple) else (places,)
     grad.index_put_(tuple(place.expand(sums.shape) for place in places), sums, accumulate=True)
+
+
+def compare(names, results, truths, limit):
+    """Prints relative errors; returns whether all are within the limit."""
+    agrees = True
+    for name, result, truth in zip(names, results, truths, strict=True):
+        error = (result.double() - truth).norm() / truth.norm().clamp_min(1e-30)
+        agrees &= bool(error <= limit)
+        print(f"{name:<12} relative error {error:.1e}{'' if error <= limit else '  DIFFERS'}")
+    return agrees
 
 
 def times(call, operands, grad_out):

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import ALIBI, ALIBI_GRAD, CAUSAL, DOCUMENT, SOFTCAP, SOFTCAP_GRAD
+from torch import Tensor
 
 from flexmod import mods
 from flexmod.codegen.compiler import lower
-from flexmod.codegen.hopper import ladder, spec_obstacle, text
+from flexmod.codegen.hopper import hopper_kernels, ladder, spec_obstacle, text
 from flexmod.codegen.kernels import ModText
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_exponent
+from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 
 BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
@@ -35,6 +37,12 @@ def exponent(score_mod: Any) -> ModText:
     lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
     assert lowered.score is not None
     return write_exponent(lowered.score)
+
+
+def exponent_in_tiles(tensor: Tensor) -> ModText:
+    score = lower(trace(at_pair(tensor, "h"), "score").graph, (1, 4, 8, 8), split=False).score
+    assert score is not None
+    return write_exponent(score, pair_tile=0)
 
 
 ALIBI_EXPONENT, SOFTCAP_EXPONENT = exponent(mods.alibi(torch.ones(4))), exponent(mods.softcap(17.5))
@@ -106,6 +114,77 @@ def test_specs_that_are_not_taken(refused: KernelSpec, way: Any, why: str) -> No
     assert spec_obstacle(refused, way) == why
 
 
+# Tiles of captured tensors
+
+
+def at_pair(tensor: Tensor, *outer: Any) -> Callable[..., Any]:
+    """Adds a tensor's elements at a pair of positions; `outer` are numbers, or "b" and "h"."""
+
+    def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        known = {"b": b, "h": h}
+        return score + tensor[(*(known.get(index, index) for index in outer), q_idx, kv_idx)]
+
+    return add
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+SQUARE = zeros(2, 40, 48)
+IN_TILES = {
+    "by head": (at_pair(SQUARE, "h"), True),
+    "one": (at_pair(SQUARE[0]), True),
+    "of a batch entry": (at_pair(SQUARE[None, None], "b", 0, 1), True),
+    "float32": (at_pair(SQUARE.float(), "h"), True),
+    "float16": (at_pair(SQUARE.half(), "h"), True),
+    "cut": (at_pair(SQUARE[:, 1:, :9], "h"), True),
+    "odd rows": (at_pair(zeros(2, 40, 49), "h"), False),
+    "odd start": (at_pair(zeros(2, 40, 56)[..., 1:], "h"), False),
+    "expanded": (at_pair(SQUARE[0].expand(2, 40, 48), "h"), False),
+    "across": (at_pair(SQUARE.mT, "h"), False),
+    "integers": (at_pair(SQUARE.int(), "h"), False),
+    "float64": (at_pair(SQUARE.double(), "h"), False),
+    "from the end": (at_pair(SQUARE, -1), False),
+    "six dimensions": (at_pair(SQUARE[None, None, None], 0, 0, 0, "h"), False),
+    "keys first": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, kv_idx, q_idx], False),
+    "shifted": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, q_idx, kv_idx + 1], False),
+    "of groups": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h // 2, q_idx, kv_idx], False),
+    "by query": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[q_idx, q_idx, kv_idx], False),
+    "twice": (
+        lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, q_idx, kv_idx] + SQUARE[h, kv_idx, q_idx],
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("score_mod", "taken"), IN_TILES.values(), ids=IN_TILES)
+def test_captures_that_come_in_tiles(score_mod: Callable[..., Any], taken: bool) -> None:
+    of_call = variant(score_mod, head_dim=128, dtype=BF16)
+    assert of_call.spec.pair_tile == (0 if taken else None)
+    made: Any = hopper_kernels(of_call.kernels("forward"))
+    assert ("pair_tiles" in made.text) == taken
+
+
+def test_wide_heads_leave_no_room_for_a_tile_in_float32() -> None:
+    rows = (at_pair(SQUARE, "h"), 256, 0), (at_pair(SQUARE.float(), "h"), 256, None)
+    for score_mod, dim, tile in rows:
+        assert variant(score_mod, head_dim=dim, dtype=BF16).spec.pair_tile == tile
+    for dtype in (E4M3, torch.float32):
+        assert variant(rows[0][0], head_dim=128, dtype=dtype).spec.pair_tile is None
+
+
+def test_of_two_such_captures_the_first_comes_in_tiles() -> None:
+    other = SQUARE.clone()
+
+    def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + SQUARE[h, q_idx, kv_idx] * other[h, q_idx, kv_idx]
+
+    source = hopper_kernels(variant(add, dtype=BF16).kernels("forward")).text
+    assert "SQUARE_of_score.block_type" in source
+    assert "tl.load(other + " in source
+
+
 # Shapes
 
 
@@ -138,6 +217,11 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 64, ALIBI_EXPONENT, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
+    half, single = (exponent_in_tiles(zeros(4, 8, 8, dtype=dtype)) for dtype in (BF16, SINGLE))
+    assert first("forward", 128, half) == "128x128 (2 consumers)"
+    assert first("forward", 64, half) == "192x128 (3 consumers)"
+    assert first("forward", 128, single) == "128x64 (2 consumers)"
+    assert first("forward", 64, single) == "128x128 (2 consumers)"
     in_float8 = [
         str(ladder(spec(E4M3, dim, out_dtype=BF16), "forward", None, None)[0]) for dim in (64, 128, 256)
     ]
@@ -165,6 +249,10 @@ def test_the_first_shape_follows_the_mods() -> None:
 
 def test_golden_forward(golden: Callable[[str, str], None]) -> None:
     golden(text(spec(mask_block=(128, 128)), ALIBI_EXPONENT, CAUSAL), "hopper_alibi_forward.txt")
+
+
+def test_golden_forward_with_a_tile_of_a_captured_tensor(golden: Callable[[str, str], None]) -> None:
+    golden(text(spec(pair_tile=0), exponent_in_tiles(SQUARE)), "hopper_pairs_forward.txt")
 
 
 def test_golden_forward_in_float8(golden: Callable[[str, str], None]) -> None:

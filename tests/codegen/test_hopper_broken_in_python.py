@@ -111,9 +111,10 @@ def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     ]
 
 
-@pytest.mark.parametrize("dim", long_but({64}, [64, 256]))
-def test_forward(dim: int) -> None:
+@pytest.mark.parametrize("case", long_but({(64, "")}, [(64, ""), (256, ""), (64, "pairs")]), ids=str)
+def test_forward(case: tuple[int, str]) -> None:
     """Of few steps and many: a ring of many slots, or of few, hides what the other shows."""
-    few = forwards.Case(dims=(dim, dim), lengths=(600, 64), block_n=64, stages=4)
-    many = forwards.Case(dims=(dim, dim), lengths=(300, 190), block_n=64)
+    dim, score = case
+    few = forwards.Case("", score, (dim, dim), lengths=(600, 64), block_n=64, stages=4)
+    many = forwards.Case("", score, (dim, dim), lengths=(300, 190), block_n=64)
     assert endured(forward(many), forward(few)) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import planned
@@ -16,6 +16,7 @@ from flexmod.backends.interface import Forward
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.variant import pair_tile
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
@@ -49,7 +50,20 @@ def near_ones(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where((q_idx >= kv_idx) & (q_idx - kv_idx <= 130), score * 0.5, score + 2.0)
 
 
-SCORES = {"": None, "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2),
+PAIRS = torch.randn(BATCH, HEADS, 600, 504, generator=torch.Generator().manual_seed(1)).bfloat16()
+WIDE_PAIRS = torch.randn(700, 1028, generator=torch.Generator().manual_seed(2))[:, 4:]
+
+
+def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + PAIRS[b, h, q_idx, kv_idx]
+
+
+def capped_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 5.0 * torch.tanh(score * WIDE_PAIRS[q_idx, kv_idx] / 5.0) + (kv_idx - q_idx) * 0.01
+
+
+SCORES = {"": None, "pairs": pairs, "capped pairs": capped_pairs,
+          "nothing": nothing, "softcap": mods.softcap(20.0), "alibi": mods.alibi(2),
           "near ones": near_ones, "alibi at 210": AT.score(mods.alibi(2)),
           "near ones at 210": AT.score(near_ones), "alibi at a tensor": AT_TENSOR.score(mods.alibi(2)),
           "near ones at a tensor": AT_TENSOR.score(near_ones)}  # fmt: skip
@@ -113,6 +127,12 @@ CASES = [
     Case("causal", dims=(128, 128), lengths=(300, 300), float8=True, value_scale=(0.5,)),
     Case("", "alibi", lengths=(300, 300), float8=True, value_scale=(0.5, 3.0)),
     Case("window", lengths=(300, 300), value_scale=(0.5, 3.0)),
+    Case("", "pairs"),
+    Case("holes", "pairs", (128, 128), (304, 304), block_n=64, stages=3),
+    Case("nothing", "pairs", lengths=(300, 300)),
+    Case("window", "capped pairs", (256, 128), (500, 500), block_n=64, form="lists"),
+    Case("", "capped pairs", lengths=(700, 130), consumers=3),
+    Case("of each", "pairs", lengths=(300, 500), ordered=True),
     Case("of each", lengths=(300, 500)),
     Case("holes", "near ones", (128, 128), (700, 500), consumers=3, float8=True),
     Case("of each", lengths=(300, 500), consumers=3, float8=True),
@@ -151,6 +171,9 @@ class Call:
             mask_form=case.form, positive_scale=case.scale > 0,
             out_dtype=BF16 if case.float8 else None, value_scale=bool(case.value_scale),
         )  # fmt: skip
+        if "score" in self.traced:
+            score = self.traced["score"]
+            spec = replace(spec, pair_tile=pair_tile(spec, score.graph, score.tensors))
         lowered = {kind: lower(x.graph, self.extents, split=False) for kind, x in self.traced.items()}
         kernels = HopperKernels(kernels_for(spec, lowered.get("score"), lowered.get("mask")))
         tensors = self.traced["score"].tensors if "score" in self.traced else ()

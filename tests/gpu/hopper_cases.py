@@ -62,6 +62,10 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     by_row, by_column = (torch.randn(longest, generator=draw).to(DEVICE) for _ in range(2))
     table = torch.randn(heads, 257, generator=draw).to(DEVICE)
     ends = torch.tensor([200, 400, 150, 600], device=DEVICE)
+    # rows at multiples of 16 bytes
+    pitch = (columns + 7) // 8 * 8
+    of_pairs = torch.randn(heads, rows, pitch, generator=draw).to(DEVICE, torch.bfloat16)[..., :columns]
+    pairs_of_batch = torch.randn(4, 1, rows, pitch, generator=draw).to(DEVICE)[..., :columns]
 
     def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx >= kv_idx
@@ -127,6 +131,15 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     def infinite(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(score > -1.0, score, -math.inf)
 
+    def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + of_pairs[h, q_idx, kv_idx]
+
+    def capped_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 4.0 * torch.tanh(score * of_pairs[h, q_idx, kv_idx] / 4.0)
+
+    def float_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx) + pairs_of_batch[b, 0, q_idx, kv_idx]
+
     def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + 100 >= kv_idx
 
@@ -153,6 +166,9 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "risky": (risky, None, False),
         "lowest": (lowest, None, False),
         "infinite": (infinite, causal, False),
+        "pairs": (pairs, None, False),
+        "capped pairs": (capped_pairs, holes, False),
+        "float pairs": (float_pairs, causal, False),
     }
     return table_of_mods[name]
 
@@ -222,6 +238,15 @@ CASES = [
         HopperCase("causal", (dim, dim), (300, 300), dtype="float16", block=256, scale=3.0)
         for dim in (128, 256)
     ),
+    # tiles of a captured tensor come with the keys
+    *(
+        HopperCase(name, (dim, dim), rung=rung)
+        for name, dims in (("pairs", (64, 128, 256)), ("capped pairs", (64, 128)), ("float pairs", (64, 128)))
+        for dim in dims
+        for rung in range(3)
+    ),
+    *(HopperCase("pairs", (128, 64), lengths) for lengths in ((1, 1), (1, 700), (129, 65), (513, 1025))),
+    HopperCase("float pairs", (192, 128), heads=(4, 2), batch=(4, 1), grad_lse=True),
     # queries that see nothing
     *(HopperCase(name, (dim, dim)) for name in ("holes", "softcap holes", "nothing") for dim in (128, 64)),
     *(HopperCase(name, (dim, dim), (1000, 1000)) for name in ("lowest", "infinite") for dim in (128, 64)),

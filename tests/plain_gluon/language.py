@@ -206,6 +206,7 @@ def names(programs: int) -> dict[str, Any]:
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": lambda pending, deps: products.wait(here.actor, pending, deps),
         "load_tile": load_tile, "stores_read": stores_read, "opaque": lambda number: number,
+        "tile_read": lambda: here.actor.fence(),
         "running_max": lambda before, of: tile(np.maximum(plain(before), plain(of).max(1))),
         "by_row_of": lambda of, numbers: numbers[:, None],
         "pack_float8": lambda numbers, dtype: numbers, "unpack_float8": lambda packed, layout, dtype: packed,
