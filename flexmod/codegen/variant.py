@@ -164,8 +164,9 @@ def of_traces(
 def pair_tile(spec: KernelSpec, score: Graph | None, tensors: Sequence[torch.Tensor]) -> int | None:
     """Returns the number of a score_mod's capture whose tiles kernels may copy, or None.
 
-    The score_mod reads such a tensor once, at [.., q_idx, kv_idx]. It is a float tensor of at most five dimensions, whose
-    rows are contiguous and begin at multiples of 16 bytes. A tile of it has room beside keys and values.
+    The score_mod reads such a tensor once, at [.., q_idx, kv_idx]. It is a float tensor of at most five
+    dimensions, whose rows are contiguous and begin at multiples of 16 bytes. A tile of it has room beside
+    keys and values.
     """
     loads = [node for node in score.nodes if node.op == "load"] if score else []
     for node in filter(reads_pair, loads):
