@@ -148,8 +148,8 @@ def forward(
         "MAX_SCORES": max_scores,
         "COUNTER": COUNTER,
         **_blocks(writer, kernels, call, shape),
-        **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, exponent=True),
-        **_pair_tiles(kernels, call, shape),
+        **kernels.portable.mod_arguments("forward", call.score_captured, call.mask_captured, of_family=True),
+        **_pair_tiles(kernels, call, 64, shape.block_n),
         **value_scale_arguments(call.value_scale),
         **sizes(call),
         "B": batch,
@@ -173,13 +173,13 @@ def _values(writer: PlanWriter, kernels: HopperKernels, v: Place, block_n: int) 
     return tiles(by_keys, spec.value_tile, block_n)
 
 
-def _pair_tiles(kernels: HopperKernels, call: Operands, shape: Any) -> Arguments:
-    """Describes the captured tensor of which a consumer reads a tile in each step."""
+def _pair_tiles(kernels: HopperKernels, call: Operands, rows: int, columns: int) -> Arguments:
+    """Describes the captured tensor of which kernels copy tiles."""
     of_tile = kernels.score.pair_tile if kernels.score else None
     if of_tile is None:
         return {}
     captured = call.score_captured.tensors[of_tile.index]
-    block = (*[1] * len(of_tile.at), 64, shape.block_n)
+    block = (*[1] * len(of_tile.at), rows, columns)
     return {of_tile.name: Descriptor(captured, captured.shape, captured.strides, block)}
 
 
@@ -261,7 +261,8 @@ def backward(
         "GRAD_V": tiles(grad_v, 64, spec.value_tile),
         **mask_arguments(writer, call.mask, "q"),
         **order,
-        **kernels.portable.mod_arguments("dkdv", call.score_captured, call.mask_captured),
+        **kernels.portable.mod_arguments("dkdv", call.score_captured, call.mask_captured, of_family=True),
+        **_pair_tiles(kernels, call, shape.block_m, shape.block_n),
         **sizes(call),
         "B": batch,
         "KV_B": kv_batch,

@@ -32,7 +32,6 @@ from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, statistics_rows
-from flexmod.codegen.variant import pair_tile
 from flexmod.ir.derivative import Along
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
@@ -57,7 +56,7 @@ class Found(NamedTuple):
 def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> KernelSpec:
     """Returns the KernelSpec of a call."""
     mask, out_dtype = problem.mask, problem.out_dtype
-    spec = KernelSpec(
+    return KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
         v_dtype=v.dtype,
@@ -73,9 +72,6 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
     )
-    if problem.score is None:
-        return spec
-    return replace(spec, pair_tile=pair_tile(spec, problem.score.graph, problem.score.tensors))
 
 
 @lru_cache(cache.KEPT)

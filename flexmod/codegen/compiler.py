@@ -76,7 +76,10 @@ class Lowered:
 
     @cached_property
     def text(self) -> ModText | None:
-        return _staged("write", lambda graph: _written(graph, self.checked), self.score)
+        return self.text_with_tile(None)
+
+    def text_with_tile(self, pair_tile: int | None) -> ModText | None:
+        return _staged("write", lambda graph: _written(graph, self.checked, pair_tile), self.score)
 
     def exponent_text(
         self, positive_scale: bool, coarse: bool = False, pair_tile: int | None = None
@@ -91,8 +94,8 @@ class Lowered:
         return _staged("write", lambda grad: write(as_ranges(grad), self.checked), self.grad)
 
 
-def _written(graph: Graph, checked: bool) -> ModText:
-    text = write(as_ranges(graph), checked)
+def _written(graph: Graph, checked: bool, pair_tile: int | None) -> ModText:
+    text = write(as_ranges(graph), checked, pair_tile)
     return replace(text, bounds=score_bounds(graph)) if graph.kind == "score" else text
 
 
@@ -321,9 +324,11 @@ def kernels_for(
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = score.grad_text if score and spec.backward else None
-    exponent = None
+    family_score = None
     if score and not spec.backward:
-        exponent = score.exponent_text(spec.positive_scale, spec.v_dtype in FLOAT8, spec.pair_tile)
+        family_score = score.exponent_text(spec.positive_scale, spec.v_dtype in FLOAT8, spec.pair_tile)
+    elif score:
+        family_score = score.text_with_tile(spec.pair_tile)
     captures = NO_CAPTURES
     if grad_captures and score and score.score:
         captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)
@@ -331,7 +336,7 @@ def kernels_for(
     portable = replace(captures, column=None, added=None) if reduce_in_backward else captures
     return Kernels(
         spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
-        score_text, mask_text, grad_text, dict(options), interpreted, captures, exponent,
+        score_text, mask_text, grad_text, dict(options), interpreted, captures, family_score,
     )  # fmt: skip
 
 

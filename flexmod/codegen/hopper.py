@@ -228,7 +228,7 @@ def _backward_ladder(
         BackwardShape(64, ahead=True, shared_operand=True, late=not late),
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
-    if narrow(spec) and (spec.mask_block or (128, 128))[0] % 128 == 0:
+    if narrow(spec) and (spec.mask_block or (128, 128))[0] % 128 == 0 and not (score and score.pair_tile):
         tall = [
             BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
@@ -260,7 +260,7 @@ class HopperKernels:
     @property
     def score(self) -> ModText | None:
         """The score_mod for a backward, or its exponent for a forward."""
-        return self.portable.score if self.spec.backward else self.portable.exponent
+        return self.portable.family_score
 
     def ladder(self, kernel: Any) -> tuple[Any, ...]:
         """Shapes for the forward and the backward kernels; tiles for the portable kernels next to them."""

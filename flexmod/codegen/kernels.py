@@ -315,7 +315,8 @@ class Kernels:
         build           renders and loads the module for a spec
         grad            the derivative of `score`, if spec.backward
         captures        the derivatives that also compute gradients of captured tensors
-        exponent        `score` as the exponent of a forward's weights, see `ir/exponents.py`
+        family_score    `score` for other families: a forward's as the exponent of its weights, see
+                        `ir/exponents.py`; with the tile of a capture, see `variant.pair_tile`
         options         validated kernel_options
 
     `interpreted`: Triton's interpreter runs the kernels on CPU tensors. `tiles`: see `Made`.
@@ -329,7 +330,7 @@ class Kernels:
     options: Mapping[str, Any] = field(default_factory=dict)
     interpreted: bool = False
     captures: CaptureTexts = NO_CAPTURES
-    exponent: ModText | None = None
+    family_score: ModText | None = None
     tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict, init=False)
     _ladders: dict[KernelName, tuple[Tile, ...]] = field(default_factory=dict, init=False)
 
@@ -363,15 +364,15 @@ class Kernels:
         return self._ladders[kernel]
 
     def mod_arguments(
-        self, kernel: KernelName, score: Captured, mask: Captured, *, exponent: bool = False
+        self, kernel: KernelName, score: Captured, mask: Captured, *, of_family: bool = False
     ) -> dict[str, object]:
         """The launch arguments that the mods of a kernel need, by name.
 
-        `exponent`: the kernel computes the exponent in place of the score.
+        `of_family`: the kernel is another family's, and calls `family_score`.
         """
         grad = self.captures.by_kernel(self.grad).get(kernel)
         added = self.captures.added if kernel == "dkdv" else None
-        own = (self.exponent,) if exponent else (self.score, grad, added)
+        own = (self.family_score if of_family else self.score, grad, added)
         values: dict[str, object] = {}
         for text, captured in (*((text, score) for text in own), (self.mask, mask)):
             if text is not None:

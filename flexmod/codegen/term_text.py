@@ -138,7 +138,6 @@ def write_exponent(
 
     `pair_tile`: the number of a capture whose tile is an argument, see `TritonWriter`.
     """
-    pair_tile = None if checked else pair_tile
     # a checked kernel has one text only
     found = exponent(graph, choose=not checked, positive_scale=positive_scale, coarse=coarse)
     writer = _ExponentWriter(found.graph, found.parts, checked, pair_tile)

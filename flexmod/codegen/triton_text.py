@@ -60,12 +60,13 @@ OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
 OF_TILES = {"b": "batch", "h": "head"}
 
 
-def write(graph: Graph, checked: bool = False) -> ModText:
+def write(graph: Graph, checked: bool = False, pair_tile: int | None = None) -> ModText:
     """Writes a mask, score or grad graph: its device functions, and the lines that call them in a kernel.
 
-    `checked`: kernels check indices into captured tensors, see `codegen/kernels.py`.
+    `checked`: kernels check indices into captured tensors, see `codegen/kernels.py`. `pair_tile`: the number
+    of a capture whose tile is an argument.
     """
-    return TritonWriter(graph, checked=checked).write()
+    return TritonWriter(graph, checked=checked, pair_tile=pair_tile).write()
 
 
 def home_of(node: Node) -> str:
@@ -99,7 +100,7 @@ class TritonWriter:
         `taken` are names that another text of the kernel uses for its hoisted values. `pair_tile` is the
         number of a capture of which the main function gets a tile, in place of a pointer.
         """
-        self.pair_tile = pair_tile
+        self.pair_tile = None if checked else pair_tile
         self.checked = checked
         self.checks: list[Check] = []
         self.graph = graph

@@ -29,7 +29,8 @@ EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
 class Variant:
     """A variant of attention: lowered mods, a KernelSpec and checked kernel_options.
 
-    The `spec` is for the backward, whose module includes the forward. `score_tensors` and `mask_tensors` are
+    The `spec` is for the backward, whose module includes the forward; `spec_of` adds what follows from the
+    direction and the captured tensors. `score_tensors` and `mask_tensors` are
     the mods' captured tensors, in the order of their graphs' captures. `learned` has the numbers of the
     score_mod's captures that require grad. `score_sizes` and `mask_sizes` are the sizes that the mods were
     made for.
@@ -46,7 +47,9 @@ class Variant:
     mask_sizes: tuple[ExpectedSize, ...] = ()
 
     def spec_of(self, direction: Direction) -> KernelSpec:
-        return replace(self.spec, backward=direction == "backward")
+        spec = replace(self.spec, backward=direction == "backward")
+        score = self.score.score if self.score else None
+        return replace(spec, pair_tile=pair_tile(spec, score, self.score_tensors))
 
     def kernels(
         self,
@@ -147,7 +150,6 @@ def of_traces(
     mask = lower(of_mask.graph.with_lines(), extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
     changes = score is not None and score.score is not None
-    spec = replace(spec, pair_tile=pair_tile(spec, traced.graph if traced else None, tensors))
     return Variant(
         spec if mask else replace(spec, mask_block=None),
         score,
@@ -184,5 +186,7 @@ def _in_tiles(tensor: torch.Tensor) -> bool:
 
 
 def _has_room(spec: KernelSpec, dtype: torch.dtype) -> bool:
-    widest = max(spec.head_tile, spec.value_tile)
-    return spec.v_dtype in HALF and (dtype in HALF or dtype is torch.float32 and widest <= 128)
+    small = max(spec.head_tile, spec.value_tile) <= 128
+    if spec.backward:
+        return small and spec.v_dtype in HALF and dtype in HALF
+    return spec.v_dtype in HALF and (dtype in HALF or dtype is torch.float32 and small)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import planned
@@ -18,6 +18,7 @@ from flexmod.backends.interface import Problem
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.compiler import capture_terms, kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
+from flexmod.codegen.variant import pair_tile
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
 
@@ -72,7 +73,21 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return mods.alibi(4)(score, b, h + 0, q_idx, kv_idx)
 
 
-SCORES: dict[str, Any] = {"": None, "softcap": mods.softcap(20.0), "alibi": alibi, "gate": gate}
+PAIRS = torch.randn(4, 304, 304, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + PAIRS[h, q_idx, kv_idx]
+
+
+def times_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * PAIRS[0, q_idx, kv_idx] + (kv_idx - q_idx) * 0.01
+
+
+SCORES: dict[str, Any] = {
+    "": None, "pairs": pairs, "times pairs": times_pairs,
+    "softcap": mods.softcap(20.0), "alibi": alibi, "gate": gate,
+}  # fmt: skip
 SCORES |= {
     "alibi at 90": Positions(90, 7).score(alibi),
     "alibi at a tensor": Positions(torch.tensor([90, 4]), torch.tensor(7)).score(alibi),
@@ -184,6 +199,8 @@ class Call:
         spec = kernel_spec(*(x.to(half) for x in self.inputs), problem, backward=True)
         assert spec_obstacle(spec, "backward") is None
         tensors = traced["score"].tensors if traced["score"] else ()
+        score = lowered["score"].score if lowered["score"] else None
+        spec = replace(spec, pair_tile=pair_tile(spec, score, tensors))
         wanted = tuple(n for n, x in enumerate(tensors) if x.requires_grad)
         portable = kernels_for(
             spec, lowered["score"], lowered["mask"], grad_captures=wanted, reduce_in_backward=True

@@ -161,7 +161,7 @@ IN_TILES = {
 @pytest.mark.parametrize(("score_mod", "taken"), IN_TILES.values(), ids=IN_TILES)
 def test_captures_that_come_in_tiles(score_mod: Callable[..., Any], taken: bool) -> None:
     of_call = variant(score_mod, head_dim=128, dtype=BF16)
-    assert of_call.spec.pair_tile == (0 if taken else None)
+    assert of_call.spec_of("forward").pair_tile == (0 if taken else None)
     made: Any = hopper_kernels(of_call.kernels("forward"))
     assert ("pair_tiles" in made.text) == taken
 
@@ -169,9 +169,9 @@ def test_captures_that_come_in_tiles(score_mod: Callable[..., Any], taken: bool)
 def test_wide_heads_leave_no_room_for_a_tile_in_float32() -> None:
     rows = (at_pair(SQUARE, "h"), 256, 0), (at_pair(SQUARE.float(), "h"), 256, None)
     for score_mod, dim, tile in rows:
-        assert variant(score_mod, head_dim=dim, dtype=BF16).spec.pair_tile == tile
+        assert variant(score_mod, head_dim=dim, dtype=BF16).spec_of("forward").pair_tile == tile
     for dtype in (E4M3, torch.float32):
-        assert variant(rows[0][0], head_dim=128, dtype=dtype).spec.pair_tile is None
+        assert variant(rows[0][0], head_dim=128, dtype=dtype).spec_of("forward").pair_tile is None
 
 
 def test_of_two_such_captures_the_first_comes_in_tiles() -> None:

@@ -73,6 +73,10 @@ CASES = [
     Case("holes", "gate", LATE, WIDE),
     Case("listed", "alibi", TOGETHER, WIDE, form="lists"),
     Case("by head", "alibi", heads=(2, 1), batch=(2, 2)),
+    # tiles of a captured tensor
+    Case("", "pairs"),
+    Case("holes", "times pairs", APART, (128, 64), (260, 300), ordered=True),
+    Case("causal", "times pairs", heads=(4, 2), batch=(2, 1), lengths=(130, 130), form="lists"),
     # heads and batch entries that share keys
     Case("causal", "softcap", heads=(4, 2), batch=(2, 1), lengths=(66, 66)),
     Case("", "", TOGETHER, WIDE, heads=(3, 1), batch=(2, 1), lengths=(70, 70)),
