@@ -187,6 +187,5 @@ def _in_tiles(tensor: torch.Tensor) -> bool:
 
 def _has_room(spec: KernelSpec, dtype: torch.dtype) -> bool:
     small = max(spec.head_tile, spec.value_tile) <= 128
-    if spec.backward:
-        return small and spec.v_dtype in HALF and dtype in HALF
-    return spec.v_dtype in HALF and (dtype in HALF or dtype is torch.float32 and small)
+    fits = dtype in HALF and small if spec.backward else dtype in HALF or dtype is torch.float32 and small
+    return fits and spec.q_dtype in HALF

@@ -31,6 +31,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SLOPES = mods.alibi(torch.ones(4))
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
+PAIRS = torch.ones(4, 64, 64, dtype=BF16, requires_grad=True)
 LISTS = ("_ROWS", "_RUNS", "_ORDER", "_BLOCKS", "_INDICES", "COUNTER")
 
 
@@ -134,6 +135,23 @@ def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torc
     assert values.spills == 0
     copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.asm["sass"])
     assert set(copies) == {"LDG.E.128", "STG.E.128", "LDS.128", "STSM.16.M88.4"}
+
+
+def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + PAIRS[h, q_idx, kv_idx]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("way", "dim", "spills"), [("forward", 128, 128), ("backward", 64, 64)])
+def test_compiles_with_tiles_of_a_captured_tensor(way: Any, dim: int, spills: int) -> None:
+    """Without addresses of single elements: no load from memory but those of numbers for a whole tile."""
+    made = variant(pairs, near, head_dim=dim)
+    kernels = ahead.kernels_on(made, way, "sm_90")
+    report = ahead.first_tile(VariantCall(made), kernels, way, "sm_90").report
+    assert report is not None and report.fits
+    assert report.warnings == report.losses == ()
+    assert report.spills <= spills
+    assert not re.findall(r"\bLDG\.E\.U16\b", report.asm["sass"])
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.long), E4M3])
