@@ -626,6 +626,57 @@ def test_packed_sequences(kind: str, place: str) -> None:
         flexmod.varlen_attention(parts["query"], packed, packed, parts["cu_seqlens"])
 
 
+FREED = ("freed", "view of freed storage", "shrunk")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        *((place, kind) for place in ("query", "key", "value") for kind in FREED),
+        *((f"scales.{name}", kind) for name in ("query", "value") for kind in odd.REFUSED),
+    ],
+)
+@pytest.mark.parametrize("form", ["eager", "handle"])
+def test_float8(form: str, place: str, kind: str) -> None:
+    """Converting a freed tensor in torch would end the process."""
+    tensors = {name: flexmod.quantize(given()[name])[0] for name in ("query", "key", "value")}
+    parts = tensors | {f"scales.{name}": torch.ones(x.shape[:2]) for name, x in tensors.items()}
+    parts[place] = odd.REFUSED[kind](parts[place])
+    attend: Any = flex_attention if form == "eager" else flexmod.compile()
+    scales = flexmod.Scales(*(parts[f"scales.{name}"] for name in tensors))
+    named = (*NAMED, errors.ScalesTypeError, errors.ScalesShapeError)
+    with pytest.raises(named, match=place if kind in FREED else None):
+        attend(*(parts[name] for name in tensors), scales=scales)
+
+
+def gqa(value: Tensor) -> Any:
+    """Key has one head, value two."""
+    query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 1, 3, 8)
+    return flex_attention(query, key, value, enable_gqa=True)
+
+
+STARTS = torch.zeros(3, dtype=torch.int32)
+LSE = torch.ones(1, 8, 1)
+
+
+@pytest.mark.parametrize("kind", FREED)
+@pytest.mark.parametrize(
+    ("name", "tensor", "read"),
+    [
+        ("value", torch.zeros(1, 2, 3, 8), gqa),
+        ("q_offset", STARTS, lambda x: flex_attention(*torch.zeros(3, 3, 1, 4, 8), q_offset=x)),
+        ("lengths", STARTS, lambda x: masks.document(lengths=x)),
+        ("cu_seqlens", STARTS, lambda x: masks.document(cu_seqlens=x, total=4)),
+        ("offsets", STARTS, lambda x: masks.jagged(x, total=4)),
+        ("parents", STARTS - 1, masks.tree),
+        ("sink", torch.zeros(8), lambda x: flexmod.apply_sink(torch.ones(1, 8, 1, 8), LSE, x)),
+    ],
+)
+def test_what_torch_would_read(name: str, tensor: Tensor, read: Callable[[Tensor], Any], kind: str) -> None:
+    with pytest.raises(errors.FreedStorageError, match=f"^{name} needs"):
+        read(odd.REFUSED[kind](tensor))
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "subclass with __torch_dispatch__", "negative", "subclass"])
 def test_packed_sequences_that_are_dispatched(kind: str) -> None:
     packed, lengths = given()["query"][0].transpose(0, 1).contiguous(), torch.tensor([0, 12, LENGTH])

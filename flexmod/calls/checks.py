@@ -92,6 +92,8 @@ def with_equal_heads(query: Any, key: Any, value: Any, enable_gqa: bool) -> tupl
     of_query, of_key, of_value = (x.shape[1] for x in given)
     if of_key == of_value or not of_key or not of_value or of_query % of_key or of_query % of_value:
         return None
+    if not torch.compiler.is_compiling():
+        tensor_kinds.check({"key": key, "value": value})
     most = math.lcm(of_key, of_value)
     return key.repeat_interleave(most // of_key, 1), value.repeat_interleave(most // of_value, 1)
 

@@ -131,18 +131,22 @@ def lowered(
 ) -> Float8Call:
     """Checks a call on tensors [B, H, length, dim], and returns it as kernels compute it.
 
-    Raises the errors of `check_tensors`, Float8MixedError, Float8HeadDimError, Float8GradientError,
-    OutDtypeError, ScalesTypeError, ScalesUnusedError, ScalesShapeError, ScalesValueError, DeviceMismatch.
+    Raises the errors of `check_tensors` and of `tensor_kinds.check`, Float8MixedError, Float8HeadDimError,
+    Float8GradientError, OutDtypeError, ScalesTypeError, ScalesUnusedError, ScalesShapeError,
+    ScalesValueError, DeviceMismatch.
     """
     equal = checks.with_equal_heads(query, key, value, enable_gqa)
-    if equal is not None and scales is not None:
-        scales = _with_equal_heads(scales, key, value, *equal)
-    key, value = equal or (key, value)
-    checks.check_tensors(query, key, value, enable_gqa)
+    new_key, new_value = equal or (key, value)
+    checks.check_tensors(query, new_key, new_value, enable_gqa)
     tensors = {"query": query, "key": key, "value": value}
+    if not torch.compiler.is_compiling():
+        tensor_kinds.check(tensors)
     _check_formats(query, key, value)
     dtype = _out_dtype(query, out_dtype)
     scales = _checked(scales or Scales(), tensors)
+    if equal is not None:
+        scales = _with_equal_heads(scales, key, value, new_key, new_value)
+        key, value = new_key, new_value
     if value.dtype not in FLOAT8:
         return Float8Call(query, key, value, score_mod)
     _check_gradients(tensors, scales)
@@ -223,6 +227,8 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor | None:
         return None
     if not isinstance(scale, Tensor):
         raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a {type(scale).__name__}")
+    if not torch.compiler.is_compiling():
+        tensor_kinds.check({f"scales.{name}": scale})
     if scale.dtype != torch.float32:
         raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a tensor of {dtype_name(scale.dtype)}")
     if tensor.dtype not in FLOAT8:
@@ -263,13 +269,11 @@ def _with_equal_heads(
 ) -> Scales:
     """Repeats the scales of heads that `checks.with_equal_heads` repeated."""
 
-    def repeated(scale: Any, old: Tensor, new: Tensor) -> Any:
-        if not isinstance(scale, Tensor) or tuple(scale.shape[:2]) != tuple(old.shape[:2]):
+    def repeated(scale: Tensor | None, old: Tensor, new: Tensor) -> Tensor | None:
+        if scale is None or not scale.dim():
             return scale
         return scale.repeat_interleave(new.shape[1] // old.shape[1], 1)
 
-    if not isinstance(scales, Scales):
-        return scales
     of_key, of_value = repeated(scales.key, key, new_key), repeated(scales.value, value, new_value)
     return Scales(scales.query, of_key, of_value)
 

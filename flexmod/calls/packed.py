@@ -262,8 +262,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     `sink` is a floating-point tensor [Hq]; -inf is no sink. Results keep their dtypes. Gradients reach all
     three arguments, so you can train sinks. A row that attends to nothing keeps its output of 0.
 
-    Raises LibraryArgumentError. Source: OpenAI, gpt-oss, 2025; Xiao et al., Efficient Streaming Language
-    Models with Attention Sinks, 2023.
+    Raises LibraryArgumentError, TensorKindError and FreedStorageError. Source: OpenAI, gpt-oss, 2025; Xiao et
+    al., Efficient Streaming Language Models with Attention Sinks, 2023.
 
     Example:
 
@@ -284,6 +284,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
             rule=f"a floating-point tensor of shape [{heads}], one number for each query head",
             advice=f"make it with torch.zeros({heads}, device=out.device), a parameter if it is learned",
         )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        tensor_kinds.check({"out": out, "lse": lse, "sink": sink})
     lowest = torch.finfo(lse.dtype).min
     logits = sink.to(lse.dtype).clamp(min=lowest)[:, None]  # of -inf and an empty row, both results are NaN
     share = torch.sigmoid(lse - logits)

@@ -128,6 +128,7 @@ class Positions(Movable):
         for name, (offset, bound) in self.tensors().items():
             here = offset.device.type == "cpu" or config.check_bounds()
             if here and offset.numel() and not tensor_kinds.is_hidden(offset):
+                tensor_kinds.check({name: offset})
                 for value in offset.aminmax():
                     check_range(name, int(value), bound)
 

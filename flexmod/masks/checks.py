@@ -54,7 +54,12 @@ def check_flag(function: str, name: str, value: Any) -> bool:
 def check_tensor(
     function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str, last: int | None = None
 ) -> Tensor:
-    """Returns `value` if it is an integer tensor of one of these ranks, and of the `last` size, if given."""
+    """Returns `value` if it is an integer tensor of one of these ranks, and of the `last` size, if given.
+
+    Raises TensorKindError and FreedStorageError too.
+    """
+    if isinstance(value, Tensor) and not torch.compiler.is_compiling():
+        tensor_kinds.check({name: value})
     fits = isinstance(value, Tensor) and value.dtype in INTEGERS
     return check_kind(
         function, name, value, ranks, fits and (last is None or value.shape[-1:] == (last,)),

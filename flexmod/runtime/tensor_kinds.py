@@ -202,6 +202,9 @@ def check(tensors: Mapping[str, Tensor]) -> None:
         FreedStorageError: a storage is too small for its tensor's elements.
     """
     for name, tensor in tensors.items():
+        if not _keys(tensor) & ~_READABLE:  # the quick answer for most tensors
+            check_storage(name, tensor)
+            continue
         if not is_dispatched(tensor):
             if is_dispatched(innermost(tensor)):
                 refuse_transformed({name: tensor})
