@@ -1267,6 +1267,20 @@ FLOAT8: list[Row] = [
     ),
     (
         errors.ScalesTypeError,
+        lambda: float8(scales=torch.ones(2)),
+        "scales is a Tensor; scales are flexmod.Scales of float32 tensors.\n"
+        "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "
+        "returned.",
+    ),
+    (
+        errors.ScalesTypeError,
+        lambda: float8(scales=()),
+        "scales is a tuple; scales are flexmod.Scales of float32 tensors.\n"
+        "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "
+        "returned.",
+    ),
+    (
+        errors.ScalesTypeError,
         lambda: scaled(0.5),
         "scales.key is a float; scales are flexmod.Scales of float32 tensors.\n"
         "  Instead: give scales=flexmod.Scales(query=..., key=..., value=...), of what flexmod.quantize "

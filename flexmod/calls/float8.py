@@ -143,7 +143,7 @@ def lowered(
         tensor_kinds.check(tensors)
     _check_formats(query, key, value)
     dtype = _out_dtype(query, out_dtype)
-    scales = _checked(scales or Scales(), tensors)
+    scales = _checked(Scales() if scales is None else scales, tensors)
     if equal is not None:
         scales = _with_equal_heads(scales, key, value, new_key, new_value)
         key, value = new_key, new_value
