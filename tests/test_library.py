@@ -567,6 +567,30 @@ def test_numbers_of_numpy_break_the_graph() -> None:
     close(torch.compile(attend, backend="eager")(*case, mod), attend(*case, mod))
 
 
+@pytest.mark.parametrize("empty", ["queries", "keys"])
+def test_a_table_of_no_positions(empty: str) -> None:
+    """The table, a learned bias, is as long as the call; lengths that the graph computes stay symbols."""
+
+    def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s, b, h, i, j: s + table[i if empty == "queries" else j])  # type: ignore[no-any-return]
+
+    q, k, v = inputs()
+    if empty == "queries":
+        q = torch.zeros(2, HEADS, 0, 16, requires_grad=True)
+    else:
+        k, v = (torch.zeros(2, 2, 0, 16, requires_grad=True) for _ in range(2))
+    Compiled(biased).check(q, k, v, torch.zeros(0, requires_grad=True))
+
+
+def test_a_table_of_an_unknown_length() -> None:
+    def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        found = table[table > 0]
+        return attend(q, k, v, lambda s, b, h, i, j: s + found[j])  # type: ignore[no-any-return]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        Compiled(biased).check(*inputs(), torch.rand(LENGTH) + 1)
+
+
 def test_comparisons_of_lengths_in_a_mod() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attend(q, k, v, lambda s, b, h, i, j: s * torch.where(i > j, q.shape[2] > 20, q.shape[2] / 7))

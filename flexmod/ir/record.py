@@ -211,6 +211,8 @@ def _element(tensor: Tensor, index: Any) -> Tensor:
     entries = index if isinstance(index, tuple) else (index,)
     known = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
     own = _ones(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
+    # an empty table, of a call without positions, has no element 0
+    own = own.new_empty(()).expand([max(1, size) for size in own.shape])
     return own[tuple([entry if keep else 0 for entry, keep in zip(entries, known, strict=True)])]
 
 
