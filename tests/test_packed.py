@@ -177,6 +177,11 @@ ONE = torch.nested.nested_tensor(ROWS[:1], layout=torch.jagged).transpose(1, 2)
             "query has batch 2 but key has 1 and value has 1",
         ),
         (
+            lambda: varlen_attention(*ROWS[:1] * 2, ROWS[1], torch.tensor([0, 3])),
+            errors.LengthMismatch,
+            r"key has length 3 but value has 5.\n.* the same number of positions \(dimension 0\)",
+        ),
+        (
             lambda: varlen_attention(*ROWS[:1] * 3, torch.tensor([0.0, 3.0])),
             errors.LibraryArgumentError,
             r"varlen_attention: cu_seqlens is torch.float32 \[2\]; it must be an integer tensor",

@@ -101,6 +101,8 @@ def varlen_attention(
     if not torch.compiler.is_compiling():
         given = named | starts
         tensor_kinds.check({name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
+    if key.shape[0] != value.shape[0]:
+        raise errors.LengthMismatch(key=key.shape[0], value=value.shape[0], dimension="0")
     check_packing("varlen_attention", starts, query.shape[0], key.shape[0])
     heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     out, lse = _attend(
