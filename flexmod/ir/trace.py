@@ -379,10 +379,12 @@ class Tracer:
             )  # fmt: skip
         node = self.node(value, f"the result of {mod}")
         is_bool = node.dtype in (torch.bool, bool)
+        traced = isinstance(value, (Proxy, Vector))
+        where = node.where if traced else line_of(self.mod) or node.where  # a constant has the caller's line
         if kind == "mask" and not is_bool:
-            raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=node.where)
+            raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=where)
         if kind == "score" and is_bool:
-            raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=node.where)
+            raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=where)
         if kind == "score" and self._without_gradient:
             self._check_gradient(node)
         if is_bool or node.dtype == torch.float32:

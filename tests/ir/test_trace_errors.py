@@ -1421,6 +1421,26 @@ def a_bool_score(s, b, h, q, k):
     return q >= k  # <-
 
 
+@row(
+    errors.MaskResultError,
+    "mask_mod returned float; a mask says True or False.",
+    "return a comparison, e.g. q_idx >= kv_idx. Numbers to add to scores are a score_mod, lambda score, b, "
+    "h, q_idx, kv_idx: score + ...",
+)
+def a_number_for_a_mask(b, h, q, k):
+    return 1.0  # <-
+
+
+@row(
+    errors.ScoreResultError,
+    "score_mod returned bool; a score is a floating-point number.",
+    "return the changed score, e.g. torch.where(condition, score, -float('inf')).",
+    kind="score",
+)
+def a_constant_bool_score(s, b, h, q, k):
+    return True  # <-
+
+
 @row(errors.NoResultError, "mask_mod no_result returned None.", "return one bool.")
 def no_result(b, h, q, k):
     pass  # <-
