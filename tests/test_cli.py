@@ -151,6 +151,8 @@ def test_a_comparison_that_differs(
         (["source", "causal", "-o", "none/x.py"], "'none/x.py': there is no folder 'none'."),
         (["source", "causal", "--standalone", "--template", "hopper-forward"], "the portable kernels"),
         (["build", "causal", "--dim", "100000"], "100000 is not in the range 1<=x<=65536."),
+        (["warm", "causal", "--dim", "100000"], "100000 is not in the range 1<=x<=65536."),
+        (["tune", "causal", "--seconds", "nan"], "'--seconds': 'nan' is no number."),
     ],
 )
 def test_the_command_refuses(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +180,9 @@ def test_a_full_disk_leaves_no_part_of_a_file(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(Path, "write_text", full)
     assert main(["source", "causal", "-o", "x.py"]) == 2
     assert not (folder / "x.py").exists()
+    (folder / "link.py").symlink_to(folder / "none" / "x.py")
+    assert main(["source", "causal", "-o", "link.py"]) == 2
+    assert (folder / "link.py").is_symlink()
 
 
 def test_an_exception_of_a_file_is_a_mistake(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +240,7 @@ def test_build_says_what_does_not_fit(
     rows = json.loads(capsys.readouterr().out)
     assert [row["kernel"] for row in rows] == ["forward", "dq", "dkdv"]
     assert rows[0]["shared"] == 200_000 and rows[0]["matrix"] == {"HMMA": 4}
+    assert all(rows[0])  # each value has a name
 
 
 def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from shlex import quote
@@ -90,7 +91,7 @@ def source(
     if output is None:
         click.echo(text, nl=False)
     else:
-        new = not output.exists()
+        new = not os.path.lexists(output)
         try:
             output.write_text(text, encoding="utf-8")
         except OSError:  # the disk is full
@@ -122,7 +123,8 @@ def build(mask: str, score: str | None, targets: tuple[str, ...], as_json: bool,
         built = [(job.target, job.compile()) for job in bar]
     facts = [dict(zip(REPORTED, _row(target, each), strict=True)) for target, each in built]
     if as_json:
-        click.echo(json.dumps([{**row, "problem": row.pop("")} for row in facts], indent=1))
+        named = [{name or "problem": value for name, value in row.items()} for row in facts]
+        click.echo(json.dumps(named, indent=1))
     else:
         title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {dtype_name(setting.dtype)}\n"
         rows = [[*map(_cell, row.values())] for row in facts]
@@ -164,7 +166,7 @@ FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
 )  # fmt: skip
 @options.targets(MEASURED)
 @click.option(
-    "--dim", "--head-dim", "dims", type=POSITIVE, multiple=True,
+    "--dim", "--head-dim", "dims", type=options.DIM, multiple=True,
     help="Head dimension; may be given several times.",
 )  # fmt: skip
 @click.option(
@@ -213,7 +215,7 @@ KERNELS = 3
 @options.sizes
 @click.option("--seq", type=POSITIVE)
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
+    "--seconds", type=options.Seconds(min=0), default=60.0, show_default=True,
     help="Of the search for each kernel; what is near to flexmod's own choice comes first.",
 )  # fmt: skip
 def tune(mask: str, score: str | None, seconds: float, device: str | None, **sizes: Any) -> int:

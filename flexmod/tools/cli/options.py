@@ -22,7 +22,16 @@ DTYPES = {
 KERNEL_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype is not torch.float64)
 POSITIVE = click.IntRange(min=1)
 WIDEST = 2**16  # a tile of 16 rows then has the 2^20 elements that Triton allows
+DIM = click.IntRange(1, WIDEST)
 IMAGES = (".png", ".svg", ".pdf", ".jpg")
+
+
+class Seconds(click.FloatRange):
+    """A time limit. No clock ever exceeds NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        return self.fail(f"{value!r} is no number.", param, ctx) if seconds != seconds else seconds
 
 
 class NamedPath(click.Path):
@@ -78,7 +87,7 @@ def _parsed(context: click.Context, parameter: click.Parameter, value: str | Non
     return DTYPES[value] if value else None
 
 
-_dim = click.option("--dim", "--head-dim", "dim", type=click.IntRange(1, WIDEST), help="Head dimension.")
+_dim = click.option("--dim", "--head-dim", "dim", type=DIM, help="Head dimension.")
 
 
 def variant(command: Command) -> Command:
