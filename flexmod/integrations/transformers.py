@@ -131,6 +131,8 @@ def attention_mask(
         cache_position  integer [q_length], the positions of the queries; transformers 4 passes it in place of
                         q_length, q_offset and device
         use_vmap        False: mask_function accepts tensors that broadcast
+
+    Raises TransformersArgumentError for an attention_mask of another shape.
     """
     if cache_position is not None:
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
@@ -139,6 +141,12 @@ def attention_mask(
         # a static cache gives its own counter; each layer adds to it before it attends
         q_offset = q_offset.clone()
     if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
+            raise TransformersArgumentError(
+                name="attention_mask", value=f"a tensor of shape {tuple(attention_mask.shape)}",
+                advice=f"give a mask of the tokens, [{batch_size}, tokens], or one of the scores, "
+                f"[{batch_size} or 1, heads or 1, queries, keys]",
+            )  # fmt: skip
         kept = attention_mask.bool()
         missing = kv_offset + kv_length - kept.shape[-1]
         if missing > 0:  # a static cache has places that no token was seen for

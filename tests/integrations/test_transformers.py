@@ -18,7 +18,7 @@ from flexmod import create_block_mask, create_mask, masks  # noqa: E402
 from flexmod.errors import TransformersArgumentError  # noqa: E402
 from flexmod.integrations import transformers as integration  # noqa: E402
 from integrations import tiny_models  # noqa: E402
-from integrations.tiny_models import MODELS, Batch, batch, make, results  # noqa: E402
+from integrations.tiny_models import LENGTH, MODELS, Batch, batch, make, results  # noqa: E402
 
 EACH_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -310,6 +310,14 @@ def test_a_carried_mask_keeps_single_queries(rows: slice) -> None:
 def test_what_is_refused(name: str, value: Any, advice: str) -> None:
     with pytest.raises(TransformersArgumentError, match=f"{name} is .*\n.*{advice}"):
         integration.attention(Layer(), *layer(), None, **{name: value})
+
+
+@pytest.mark.parametrize("shape", [(1, LENGTH), (3, LENGTH), (2, LENGTH, LENGTH)], ids=str)
+def test_masks_of_other_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    """Rows of another batch are never read past or ignored."""
+    mask = torch.ones(shape, dtype=torch.bool).tril()
+    with pytest.raises(TransformersArgumentError, match=r"attention_mask is .*\n.*the tokens, .2, tokens."):
+        make("mistral", "flexmod")(**batch("plain").inputs, attention_mask=mask)
 
 
 def test_dropout_is_refused_when_training_alone() -> None:
