@@ -40,14 +40,15 @@ from flexmod.codegen.expressions import (
 from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
-from flexmod.ir.graph import ARGUMENTS, COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, dtype_name
+from flexmod.ir.graph import ARGUMENTS, POSITIONS, Graph, Node, dtype_name, home_of
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.ops import CAST, HALF, OPS, kind, strong
 
-HOMES = {
-    "program": (UNIFORM, ("b", "h"), "bh"),
-    "row": (ROW, ("b", "h", "q_idx"), "q"),
-    "column": (COLUMN, ("b", "h", "kv_idx"), "kv"),
+# by home: the arguments of its function, and how its values' names end
+HOISTED = {
+    "program": (("b", "h"), "bh"),
+    "row": (("b", "h", "q_idx"), "q"),
+    "column": (("b", "h", "kv_idx"), "kv"),
 }
 JIT = "@triton.jit\n"
 # operations below a value that `value` writes by recursion
@@ -67,14 +68,6 @@ def write(graph: Graph, checked: bool = False, pair_tile: int | None = None) -> 
     of a capture whose tile is an argument.
     """
     return TritonWriter(graph, checked=checked, pair_tile=pair_tile).write()
-
-
-def home_of(node: Node) -> str:
-    """Where a node is computed: "program", "row", "column" or "element"."""
-    for name, (home, _, _) in HOMES.items():
-        if node.home <= home:
-            return name
-    return "element"
 
 
 def _is_judged(node: Node) -> bool:
@@ -134,7 +127,7 @@ class TritonWriter:
         return {n: fresh(self._describe(n), self.taken) for n in self.graph.nodes if n in frontier}
 
     def _describe(self, node: Node) -> str:
-        suffix = HOMES[home_of(node)][2]
+        suffix = HOISTED[home_of(node)][1]
         if node.op == "load":
             return f"{self.captures[node.value]}_{suffix}"  # type: ignore[call-overload]
         return f"{node.op}_{suffix}"
@@ -143,7 +136,7 @@ class TritonWriter:
 
     def write(self) -> ModText:
         statements, texts = {}, []
-        for home in HOMES:
+        for home in HOISTED:
             nodes = [n for n in self.hoisted if home_of(n) == home]
             statements[home], text = self._write_hoisted(home, nodes)
             texts.append(text)
@@ -187,7 +180,7 @@ class TritonWriter:
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
             return "", ""
-        function = self._function(f"{self.main}_{home}", HOMES[home][1], home)
+        function = self._function(f"{self.main}_{home}", HOISTED[home][0], home)
         function.give_back(*[self.value(function, n) for n in nodes])
         targets = ", ".join(self.hoisted[n] + self.suffix for n in nodes)
         return f"{targets} = {self.called(function)}", function.source(JIT)
@@ -365,7 +358,7 @@ class TritonWriter:
                 guards.append(f"{value} < {size}")
             if narrow and len(guards) == 2:
                 guards = [f"in_range({value}, {size})"]
-        return value, [(index.home <= UNIFORM, guard) for guard in guards]
+        return value, [(home_of(index) == "program", guard) for guard in guards]
 
     def _check(self, function: Function, node: Node, dim: int, value: str) -> None:
         """Writes a statement that records an index of a load if it lies outside."""

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from flexmod import errors
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, Graph, Node, rebuild
+from flexmod.ir.graph import POSITIONS, Graph, Node, home_of, rebuild
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import Forms, Linear, taken_apart
 from flexmod.ir.ops import CAST, HALF, OPS, strong
@@ -147,13 +147,10 @@ def is_diagonal(graph: Graph) -> bool:
 
 
 def _along(indices: tuple[Node, ...], forms: Forms, uniform: Uniform) -> Along:
-    if all(index.home <= UNIFORM for index in indices):
-        return uniform
-    if all(index.home <= ROW for index in indices):
-        return "row"
-    if all(index.home <= COLUMN for index in indices):
-        return "column"
-    return "diagonal" if all(map(forms.is_diagonal, indices)) else "element"
+    home = home_of(*indices)
+    if home == "element":
+        return "diagonal" if all(map(forms.is_diagonal, indices)) else "element"
+    return uniform if home == "program" else home
 
 
 class _Modular(Forms):

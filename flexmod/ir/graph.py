@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -50,6 +50,8 @@ UNIFORM: Home = frozenset({"b", "h"})
 ROW: Home = UNIFORM | {"q_idx"}
 COLUMN: Home = UNIFORM | {"kv_idx"}
 ELEMENT: Home = frozenset(POSITIONS)
+HomeName = Literal["program", "row", "column", "element"]
+HOMES: dict[HomeName, Home] = {"program": UNIFORM, "row": ROW, "column": COLUMN}
 # homes of inputs that belong to no position, see `exponents.py`: one number a launch, one a column of a tile
 _HOMES: dict[str, Home] = {"scale": frozenset(), "offset": frozenset({"kv_idx"})}
 
@@ -84,6 +86,12 @@ class Node(Immutable):
 
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}>"
+
+
+def home_of(*nodes: Node) -> HomeName:
+    """Where a kernel computes nodes that are used together: "program", "row", "column" or "element"."""
+    reads = frozenset().union(*[node.home for node in nodes])
+    return next((name for name, home in HOMES.items() if reads <= home), "element")
 
 
 @dataclass(frozen=True)

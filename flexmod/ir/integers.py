@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, rebuild
+from flexmod.ir.graph import POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, home_of, rebuild
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
 from flexmod.ir.ops import CAST, OPS, number, strong
 
@@ -270,7 +270,7 @@ class _RangeRewriter:
     # how to find ranges
 
     def _ranges(self, chain: Sequence[Node]) -> list[_Range]:
-        compared = [n for n in chain if n.op in SIDES and not (n.home <= ROW or n.home <= COLUMN)]
+        compared = [n for n in chain if n.op in SIDES and home_of(n) == "element"]
         found = [one for link in compared if (one := self._distance(link)) is not None]
         taken = {link for one in found for link in one.links}
         return found + list(self._pairs([link for link in compared if link not in taken]))

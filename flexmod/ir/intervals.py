@@ -128,7 +128,7 @@ class _Analyzer:
         terms = (term for term, _ in self.terms.values())
         used = tuple(t for t in terms if {t.low, t.high} & names)
         by_rules = [n for n in self._needed() if self._plan(n) in ("rule", "linear", "load")]
-        return Analysis(graph, used, serves(self.graph, self.forms, by_rules))
+        return Analysis(graph, used, serves(self.graph, by_rules))
 
     def _needed(self) -> list[Node]:
         """The nodes that need bounds, arguments first; nodes inside a term need none."""

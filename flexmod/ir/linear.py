@@ -1,7 +1,7 @@
 """Linear forms of integer nodes, and the kind of each node.
 
         kind            reads
-        uniform         b and h at most
+        program         b and h at most
         row             q_idx too
         column          kv_idx too
         diagonal        q_idx and kv_idx, only through their difference
@@ -25,16 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import (
-    COLUMN,
-    ROW,
-    UNIFORM,
-    Graph,
-    GraphBuilder,
-    Node,
-    arguments_first,
-    rebuild,
-)
+from flexmod.ir.graph import UNIFORM, Graph, GraphBuilder, Node, arguments_first, home_of, rebuild
 from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
@@ -118,10 +109,8 @@ class Forms:
         return None if left is None or right is None else left.plus(right, -1)
 
     def kind(self, node: Node) -> str:
-        for name, home in (("uniform", UNIFORM), ("row", ROW), ("column", COLUMN)):
-            if node.home <= home:
-                return name
-        return "diagonal" if self.is_diagonal(node) else "mixed"
+        home = home_of(node)
+        return home if home != "element" else "diagonal" if self.is_diagonal(node) else "mixed"
 
     def is_diagonal(self, node: Node) -> bool:
         """Does it read q_idx and kv_idx only through their difference, or not at all?"""
@@ -318,7 +307,7 @@ class Sources:
 KEEP_BOUNDS = frozenset({"add", "sub", "neg", "minimum", "maximum"})
 
 
-def serves(graph: Graph, forms: Forms, by_rules: Iterable[Node]) -> bool:
+def serves(graph: Graph, by_rules: Iterable[Node]) -> bool:
     """Are the bounds as tight with the graph's parameters as with its numbers?
 
     `by_rules`: the nodes with bounds by a rule, and not from a term or from b and h only.
@@ -330,8 +319,7 @@ def serves(graph: Graph, forms: Forms, by_rules: Iterable[Node]) -> bool:
         hidden = [a for a in node.args if a in opaque]
         if not hidden:
             continue
-        of_one_axis = all(forms.kind(a) in ("uniform", "row", "column") for a in node.args)
-        if node.op not in COMPARISONS or not of_one_axis:
+        if node.op not in COMPARISONS or any(home_of(a) == "element" for a in node.args):
             return False
         if len(hidden) > 1 and not products.isdisjoint(hidden):  # with numbers, they might form a difference
             return False

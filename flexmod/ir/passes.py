@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from flexmod.ir.bounds import Bounds
-from flexmod.ir.graph import COLUMN, POSITIONS, ROW, Graph, GraphBuilder, Node, rebuild
+from flexmod.ir.graph import POSITIONS, Graph, GraphBuilder, Node, home_of, rebuild
 from flexmod.ir.integers import dtypes_when_widened, integer_bounds, needs_int64
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
@@ -353,7 +353,7 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     floats: dict[Node, Node] = {}
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-        if _mixed(node):
+        if home_of(node) == "element":
             in_floats = _in_floats(builder, node, known, floats)
             if in_floats is not None:
                 floats[node] = in_floats
@@ -373,10 +373,6 @@ def convert_terms(graph: Graph, known: Mapping[Node, Bounds]) -> Graph:
     return rebuild(graph, change)
 
 
-def _mixed(node: Node) -> bool:
-    return not (node.home <= ROW or node.home <= COLUMN)
-
-
 def _in_floats(
     builder: GraphBuilder, node: Node, known: Mapping[Node, Bounds], floats: Mapping[Node, Node]
 ) -> Node | None:
@@ -386,9 +382,9 @@ def _in_floats(
     """
     if node.op not in (*AS_FLOATS, CAST) or not all(_fits(a, known) for a in (node, *node.args)):
         return None
-    if any(_mixed(a) and a not in floats for a in node.args):
+    if any(home_of(a) == "element" and a not in floats for a in node.args):
         return None
-    args = tuple(floats[a] if _mixed(a) else as_float(builder, builder.copies[a]) for a in node.args)
+    args = tuple(floats.get(a) or as_float(builder, builder.copies[a]) for a in node.args)
     if node.op == CAST:  # to an integer dtype that holds it
         return args[0]
     if node.op == "neg":  # -(0.0) would be -0.0
