@@ -48,7 +48,7 @@ def added_to_score(graph: Graph) -> Graph | None:
 
 def _added(builder: GraphBuilder, node: Node, added: Mapping[Node, Node | None]) -> Node | None:
     """Returns f for a node that is score + f. `added`: f of each argument."""
-    if node.op == "input" and node.value == "score":
+    if node.is_input("score"):
         return builder.const(0.0)
     if node.dtype not in FLOATS or "score" not in node.home:
         return None

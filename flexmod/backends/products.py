@@ -136,7 +136,7 @@ def first_steps(*graphs: Graph | None) -> FirstSteps:
 
 def _first_nodes(graph: Graph) -> list[Node]:
     """Returns the score, a product with a number, and a function, as far as nothing else reads the others."""
-    nodes = [node for node in graph.nodes if node.op == "input" and node.value == "score"]
+    nodes = [node for node in graph.nodes if node.is_input("score")]
     while True:
         users = [node for node in graph.nodes if nodes[-1] in node.args]
         if len(users) != 1 or nodes[-1] in graph.results or users[0].dtype != torch.float32:

@@ -168,7 +168,7 @@ def _shift(graph: Graph, parts: int) -> Literal["", "row", "tile"]:
     if parts == 1:
         return ""
     of_row = Graph("score", graph.results[1:parts])
-    return "row" if any(n.op == "input" and n.value == "q_idx" for n in of_row.nodes) else "tile"
+    return "row" if any(n.is_input("q_idx") for n in of_row.nodes) else "tile"
 
 
 class _WrappingWriter(TritonWriter):

@@ -70,7 +70,7 @@ def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> Captur
                 tracer.line = node.where
                 _backward(tracer, node, grads, active)
     loads = [n for n in loads if n in grads]
-    reached = [grads[n] for n in primal.nodes if n.op == "input" and n.value == "score" and n in grads]
+    reached = [grads[n] for n in primal.nodes if n.is_input("score") and n in grads]
     by_score = reached[0] if reached else tracer.cast(0.0, torch.float32)
     terms = [node for load in loads for node in (grads[load]._node, *load.args)]
     numbers = tuple(load.value for load in loads)
@@ -81,8 +81,7 @@ def _active(graph: Graph, loads: Sequence[Node]) -> set[Node]:
     """The nodes through which the score or one of the loads may reach the result."""
     active: set[Node] = set(loads)
     for node in graph.nodes:
-        is_score = node.op == "input" and node.value == "score"
-        if is_score or (node.op != "load" and any(a in active for a in node.args)):
+        if node.is_input("score") or (node.op != "load" and any(a in active for a in node.args)):
             active.add(node)
     return active
 

@@ -172,7 +172,7 @@ class _ExponentRewriter:
         self.raw = self.builder.input("score", torch.float32)
         self.scale = self.builder.input("scale", torch.float32)
         whole = self._times(self.raw, _Factor(1.0, (self.scale,)))
-        self.builder.copies.update((node, whole) for node in graph.nodes if _is_score(node))
+        self.builder.copies.update((node, whole) for node in graph.nodes if node.is_input("score"))
         self.elements: list[Node] = []
         self.columns: list[Node] = []
         self.rows: list[Node] = []
@@ -212,7 +212,7 @@ class _ExponentRewriter:
             value = float(number.value)  # type: ignore[arg-type]
             self.unit = self._number(max(abs(value), 1e-30))
             return self._scaled(_Factor(math.copysign(bool(value), value)), rest)
-        if self.positive_scale and _is_score(rest) and self.known[number][0] >= 0:
+        if self.positive_scale and rest.is_input("score") and self.known[number][0] >= 0:
             whole = self._product([self._float(number), self.scale])
             self.unit = self.builder.node("maximum", (whole, self._number(1e-30)), torch.float32)
             return self.raw
@@ -244,19 +244,20 @@ class _ExponentRewriter:
                 break
             found.append(index)
         plain, size = self._without_size(rest)
-        if not found or not (_is_score(plain) or self._is_small(rest)):
+        if not found or not (plain.is_input("score") or self._is_small(rest)):
             return node, _Factor(1.0)
         for factor, one in found:
             self._place_index(factor, one)
-        return (plain, size.times(sign)) if _is_score(plain) else (rest, _Factor(sign))
+        return (plain, size.times(sign)) if plain.is_input("score") else (rest, _Factor(sign))
 
     def _without_size(self, node: Node) -> tuple[Node, _Factor]:
         """The plain score of a product with a number that is not negative and depends on b and h only."""
         number = next((a for a in node.args if a.home <= UNIFORM and not a.is_const), None)
-        if node.op != "mul" or number is None or not self.known[number][0] >= 0:
-            return node, _Factor(1.0)
-        (rest,) = (a for a in node.args if a is not number)
-        return (rest, _Factor(1.0, (self._float(number),))) if _is_score(rest) else (node, _Factor(1.0))
+        if node.op == "mul" and number is not None and self.known[number][0] >= 0:
+            (rest,) = (a for a in node.args if a is not number)
+            if rest.is_input("score"):
+                return rest, _Factor(1.0, (self._float(number),))
+        return node, _Factor(1.0)
 
     def _index(self, node: Node, sign: float) -> tuple[_Factor, Node] | None:
         """A multiple of an index, or a small number that a row shares, as a factor and a node."""
@@ -335,7 +336,7 @@ class _ExponentRewriter:
             self.columns.append(self._scaled(factor, node))
             self.linear = False
         else:
-            self.extra += not _is_score(node) and factor == _Factor(self.base)
+            self.extra += not node.is_input("score") and factor == _Factor(self.base)
             self.elements.append(self._scaled(factor, node))
 
     def _place_squashed(self, factor: _Factor, node: Node) -> None:
@@ -365,7 +366,7 @@ class _ExponentRewriter:
     # nodes of the new graph
 
     def _scaled(self, factor: _Factor, node: Node) -> Node:
-        if _is_score(node):
+        if node.is_input("score"):
             return self._times(self.raw, factor.times(1.0, self.scale))
         return self._times(self._float(node), factor)
 
@@ -396,7 +397,7 @@ class _ExponentRewriter:
         """The node at the tile's first key."""
         found: dict[Node, Node] = {}
         for one in self.given.of([node]).nodes:
-            if one.op == "input" and one.value == "kv_idx":
+            if one.is_input("kv_idx"):
                 found[one] = self.builder.input("start", one.dtype)  # type: ignore[arg-type]
             elif "kv_idx" in one.home:
                 found[one] = self.builder.keep(one, tuple(found[a] for a in one.args))
@@ -417,10 +418,6 @@ def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
     return fits and (factor.number == 0 or 2.0**-100 < size < 2.0**100)
 
 
-def _is_score(node: Node) -> bool:
-    return node.op == "input" and node.value == "score"
-
-
 def _steps_of_kv(graph: Graph) -> dict[Node, int | None]:
     """By how much a sum of integers grows from key to key, by node; None for any other node."""
     found: dict[Node, int | None] = {}
@@ -430,7 +427,7 @@ def _steps_of_kv(graph: Graph) -> dict[Node, int | None]:
 
 
 def _step_of_kv(node: Node, steps: Sequence[int | None]) -> int | None:
-    if node.op == "input" and node.value == "kv_idx":
+    if node.is_input("kv_idx"):
         return 1
     if node.is_const:
         value = float(node.value)  # type: ignore[arg-type]
@@ -454,7 +451,7 @@ def _tame(graph: Graph, steps: Mapping[Node, int | None]) -> set[Node]:
     """
     found: set[Node] = set()
     for node in graph.nodes:
-        own = _is_score(node) or node.home <= ROW or steps[node] is not None
+        own = node.is_input("score") or node.home <= ROW or steps[node] is not None
         passes = "score" in node.home or node.op in ("add", "sub", "mul", "neg")
         if own or passes and found.issuperset(node.args):
             found.add(node)

@@ -84,6 +84,9 @@ class Node(Immutable):
     def is_const(self) -> bool:
         return self.op == "const"
 
+    def is_input(self, name: str) -> bool:
+        return self.op == "input" and self.value == name
+
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}>"
 

@@ -226,7 +226,7 @@ class _Analyzer:
         for name in ("q_idx", "kv_idx"):
             kind = "row" if name == "q_idx" else "column"
             along = [n for n in form.others if self.forms.kind(n) == kind]
-            index = next((n for n in form.parts if n.op == "input" and n.value == name), None)
+            index = next((n for n in form.parts if n.is_input(name)), None)
             if index is not None and not along:
                 parts.append((self._position(name, strong(index.dtype)), form.parts[index]))
             elif len(along) == 1 and index is None:

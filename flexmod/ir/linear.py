@@ -49,7 +49,7 @@ class Linear:
 
     def of(self, name: str) -> int:
         """The coefficient of a position."""
-        return sum(c for n, c in self.parts.items() if n.op == "input" and n.value == name)
+        return sum(c for n, c in self.parts.items() if n.is_input(name))
 
     def between(self, known: Mapping[Node, bounds.Bounds]) -> bounds.Bounds:
         """Bounds of the sum, from its nodes' bounds."""
@@ -61,7 +61,7 @@ class Linear:
     @property
     def others(self) -> list[Node]:
         """The nodes that are not q_idx or kv_idx themselves."""
-        return [n for n in self.parts if n.op != "input" or n.value not in ("q_idx", "kv_idx")]
+        return [n for n in self.parts if not (n.is_input("q_idx") or n.is_input("kv_idx"))]
 
 
 class Forms:
@@ -272,7 +272,7 @@ class Sources:
         return self.builder.keep(node, tuple(map(self.along_diagonal, node.args)))
 
     def _sum_along(self, form: Linear) -> Node:
-        index = next(n for n in self.graph.nodes if n.op == "input" and n.value == "q_idx")
+        index = next(n for n in self.graph.nodes if n.is_input("q_idx"))
         along = Linear({index: form.of("q_idx")}, form.constant)
         for node in form.others:
             along = along.plus(Linear({self.along_diagonal(node): form.parts[node]}))
