@@ -145,17 +145,9 @@ def div(a: Bounds, b: Bounds) -> Bounds:
     return choose_bounds(same_sign, (low, high), UNKNOWN)
 
 
-def _of_positive_divisor(a: Bounds, b: Bounds, rule: Callable[[Bounds, Bounds], Bounds]) -> Bounds:
-    """Applies a rule for positive divisors. For a negative divisor it applies the rule to -a and -b."""
-    is_positive, is_negative = b[0] > 0, b[1] < 0
-    flipped_a, flipped_b = choose_bounds(is_negative, neg(a), a), choose_bounds(is_negative, neg(b), b)
-    has_sign = is_positive | is_negative
-    # no rule divides by a divisor that may be 0
-    safe = choose_bounds(has_sign, flipped_b, (1, 1))
-    return choose_bounds(has_sign, rule(flipped_a, safe), UNKNOWN)
-
-
 def _divided(name: str, whole: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+    """Makes the rule of a quotient. For a negative divisor, it bounds the quotient of -a and -b."""
+
     def quotient(x: Any, y: Any) -> Any:
         if is_endless(x):
             return math.nan if is_endless(y) else x
@@ -163,10 +155,18 @@ def _divided(name: str, whole: Callable[[int, int], int]) -> Callable[[Bounds, B
             return -1 if name == "floor_divide" and known_ends((x, x))[0] < 0 else 0
         return applied(name, whole, x, y)
 
-    def rule(a: Bounds, b: Bounds) -> Bounds:
+    def of_positive(a: Bounds, b: Bounds) -> Bounds:
         if is_point(b):
             return quotient(a[0], b[0]), quotient(a[1], b[0])
         return _hull(*(quotient(x, y) for x in a for y in b))
+
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        is_positive, is_negative = b[0] > 0, b[1] < 0
+        flipped_a, flipped_b = choose_bounds(is_negative, neg(a), a), choose_bounds(is_negative, neg(b), b)
+        has_sign = is_positive | is_negative
+        # no rule divides by a divisor that may be 0
+        safe = choose_bounds(has_sign, flipped_b, (1, 1))
+        return choose_bounds(has_sign, of_positive(flipped_a, safe), UNKNOWN)
 
     return rule
 
@@ -175,15 +175,8 @@ def _truncated(x: int, y: int) -> int:
     return x // y if (x < 0) == (y < 0) else -(-x // y)
 
 
-_FLOOR, _TRUNC = _divided("floor_divide", lambda x, y: x // y), _divided("trunc_divide", _truncated)
-
-
-def floor_divide(a: Bounds, b: Bounds) -> Bounds:
-    return _of_positive_divisor(a, b, _FLOOR)
-
-
-def trunc_divide(a: Bounds, b: Bounds) -> Bounds:
-    return _of_positive_divisor(a, b, _TRUNC)
+floor_divide = _divided("floor_divide", lambda x, y: x // y)
+trunc_divide = _divided("trunc_divide", _truncated)
 
 
 def remainder(a: Bounds, b: Bounds) -> Bounds:
