@@ -41,7 +41,7 @@ from flexmod.ir.proxy import Proxy
 from flexmod.ir.torch_calls import CONCRETE, SPECIAL
 from flexmod.ir.trace import Traced, capture_of, plain_number, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
-from flexmod.ir.vectors import converts_scalars, reduces
+from flexmod.ir.vectors import converting_row, reduces
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import assume_constant, let_modes_change
 
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
             result = self._called(func, args, kwargs)
             # most other functions of vectors are traced once for each element, and torch promotes scalars
             # differently
-            own = reduces(name.strip("_"), args) or converts_scalars(name)
+            own = reduces(name.strip("_"), args) or converting_row(name) is not None
             if isinstance(result, Tensor) and result.dim() and not own:
                 result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
         if isinstance(result, Tensor):

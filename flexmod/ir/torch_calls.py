@@ -10,7 +10,6 @@ values only, and the next call must trace the mod again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +48,11 @@ def call(
         args = ()
     if not args and (bare in FILLS or bare in SPECIAL):
         args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
-    wide = vectors.any_wide(args, kwargs)
+    wide = any(map(vectors.is_wide, (*args, *kwargs.values())))
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)
     if wide and any(bare in table for table in (CASTS, FILLS, SPECIAL, BY_TORCH_NAME, COMPOSED)):
-        return vectors.unrolled(tracer, bare, partial(_each, tracer, func), args, kwargs)
+        return vectors.unrolled(tracer, bare, lambda *a, **k: call(tracer, func, a, k), args, kwargs)
     if bare in CASTS:
         return tracer.cast(args[0], CASTS[bare])
     if bare in FILLS:
@@ -74,10 +73,6 @@ def call(
     raise errors.UnknownOperationError(
         operation=f"torch.{bare}", where=where, advice=advice.of_operation(bare, where, *tables[:1])
     )
-
-
-def _each(tracer: AbstractTracer, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(tracer, func, args, kwargs)
 
 
 def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:

@@ -86,10 +86,6 @@ def is_wide(value: Any) -> bool:
     return isinstance(value, (Vector, CaptureView)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
-def any_wide(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return any(map(is_wide, args)) or any(map(is_wide, kwargs.values()))
-
-
 def _vector(tracer: AbstractTracer, value: Any, operation: str) -> Vector:
     """A captured tensor or a part of one as a Vector. Raises NotScalarError if it has too many elements."""
     if isinstance(value, Vector):
@@ -141,14 +137,12 @@ def unrolled(
     return Vector(tracer, shape, items, vectors[0].refusal)
 
 
-def converts_scalars(name: str) -> bool:
-    """Does an operation convert scalars to the dtype of the vectors beside them? `row_of_int8 * q_idx` is
-    int8, as in torch. Comparisons and `where` of torch's flex_attention compute in the dtype that holds both.
+def converting_row(name: str) -> Op | None:
+    """The row of an operation that converts scalars to the dtype of the vectors beside them.
+
+    `row_of_int8 * q_idx` is int8, as in torch. Comparisons and `where` of torch's flex_attention compute in
+    the dtype that holds both.
     """
-    return _converting_row(name) is not None
-
-
-def _converting_row(name: str) -> Op | None:
     bare = name.strip("_")
     row = BY_TORCH_NAME.get(bare)
     if row is None and bare[:1] == "r":
@@ -158,7 +152,7 @@ def _converting_row(name: str) -> Op | None:
 
 def _dtype_of_scalars(name: str, vectors: Sequence[Vector]) -> torch.dtype | None:
     """The dtype to which an operation on vectors converts scalars; None if it converts each by itself."""
-    row, common = _converting_row(name), promote(*(v.dtype for v in vectors))
+    row, common = converting_row(name), promote(*(v.dtype for v in vectors))
     return common if row is not None and (common.is_floating_point or row.dtype is promote) else None
 
 
