@@ -37,7 +37,7 @@ from flexmod.errors import (
 )
 from flexmod.ir.evaluate import all_on_device
 from flexmod.ir.fingerprint import remember, tensor_key
-from flexmod.ir.graph import flowing_captures, used_captures
+from flexmod.ir.graph import flowing, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.private_torch import (
@@ -113,7 +113,7 @@ class PreparedCall:
     @cached_property
     def flowing(self) -> tuple[int, ...]:
         """The numbers of the captured tensors to which torch gives a gradient, if only of zeros."""
-        return flowing_captures(self.problem.score.graph.result) if self.problem.score else ()
+        return used_captures(flowing(self.problem.score.graph.result)) if self.problem.score else ()
 
     def whole(
         self, mask: MaskSnapshot | None, captured: Sequence[Tensor], grad_captures: Sequence[bool] = ()

@@ -368,13 +368,8 @@ def used_captures(nodes: Iterable[Node]) -> tuple[int, ...]:
     return tuple(sorted({n.value for n in nodes if n.op == "load" and isinstance(n.value, int)}))
 
 
-def flowing_captures(result: Node) -> tuple[int, ...]:
-    """The numbers of the captures whose values reach the result as floats, not by comparisons or indices."""
-    return used_captures(flowing(result))
-
-
 def flowing(result: Node) -> set[Node]:
-    """The nodes whose values reach the result as floats, and the result itself."""
+    """The result, and the nodes whose values reach it as floats, not by comparisons or indices."""
     seen, queue = {result}, [result]
     while queue:
         node = queue.pop()

@@ -66,8 +66,8 @@ def simplify(graph: Graph) -> Graph:
     return rebuild(graph, change)
 
 
-def _const(node: Node, *values: object) -> bool:
-    return node.is_const and any(node.value == v for v in values)
+def _const(node: Node, value: object) -> bool:
+    return node.is_const and node.value == value
 
 
 def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
@@ -193,13 +193,8 @@ _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
     CAST: (_same_cast,),
 }
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (fold, simplify, fold)
-
-
 def optimize(graph: Graph) -> Graph:
-    for one in PASSES:
-        graph = one(graph)
-    return graph
+    return fold(simplify(fold(graph)))
 
 
 def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
