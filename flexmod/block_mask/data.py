@@ -43,7 +43,7 @@ from flexmod.ir.record import numbered
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import SourceStates, Watched
+from flexmod.ir.watched import Watched, source_states
 from flexmod.runtime.tensor_kinds import has_no_values
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
@@ -107,7 +107,7 @@ class MaskData:
         mask._seen = mask._lists_now()
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
-        storage.computed_from(SourceStates(traced.tensors))
+        storage.computed_from(source_states(traced.tensors))
         return mask
 
     @property
@@ -309,7 +309,7 @@ class MaskData:
         again = described or self._traced.read or not same
         traced = trace_mask(self.mask_mod, self.device) if again else self._traced
         # before the search for tiles, so that a write during it counts
-        watched, sources = _watched(traced), SourceStates(traced.tensors)
+        watched, sources = _watched(traced), source_states(traced.tensors)
         storage = self._find_tiles(self, traced)
         if again:
             self._know(traced)
@@ -351,7 +351,7 @@ class MaskData:
         self.__dict__.update(state)
         self.positions = positions_of(self._mask_mod)
         self._know(self._traced)
-        self._storage.computed_from(SourceStates(self._traced.tensors))
+        self._storage.computed_from(source_states(self._traced.tensors))
         self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
-from flexmod.ir.watched import SourceStates, computed_from, sources_of
+from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs
@@ -183,7 +183,7 @@ def build_tiles(
     traced, _ = Recorded(mod, captured, integers, reals).traced(device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
-    sources = SourceStates(traced.tensors)
+    sources = source_states(traced.tensors)
     storage = find_tiles(traced, MaskLayout(whole, (block[0], block[1]), device, separate))
     rows, columns = storage.grid
     most = most_runs(whole, rows, columns)
@@ -264,14 +264,14 @@ def present_tiles(
     device, memory = runs.spans.device, runs.spans.untyped_storage()
     if device.type == "meta" or is_captured(device):
         return storage
-    known = sources_of(runs.spans)
-    if known is not None and known.describe(traced.tensors):
+    # before the search for tiles, so that a write during it counts
+    known, sources = sources_of(runs.spans), source_states(traced.tensors)
+    if known == sources:
         return storage
     layout = MaskLayout((storage.batch[0], storage.batch[1], *lengths), block, device, storage.separate)
     last = _found_again.get(memory)
-    if last is not None and last[1:3] == (traced.graph, layout) and last[0].describe(traced.tensors):
+    if last is not None and last[:3] == (sources, traced.graph, layout):
         return last[3]
-    sources = SourceStates(traced.tensors)  # before the search for tiles, so that a write during it counts
     found = find_tiles(traced, layout)
     if outside and (known is not None or device.type == "cpu"):
         _found_again[memory] = sources, traced.graph, layout, found

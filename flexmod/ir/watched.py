@@ -75,20 +75,15 @@ def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
     return None if kind is None else (kind, writes, tensor.data_ptr())
 
 
-class SourceStates:
-    """The states of tensors from whose values something is computed.
+SourceStates = list[tuple[object, object]]
 
-    It keeps no memory alive: the tensors may be of a compiled graph, which reuses or captures its memory.
+
+def source_states(tensors: Sequence[Tensor]) -> SourceStates:
+    """The states of tensors from whose values something is computed, equal for other objects of one memory.
+
+    Keeps no memory alive: the tensors may be of a compiled graph, which reuses or captures its memory.
     """
-
-    __slots__ = ("_states",)
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._states = [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
-
-    def describe(self, tensors: Sequence[Tensor]) -> bool:
-        """Do these tensors have the recorded memory and states? They may be other objects."""
-        return self._states == [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
+    return [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
 
 
 def _memory_of(tensor: Tensor) -> object:
