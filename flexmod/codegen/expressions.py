@@ -37,35 +37,6 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-class UserLines:
-    """The user's lines that one function quotes: each above the first statement that comes from it.
-
-    A comment above the function gives their files and line numbers. Triton's cache ignores that comment, so
-    moving a mod in its file, or to another file, compiles nothing.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[Where, str] = {}
-
-    def new(self, where: Where | None) -> list[str]:
-        """The line as a comment, or nothing if it is quoted already."""
-        if where is None or where in self._lines:
-            return []
-        line = _comment(where.text)
-        known = line in self._lines.values()
-        self._lines[where] = line
-        return [line] if where.text and not known else []
-
-    @property
-    def above(self) -> str:
-        """The line above the function, with its end: file:line, line; file:line."""
-        files: dict[str, list[int]] = {}
-        for where in self._lines:
-            files.setdefault(os.path.basename(where.file), []).append(where.line)
-        places = [f"{file}:{', '.join(map(str, sorted(lines)))}" for file, lines in files.items()]
-        return _comment("; ".join(places)) + "\n" if places else ""
-
-
 def _comment(text: str) -> str:
     line = "# " + " ".join(printable(text).split())
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
@@ -193,7 +164,10 @@ def divides(node: Node) -> bool:
 
 @dataclass
 class Function:
-    """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions."""
+    """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions.
+
+    `quoted`: the user's lines as comments, each above the first statement that comes from it.
+    """
 
     name: str
     arguments: list[str]
@@ -202,11 +176,16 @@ class Function:
     names: dict[Node, str] = field(default_factory=dict)
     uses: dict[str, None] = field(default_factory=dict)
     bound: dict[str, str] = field(default_factory=dict)
-    user: UserLines = field(default_factory=UserLines)
+    quoted: dict[Where, str] = field(default_factory=dict)
 
     def quote(self, node: Node) -> None:
-        """Writes the user's line that made a node, as a comment."""
-        self.lines += self.user.new(node.where)
+        """Writes the user's line that made a node, as a comment, unless it is quoted already."""
+        if node.where is None or node.where in self.quoted:
+            return
+        line = _comment(node.where.text)
+        if node.where.text and line not in self.quoted.values():
+            self.lines.append(line)
+        self.quoted[node.where] = line
 
     def bind(self, name: str, text: str) -> str:
         """Writes a line that gives an expression a name."""
@@ -229,7 +208,18 @@ class Function:
         if len(head) > WIDTH + 14:
             head = "\n".join([f"def {self.name}(", *(f"    {name}," for name in given), "):"])
         body = "\n".join(f"    {line}" for line in self.lines)
-        return f"{self.user.above}{decorator}{head}\n{body}\n"
+        return f"{self._places()}{decorator}{head}\n{body}\n"
+
+    def _places(self) -> str:
+        """The line above the function, with its end: file:line, line; file:line.
+
+        Triton's cache ignores it, so moving a mod in its file, or to another file, compiles nothing.
+        """
+        files: dict[str, list[int]] = {}
+        for where in self.quoted:
+            files.setdefault(os.path.basename(where.file), []).append(where.line)
+        places = [f"{file}:{', '.join(map(str, sorted(lines)))}" for file, lines in files.items()]
+        return _comment("; ".join(places)) + "\n" if places else ""
 
 
 def fresh(name: str, taken: set[str]) -> str:
