@@ -45,6 +45,7 @@ from flexmod.ir.graph import DType, Node
 HALF = (torch.float16, torch.bfloat16)
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # the dtypes of Python's numbers
 
 
 _default: ContextVar[torch.dtype | None] = ContextVar("_default", default=None)
@@ -428,5 +429,4 @@ def fold(op: str, dtypes: Sequence[DType], result: DType, values: Sequence[Any])
 
 def number(value: bool | int | float, dtype: torch.dtype) -> torch.Tensor:
     """A Python number as a 0-d tensor; a number beyond an integer dtype wraps, as in torch."""
-    widest = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
-    return torch.tensor(value, dtype=widest, device="cpu").to(dtype)
+    return torch.tensor(value, dtype=NUMBER_DTYPES[type(value)], device="cpu").to(dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 from flexmod.errors import NotPicklableError
 from flexmod.ir.evaluate import index, real_dtype, steps_of, value_of
 from flexmod.ir.graph import Graph, Immutable
+from flexmod.ir.ops import NUMBER_DTYPES
 from flexmod.ir.proxy import Proxy
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced, trace
@@ -50,12 +51,8 @@ def deep_copied_traces(
     Objects that the mod reaches, for example the model that contains it, may be only partly copied yet.
     """
     new = copy.deepcopy(mod, memo)
-    left = {id(tensor) for x in traces for part in (x.tensors, x.described, x.read) for tensor in part}
-    copied: set[int] = set()
-    for tensor in _tensors(mod) if left and new is not mod else ():
-        copied |= {id(tensor)} & left
-        if copied == left:
-            break
+    known = {id(tensor) for x in traces for part in (x.tensors, x.described, x.read) for tensor in part}
+    copied = known.intersection(map(id, _tensors(mod))) if known and new is not mod else ()
 
     def of_copy(part: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple([copy.deepcopy(t, memo) if id(t) in copied else t for t in part])
@@ -104,9 +101,6 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
 class _Program(Immutable):
     """The steps of a graph. Slots hide its contents from searches for tensors and functions in objects."""
 
@@ -149,7 +143,7 @@ class Replay(CopiesByAttribute):
         # TorchDynamo runs this: no dicts of nodes, no cached properties
         for step in self._program.steps:
             if step.op == "const":
-                values.append(given["b"].new_full((), step.value, dtype=WIDEST[type(step.value)]))
+                values.append(given["b"].new_full((), step.value, dtype=NUMBER_DTYPES[type(step.value)]))
             elif step.op == "load":
                 tensor = self.traced.tensors[step.value]
                 indices = tuple([index(values[place]) for place in step.args])
