@@ -69,6 +69,9 @@ class _TermWriter(TritonWriter):
         self._along = along
         self._terms = terms
 
+    def write(self) -> ModText:
+        return replace(super().write(), terms=self._term_names(), keeps_zeros=self._keeps_zeros())
+
     def returned(self, main: Function) -> list[str]:
         values = super().returned(main) if self._along in ("row", "column") else []
         for term in self._terms:
@@ -78,7 +81,7 @@ class _TermWriter(TritonWriter):
                 values += self._place(main, term)
         return values
 
-    def term_names(self) -> tuple[TermText, ...]:
+    def _term_names(self) -> tuple[TermText, ...]:
         """Names that are unique without regard to case: buffers have the same names in capitals.
 
         Sums are called `<name>_by_<direction>`, as the main functions are.
@@ -92,7 +95,7 @@ class _TermWriter(TritonWriter):
             found.append(TermText(name, into, term.capture, term.along))
         return tuple(found)
 
-    def keeps_zeros(self) -> bool:
+    def _keeps_zeros(self) -> bool:
         """Are results the gradient times factors that are always finite: numbers, integers of positions?"""
         return all(
             node.op != "load"

@@ -37,7 +37,7 @@ from flexmod.codegen.expressions import (
     rounded,
     triton_literal,
 )
-from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter, TermText
+from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
 from flexmod.ir.graph import ARGUMENTS, POSITIONS, Graph, Node, dtype_name, home_of
@@ -155,10 +155,8 @@ class TritonWriter:
             ),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
-            keeps_zeros=self.keeps_zeros(),
             compares=any(_is_judged(n) for n in self.graph.nodes),
             divides=any(divides(n) and n.home for n in self.graph.nodes),
-            terms=self.term_names(),
             program=statements["program"],
             row=statements["row"],
             column=statements["column"],
@@ -168,14 +166,6 @@ class TritonWriter:
     def returned(self, main: Function) -> list[str]:
         """The main function's results."""
         return [self.shaped(self.value(main, self.graph.result), self.graph.result)]
-
-    def term_names(self) -> tuple[TermText, ...]:
-        """Names for the main function's results after the first."""
-        return ()
-
-    def keeps_zeros(self) -> bool:
-        """See `ModText`; only derivatives with terms know it."""
-        return False
 
     def _write_hoisted(self, home: str, nodes: list[Node]) -> tuple[str, str]:
         if not nodes:
