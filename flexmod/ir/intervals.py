@@ -115,7 +115,7 @@ class _Analyzer:
         self.forms = Forms(self.known)
         self.extents = extents
         self.builder = GraphBuilder()
-        self.sources = Sources(self.graph, self.forms, self.known, of_graph)
+        self.sources = Sources(self.graph, self.forms, of_graph)
         self.terms: dict[tuple[str, Node], tuple[BoundsTerm, Bounds]] = {}
         self.found: dict[Node, Bounds] = {}
 

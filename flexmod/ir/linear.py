@@ -242,14 +242,11 @@ def joined(builder: GraphBuilder, op: str, nodes: list[Node]) -> Node:
 
 
 class Sources:
-    """Makes further nodes for a graph, in its builder. `known` are its nodes' bounds over all positions."""
+    """Makes further nodes for a graph, in its builder."""
 
-    def __init__(
-        self, graph: Graph, forms: Forms, known: Mapping[Node, bounds.Bounds], builder: GraphBuilder
-    ) -> None:
+    def __init__(self, graph: Graph, forms: Forms, builder: GraphBuilder) -> None:
         self.graph = graph
         self.forms = forms
-        self.known = known
         self.builder = builder
         self._along: dict[Node, Node] = {}
 
@@ -276,18 +273,14 @@ class Sources:
         along = Linear({index: form.of("q_idx")}, form.constant)
         for node in form.others:
             along = along.plus(Linear({self.along_diagonal(node): form.parts[node]}))
-        return self._sum(along, self._width(form))
+        return self.sum(along, form)
 
-    def sum(self, form: Linear) -> Node:
-        """Writes a linear form as one node, which does not wrap."""
-        return self._sum(form, self._width(form))
+    def sum(self, form: Linear, bounded: Linear | None = None) -> Node:
+        """Writes a linear form as one node, which does not wrap.
 
-    def _width(self, form: Linear) -> torch.dtype:
-        """int32 if it holds all partial sums, in any order; else int64."""
-        sizes = [abs(c) * max(map(abs, self.known[n])) for n, c in form.parts.items()]
-        return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
-
-    def _sum(self, form: Linear, dtype: torch.dtype) -> Node:
+        `bounded`: the same form, of nodes with bounds, if the nodes of `form` are new.
+        """
+        dtype = self._width(bounded or form)
         total: Node | None = None
         for node, coefficient in form.parts.items():
             part = self._cast(node, dtype)
@@ -298,6 +291,11 @@ class Sources:
         if total is None:
             return constant
         return self.builder.node("add", (total, constant), dtype) if form.constant else total
+
+    def _width(self, form: Linear) -> torch.dtype:
+        """int32 if it holds all partial sums, in any order; else int64."""
+        sizes = [abs(c) * max(map(abs, self.forms.known[n])) for n, c in form.parts.items()]
+        return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
         return node if strong(node.dtype) == dtype else self.builder.node(CAST, (node,), dtype, dtype)
