@@ -57,12 +57,9 @@ _HOMES: dict[str, Home] = {"scale": frozenset(), "offset": frozenset({"kv_idx"})
 
 
 class Immutable:
-    """Base of objects that all copies share."""
+    """Base of objects that deep copies share."""
 
     __slots__ = ()
-
-    def __copy__(self: Shared) -> Shared:
-        return self
 
     def __deepcopy__(self: Shared, memo: object) -> Shared:
         return self
@@ -76,9 +73,6 @@ class Node(Immutable):
     value: object = None
     where: Where | None = None
     home: Home = frozenset()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return operator.attrgetter("result"), (Graph("node", (self,)),)
 
     @property
     def is_const(self) -> bool:
