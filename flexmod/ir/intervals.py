@@ -223,8 +223,7 @@ class _Analyzer:
     def _linear(self, form: Linear) -> Bounds:
         """Bounds the sum; rows, columns and the remainder are each bounded as a whole."""
         parts: list[tuple[Bounds, int]] = []
-        for name in ("q_idx", "kv_idx"):
-            kind = "row" if name == "q_idx" else "column"
+        for name, kind in (("q_idx", "row"), ("kv_idx", "column")):
             along = [n for n in form.others if self.forms.kind(n) == kind]
             index = next((n for n in form.parts if n.is_input(name)), None)
             if index is not None and not along:
@@ -265,10 +264,8 @@ class _Analyzer:
         if row is None or rule is None:
             return dtype_limits(dtype)
         arguments = [brought_to(self.builder, self._of(a), a, d) for a, d in row.arguments(node)]
-        sizes = arguments
         squares = node.op == "mul" and node.args[0] is node.args[1] and dtype != torch.bool
-        if squares:
-            sizes = [bounds.absolute(a) for a in arguments]
+        sizes = [bounds.absolute(a) for a in arguments] if squares else arguments
         if rule in bounds.ARITHMETIC and not floats:
             return self._arithmetic(rule, sizes, dtype)
         found = clamp_to_dtype(self.builder, rule(*sizes), dtype)

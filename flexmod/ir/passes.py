@@ -20,6 +20,7 @@ import torch
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.graph import POSITIONS, Graph, GraphBuilder, Node, home_of, rebuild
 from flexmod.ir.integers import dtypes_when_widened, integer_bounds, needs_int64
+from flexmod.ir.linear import AND, joined
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
 from flexmod.ir.ops import fold as fold_values
 
@@ -206,19 +207,13 @@ def split_mask(graph: Graph) -> tuple[Graph | None, Graph | None]:
     builder = GraphBuilder()
     score = rebuild(graph).result
     conditions: list[Node] = []
-    while True:
-        split = _split_once(builder, score)
-        if split is None:
-            break
+    while (split := _split_once(builder, score)) is not None:
         score, condition = split
         conditions.append(condition)
     left = None if score.op == "input" else graph.of([score])
     if not conditions:
         return left, None
-    mask = conditions[0]
-    for condition in conditions[1:]:
-        mask = builder.node("bitwise_and", (mask, condition), torch.bool, None, condition.where)
-    return left, graph.of([mask], "mask")
+    return left, graph.of([joined(builder, AND[0], conditions)], "mask")
 
 
 def _split_once(builder: GraphBuilder, node: Node) -> tuple[Node, Node] | None:
