@@ -198,7 +198,7 @@ def is_cached(frame: FrameType) -> bool:
 
 
 def _found(frame: FrameType, node: ast.AST) -> object:
-    """What a name, or an attribute or an entry of one, is in a frame; None where that is not known."""
+    """What a name, an attribute or an entry of one, or a literal is in a frame; None where not known."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
@@ -207,6 +207,9 @@ def _found(frame: FrameType, node: ast.AST) -> object:
         table = _found(frame, node.value)
         with suppress(LookupError, TypeError):
             return table[node.slice.value] if type(table) in (dict, list, tuple) else None  # type: ignore[index]
+    if isinstance(node, (ast.List, ast.Dict, ast.Tuple)):
+        with suppress(ValueError, TypeError):
+            return ast.literal_eval(node)
     return None
 
 
@@ -277,8 +280,6 @@ def check_container(*kinds: type) -> None:
         if frame is None or table is None:
             continue
         name, found = ast.unparse(table), _found(frame, table)
-        if isinstance(table, (ast.List, ast.Dict, ast.Tuple)):
-            found = _literal(table)
         if isinstance(found, kinds) or _is_numpys(found):
             advice = _of_container(name, found)
             raise ForeignCaptureError(where=where, name=name, type=_kind(found), advice=advice)
@@ -297,13 +298,6 @@ def _table_of(node: ast.AST) -> ast.expr | None:
         return None if isinstance(node.slice, ast.Constant) else node.value
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
         return node.func.value
-    return None
-
-
-def _literal(node: ast.expr) -> object:
-    """The value of a literal; None for any other expression."""
-    with suppress(ValueError):
-        return ast.literal_eval(node)
     return None
 
 

@@ -229,10 +229,6 @@ def as_ranges(graph: Graph) -> Graph:
     return _RangeRewriter(graph).graph()
 
 
-def _is_chain(node: Node) -> bool:
-    return node.op in AND and is_logic(node)
-
-
 def _of_row(form: Linear) -> int:
     """The row's coefficients. Their sign picks one of a form and its negative."""
     return sum(factor for node, factor in form.parts.items() if node.home <= ROW)
@@ -245,7 +241,8 @@ class _RangeRewriter:
         self.forms = Forms(self.known)
         self.builder = GraphBuilder()
         # a part of a chain needs no ranges of its own
-        self.whole = {*graph.results, *(a for n in graph.nodes if not _is_chain(n) for a in n.args)}
+        chains = {n for n in graph.nodes if n.op in AND and is_logic(n)}
+        self.whole = {*graph.results, *(a for n in graph.nodes if n not in chains for a in n.args)}
 
     def graph(self) -> Graph:
         return rebuild(self.old, self._rewritten, self.builder)
@@ -253,7 +250,7 @@ class _RangeRewriter:
     def _rewritten(self, builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node not in self.whole:
             return None
-        chain = links(node, AND) if _is_chain(node) else [node]
+        chain = links(node, AND)
         ranges = self._ranges(chain)
         return self._judged(chain, ranges) if ranges else None
 

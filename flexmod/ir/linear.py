@@ -219,6 +219,7 @@ def is_logic(node: Node) -> bool:
 
 
 def links(node: Node, chain: tuple[str, ...]) -> list[Node]:
+    """The links of a chain of these operations; the node alone if it is no chain."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack = [node]
