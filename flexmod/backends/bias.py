@@ -70,7 +70,7 @@ def _added(builder: GraphBuilder, node: Node, added: Mapping[Node, Node | None])
             if not first.is_const or first.value != 0.0:
                 return builder.node(node.op, [first, other], node.dtype)
             if node.op == "add":
-                return builder.node(CAST, [other], node.dtype, node.dtype)
+                return builder.node(CAST, [other], node.dtype)
             return builder.node("mul", [other, builder.const(-1.0)], node.dtype)
     return None
 

@@ -92,7 +92,7 @@ class End:
             span = _with_slack((float(span[0]), float(span[1])))
         elif self.dtype == torch.bool:
             span = int(span[0]), int(span[1])
-        return End(self.builder, self.builder.node(CAST, (self.node,), dtype, dtype), span)
+        return End(self.builder, self.builder.node(CAST, (self.node,), dtype), span)
 
     def within(self, low: int, high: int) -> End:
         """The same end with the further knowledge that it lies in low..high."""
@@ -251,7 +251,7 @@ def _whole_end(builder: GraphBuilder, end: Any, target: torch.dtype, span: Bound
     if not isinstance(end, End):
         return int(end)
     wide = target if target in INTEGERS else torch.int32
-    return End(builder, builder.node(CAST, (end.node,), wide, wide), span)
+    return End(builder, builder.node(CAST, (end.node,), wide), span)
 
 
 def clamp_to_dtype(builder: GraphBuilder, found: Bounds, dtype: torch.dtype) -> Bounds:

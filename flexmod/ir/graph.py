@@ -4,7 +4,7 @@
           | const(number)                    a Python number (weak dtype), a 0-d tensor's value (strong dtype)
           | param(slot)                      a constant that became a run-time argument
           | load(capture, index nodes)       one element of a captured tensor
-          | op(args)                         any row of `ops.py`; casts carry their target in `value`
+          | op(args)                         any row of `ops.py`, or a cast to the node's dtype
     Graph = results + the captures they load from
 
 Nodes are immutable and compared by identity. A GraphBuilder shares equal ones, so identity is equality within

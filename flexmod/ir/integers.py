@@ -360,7 +360,7 @@ class _RangeRewriter:
     def _whole(self, node: Node) -> Node:
         """A part of a sum, in 32 bits."""
         new = self.builder.copies[node]
-        return new if new.dtype == torch.int32 else self._node(CAST, new, value=torch.int32)
+        return new if new.dtype == torch.int32 else self._node(CAST, new)
 
-    def _node(self, op: str, *args: Node, value: object = None) -> Node:
-        return self.builder.node(op, args, torch.int32, value, args[-1].where)
+    def _node(self, op: str, *args: Node) -> Node:
+        return self.builder.node(op, args, torch.int32, None, args[-1].where)

@@ -299,7 +299,7 @@ class Sources:
         return torch.int32 if sum(sizes) + abs(form.constant) < 2**31 else torch.int64
 
     def _cast(self, node: Node, dtype: torch.dtype) -> Node:
-        return node if strong(node.dtype) == dtype else self.builder.node(CAST, (node,), dtype, dtype)
+        return node if strong(node.dtype) == dtype else self.builder.node(CAST, (node,), dtype)
 
 
 # Integer operations whose rules stay exact when an argument depends on parameters; so do all comparisons.

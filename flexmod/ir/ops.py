@@ -407,7 +407,7 @@ _ROWS = [
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 
 CAST = "cast"
-"""A Node of its own kind: its target dtype is its `value`. Differentiable between floating-point dtypes."""
+"""A Node of its own kind, whose dtype is the target. Differentiable between floating-point dtypes."""
 
 BY_TORCH_NAME: dict[str, Op] = {name: row for row in _ROWS for name in row.torch_names}
 COMPARISONS = frozenset(row.name for row in _ROWS if row.at == "common" and row.torch_names)

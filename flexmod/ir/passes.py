@@ -59,7 +59,7 @@ def simplify(graph: Graph) -> Graph:
         for rule in _RULES.get(node.op, ()):
             new = rule(builder, node, args)
             if new is not None and new.dtype != node.dtype:
-                return builder.node(CAST, (new,), node.dtype, node.dtype, node.where)
+                return builder.node(CAST, (new,), node.dtype, None, node.where)
             if new is not None:
                 return new
         return None
@@ -243,7 +243,7 @@ def as_float(builder: GraphBuilder, node: Node) -> Node:
         return node
     if node.is_const:
         return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
-    return builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
+    return builder.node(CAST, (node,), torch.float32, None, node.where)
 
 
 def promote_constants(graph: Graph, slots: frozenset[int]) -> Graph:
@@ -298,7 +298,7 @@ def widen(graph: Graph, dtypes: Mapping[Node, torch.dtype] | None = None) -> Gra
             follows = OPS[node.op].dtype(*(a.dtype for a in args))
             wide = builder.node(node.op, args, follows, node.value, node.where)
             dtype = (dtypes or {}).get(node, follows)
-            return wide if dtype == follows else builder.node(CAST, (wide,), dtype, dtype, node.where)
+            return wide if dtype == follows else builder.node(CAST, (wide,), dtype, None, node.where)
         return None
 
     return rebuild(graph, change)

@@ -366,7 +366,7 @@ class Tracer:
         wraps = dtype == torch.int32 and node.op not in ("load", CAST)
         if node.dtype == dtype and not wraps:
             return value if isinstance(value, Proxy) else Proxy(self, node)  # torch returns the same tensor
-        return Proxy(self, self._add(CAST, (node,), dtype, dtype))
+        return Proxy(self, self._add(CAST, (node,), dtype))
 
     def result(self, value: Any, kind: str) -> Node:
         """Converts the user's result to a Node: bool for a mask, float32 for a score."""
@@ -389,7 +389,7 @@ class Tracer:
             self._check_gradient(node)
         if is_bool or node.dtype == torch.float32:
             return node
-        return self.builder.node(CAST, (node,), torch.float32, torch.float32, node.where)
+        return self.builder.node(CAST, (node,), torch.float32, None, node.where)
 
     def _check_gradient(self, result: Node) -> None:
         """Raises UnknownOperationError if a gradient would flow through what the mod computed without one.

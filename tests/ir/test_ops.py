@@ -183,7 +183,7 @@ def test_casts(source: torch.dtype, target: torch.dtype, device: torch.device) -
         x = x[x.isfinite() & (x.abs() < 100)]
     builder = GraphBuilder()
     load = builder.node("load", (builder.input("q_idx", torch.int32),), source, 0)
-    graph = Graph("score", (builder.node(ops.CAST, (load,), target, target),), (Capture("x", source, 1),))
+    graph = Graph("score", (builder.node(ops.CAST, (load,), target),), (Capture("x", source, 1),))
     found = run(graph, (x.to(device),), (1, 1, len(x), 1), device=device)[0, 0, :, 0].cpu()
     expected = x.to(target)
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0, equal_nan=True)
