@@ -294,7 +294,7 @@ def _with_captured(
         else None
         for number, place in enumerate(captured.tensors)
     ]
-    given = (score, terms, found.sums, tuple(captured.tensors), tuple(captured.numbers), call.extents)
+    given = (score, terms, found.sums, tuple(captured.tensors), tuple(captured.numbers or ()), call.extents)
     return (*found[:3], *writer.call(gradients, given, grads))
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 
@@ -184,9 +184,7 @@ class BuilderKernels:
         """The launch arguments that a kernel's texts need, by name. `watch`: for kernels that check."""
         given: dict[str, object] = {}
         for text in self.texts(kernel):
-            others = tuple(p for p in text.parameters if not p.is_number)
-            given |= Captured(tensors, (), watch).arguments(replace(text, parameters=others))
-            given |= {p.name: RunNumber(p.name) for p in text.parameters if p.is_number}
+            given |= Captured(tensors, None, watch).arguments(text)
         return given
 
 

@@ -55,7 +55,7 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Limits, Tile, ladder
 from flexmod.errors import CaptureBoundsError, Where
 from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
-from flexmod.runtime.plan import Extent, Place, PlanWriter
+from flexmod.runtime.plan import Extent, Place, PlanWriter, RunNumber
 
 Kind = Literal["pointer", "tile", "size", "stride", "number", "double", "found"]
 
@@ -106,10 +106,10 @@ class Parameter:
         bits: int = struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
         return bits
 
-    def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float]) -> object:
-        """The launch argument for this parameter."""
+    def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float] | None) -> object:
+        """The launch argument for this parameter; without `numbers`, a run gives a number."""
         if self.is_number:
-            return self.number(numbers)
+            return RunNumber(self.name) if numbers is None else self.number(numbers)
         tensor = tensors[self.index]
         if self.kind == "size":
             return tensor.shape[self.dim]
@@ -261,11 +261,12 @@ def raise_if_out_of_bounds(checks: Sequence[Check], tensors: Sequence[Tensor], r
 class Captured(NamedTuple):
     """A mod's captures in a plan: its tensors (`Traced.tensors`), as places, and its promoted numbers.
 
-    `watch` is set for kernels that check the indices into the tensors.
+    Without `numbers`, each run gives its own. `watch` is set for kernels that check the indices into the
+    tensors.
     """
 
     tensors: Sequence[Place] = ()
-    numbers: Sequence[bool | int | float] = ()
+    numbers: Sequence[bool | int | float] | None = ()
     watch: IndexWatch | None = None
 
     def arguments(self, text: ModText) -> dict[str, object]:
