@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from flexmod.ir.composed import Derived, Mask, ScoreMod
-from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS
+from flexmod.ir.formulas import FUNCTIONS
 from flexmod.ir.graph import Graph
 from flexmod.ir.offsets import Positions
-from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.replay import MaskReplay, ScoreReplay
+from flexmod.ir.torch_calls import OF_SCALARS
 from flexmod.ir.trace import VALUE_DTYPES, Traced, trace
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import is_wrapped
@@ -50,10 +50,9 @@ BUILTINS = (
 # torch's settings. If torch works on tensors alone, the trace notices (`Traced.eager`).
 ATTRIBUTES = frozenset(
     (
-        *BY_TORCH_NAME, *COMPOSED, *CASTS, *FILLS, *(name for name in vars(math) if name[0] != "_"),
+        *OF_SCALARS, *(name for name in vars(math) if name[0] != "_"),
         *(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES), "Tensor",
         "shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "numel", "is_floating_point",
-        "to", "type", "type_as", "tensor", "as_tensor", "scalar_tensor",
         "nn", "functional", "special", "finfo", "iinfo", "max", "min", "eps", "tiny", "bits",
     )
 )  # fmt: skip

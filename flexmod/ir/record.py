@@ -34,11 +34,11 @@ from flexmod import errors
 from flexmod.errors import ConstantError, ForgottenGraphError, GraphNumberError
 from flexmod.ir import advice
 from flexmod.ir.evaluate import on_device
-from flexmod.ir.formulas import CASTS, COMPOSED, FILLS, FUNCTIONS, draws, writes
+from flexmod.ir.formulas import FUNCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
-from flexmod.ir.ops import BY_TORCH_NAME, with_default
+from flexmod.ir.ops import with_default
 from flexmod.ir.proxy import Proxy
-from flexmod.ir.torch_calls import CONCRETE, SPECIAL
+from flexmod.ir.torch_calls import CONCRETE, OF_SCALARS
 from flexmod.ir.trace import Traced, capture_of, plain_number, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import converting_row, reduces
@@ -275,7 +275,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _check_known(name: str) -> None:
-    tables = (BY_TORCH_NAME, COMPOSED, CASTS, FILLS, FUNCTIONS, SPECIAL, OF_VECTORS, vars(Proxy))
+    tables = (OF_SCALARS, FUNCTIONS, OF_VECTORS, vars(Proxy))
     if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
         raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
 

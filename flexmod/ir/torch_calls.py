@@ -51,7 +51,7 @@ def call(
     wide = any(map(vectors.is_wide, (*args, *kwargs.values())))
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)
-    if wide and any(bare in table for table in (CASTS, FILLS, SPECIAL, BY_TORCH_NAME, COMPOSED)):
+    if wide and bare in OF_SCALARS:
         return vectors.unrolled(tracer, bare, lambda *a, **k: call(tracer, func, a, k), args, kwargs)
     if bare in CASTS:
         return tracer.cast(args[0], CASTS[bare])
@@ -205,6 +205,8 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
     "scalar_tensor": _copy,
     "expect_size": lambda tracer, *args: tracer.expect_size(*args),
 }
+# the names of functions of scalars
+OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED})
 
 
 class Watch(TorchFunctionMode):
