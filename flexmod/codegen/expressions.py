@@ -80,10 +80,10 @@ def asks_for_dtype(template: str, at: torch.dtype) -> bool:
 
 def literal(value: object, dtype: torch.dtype) -> str:
     """A Python number as the argument of an operation in this dtype."""
-    held = number(value, dtype).item()  # type: ignore[arg-type]
-    if dtype == torch.float32 and math.isfinite(held):
-        held = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
-    return repr(held) if not isinstance(held, float) or math.isfinite(held) else f'float("{held}")'
+    found = number(value, dtype).item()  # type: ignore[arg-type]
+    if dtype == torch.float32 and math.isfinite(found):
+        found = float(value)  # type: ignore[arg-type]  # the user's own digits: the kernel rounds them
+    return repr(found) if not isinstance(found, float) or math.isfinite(found) else f'float("{found}")'
 
 
 def typed(text: str, dtype: torch.dtype) -> str:

@@ -193,7 +193,7 @@ def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | Non
     if widest <= (64 if large else 128):
         shapes = [wide, narrow]
         # each number by column takes as many registers of a thread as a row of its scores
-        values = sum(mod.held_by_column for mod in (score, mask) if mod)
+        values = sum(mod.column_values for mod in (score, mask) if mod)
         few = not values or (score and score.linear_column)
         if widest <= 64 and spec.mask_block is None and few and not large:
             shapes.insert(0, ForwardShape(3, 128))

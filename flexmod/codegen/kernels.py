@@ -13,7 +13,7 @@ need.
         column          a statement that reads kv_idx, for the place outside the loop of dK/dV
         call            the whole expression, over b, h, q_idx, kv_idx (and score, grad)
         arguments       the call's arguments before the parameters
-        held_by_column  how many numbers, truth values apart, the column statement computes
+        column_values   how many numbers, truth values apart, the column statement computes
         expensive       the homes whose statement loads, or takes more than a few instructions, and so
                         should run once for a row or a column
         waits_for_score a load's place depends on the score
@@ -143,7 +143,7 @@ class ModText:
     row: str = ""
     column: str = ""
     parameters: tuple[Parameter, ...] = ()
-    held_by_column: int = 0
+    column_values: int = 0
     expensive: frozenset[str] = frozenset()
     waits_for_score: bool = False
     keeps_zeros: bool = False
@@ -359,7 +359,7 @@ class Kernels:
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
         """The tiles to try; see `spec.ladder`."""
         if kernel not in self._ladders:
-            by_column = any(mod is not None and mod.held_by_column for mod in (self.score, self.mask))
+            by_column = any(mod is not None and mod.column_values for mod in (self.score, self.mask))
             waits = self.score is not None and self.score.waits_for_score
             self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column, waits)
         return self._ladders[kernel]

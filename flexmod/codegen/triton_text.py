@@ -149,7 +149,7 @@ class TritonWriter:
             text=text,
             call=call,
             parameters=tuple(self.parameters.values()),
-            held_by_column=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
+            column_values=sum(home_of(n) == "column" and costly(n) for n in self.hoisted),
             expensive=frozenset(
                 home_of(n) for n in self.graph.nodes if expensive(n) and not self._in_tile(n)
             ),

@@ -146,7 +146,7 @@ def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: 
             operation=f"torch.{name}", problem="integers and a floating-point alpha", where=user_line(),
             advice=f"multiply the operand yourself, e.g. torch.{name}(x, 0.5 * y).",
         )  # fmt: skip
-    tracer.check_held(name, factor, common)
+    tracer.check_fits(name, factor, common)
     if nodes[1].dtype is float:
         return operands[0], tracer.apply("mul", (operands[1], alpha))
     product = tracer.apply("mul", (tracer.cast(operands[1], common), alpha))
@@ -168,7 +168,7 @@ def _fill(
     if value is None:
         value = options.pop("fill_value") if "fill_value" in options else rest.pop(0)
     target = dtype or promote(tracer.node(like, name).dtype)
-    tracer.check_held(name, tracer.node(value, name), target)
+    tracer.check_fits(name, tracer.node(value, name), target)
     return tracer.cast(value, target)
 
 

@@ -326,7 +326,7 @@ class Tracer:
                 advice=f"cast them first, e.g. with .to({target}).",
             )  # fmt: skip
         for node in nodes if row.name in CONVERTING else ():
-            self.check_held(name, node, dtype)
+            self.check_fits(name, node, dtype)
         if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
             raise errors.OperationArgumentError(
                 operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
@@ -334,7 +334,7 @@ class Tracer:
             )  # fmt: skip
         return Proxy(self, self._add(row.name, nodes, dtype))
 
-    def check_held(self, operation: str, node: Node, dtype: torch.dtype) -> None:
+    def check_fits(self, operation: str, node: Node, dtype: torch.dtype) -> None:
         """Raises OperationArgumentError, as torch does, for a number beyond the limits of a dtype.
 
         An integer would wrap in the conversion, a float would become infinite.

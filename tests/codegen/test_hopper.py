@@ -204,7 +204,7 @@ def test_the_first_shape_follows_the_mods() -> None:
     def first(way: Any, dim: int, score: Any = None, mask: Any = None) -> str:
         return str(ladder(spec(dim=dim, mask_block=(128, 128) if mask else None), way, score, mask)[0])
 
-    two_numbers, three_numbers = (replace(DOCUMENT, held_by_column=held) for held in (2, 3))
+    two_numbers, three_numbers = (replace(DOCUMENT, column_values=count) for count in (2, 3))
     assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=two_numbers) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=three_numbers) == "128x64 (2 consumers)"
