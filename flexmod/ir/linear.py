@@ -67,7 +67,7 @@ class Linear:
 class Forms:
     """The linear forms and the kinds of a graph's nodes.
 
-    `known` are the nodes' bounds (`passes.integer_bounds`, may_wrap). A form splits arithmetic only if the
+    `known` are the nodes' bounds (`integers.integer_bounds`, may_wrap). A form splits arithmetic only if the
     bounds prove that it does not wrap.
     """
 
