@@ -41,6 +41,7 @@ from flexmod.runtime.private_torch import assume_constant, innermost_mode_name
 DType = torch.dtype | type
 
 Shared = TypeVar("Shared")
+Found = TypeVar("Found")
 Structure = tuple[object, ...]
 Home = frozenset[str]
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
@@ -148,9 +149,7 @@ class GraphBuilder:
 
     def copied(self, node: Node) -> Node:
         """A copy of another builder's node and of its arguments; a node of `copies` is not copied again."""
-        for one in arguments_first([node], self.copies):
-            self.copies[one] = self.keep(one, tuple([self.copies[a] for a in one.args]))
-        return self.copies[node]
+        return computed(node, self.copies, lambda n: self.keep(n, tuple([self.copies[a] for a in n.args])))
 
     @staticmethod
     def fresh_const(
@@ -329,6 +328,13 @@ def arguments_first(results: Sequence[Node], known: Container[Node] = ()) -> tup
         else:
             order[stack.pop()] = None
     return tuple(order)
+
+
+def computed(node: Node, known: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
+    """Computes something for a node's arguments, then for the node; `known` keeps what was computed."""
+    for one in arguments_first([node], known):
+        known[one] = compute(one)
+    return known[node]
 
 
 Change = Callable[[GraphBuilder, Node, tuple[Node, ...]], Node | None]

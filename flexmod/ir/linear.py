@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flexmod.ir import bounds
-from flexmod.ir.graph import UNIFORM, Graph, GraphBuilder, Node, arguments_first, home_of, rebuild
+from flexmod.ir.graph import UNIFORM, Graph, GraphBuilder, Node, computed, home_of, rebuild
 from flexmod.ir.ops import CAST, COMPARISONS, number, promote, strong
 
 INTEGERS = (torch.int32, torch.int64)
@@ -79,9 +79,7 @@ class Forms:
 
     def of(self, node: Node) -> Linear | None:
         """The linear form of an integer node; None for any other node."""
-        for one in arguments_first([node], self._forms):
-            self._forms[one] = self._form(one)
-        return self._forms[node]
+        return computed(node, self._forms, self._form)
 
     def _form(self, node: Node) -> Linear | None:
         if node.is_const and type(node.value) is int:
@@ -114,9 +112,7 @@ class Forms:
 
     def is_diagonal(self, node: Node) -> bool:
         """Does it read q_idx and kv_idx only through their difference, or not at all?"""
-        for one in arguments_first([node], self._diagonal):
-            self._diagonal[one] = self._is_diagonal(one)
-        return self._diagonal[node]
+        return computed(node, self._diagonal, self._is_diagonal)
 
     def _is_diagonal(self, node: Node) -> bool:
         if node.home <= UNIFORM:
@@ -139,9 +135,7 @@ class Forms:
         "convex" if the set is an interval on its axis, "concave" if its complement is. Interval arithmetic is
         exact for both: intervals that meet in pairs have a common element.
         """
-        for one in arguments_first([node], self._shapes):
-            self._shapes[one] = self._shapes_of(one)
-        return self._shapes[node]
+        return computed(node, self._shapes, self._shapes_of)
 
     def _shapes_of(self, node: Node) -> frozenset[str]:
         if node.home <= UNIFORM:
@@ -253,12 +247,11 @@ class Sources:
 
     def along_diagonal(self, node: Node) -> Node:
         """Rewrites a diagonal node into a function of the difference; q_idx stands for the difference."""
-        for one in arguments_first([node], self._along):
-            if self.forms.is_diagonal(one):
-                self._along[one] = one if one.home <= UNIFORM else self._made_along(one)
-        return self._along[node]
+        return computed(node, self._along, self._made_along)
 
     def _made_along(self, node: Node) -> Node:
+        if node.home <= UNIFORM or not self.forms.is_diagonal(node):
+            return node
         form = self.forms.of(node)
         if form is not None and node not in form.parts:
             return self._cast(self._sum_along(form), strong(node.dtype))
