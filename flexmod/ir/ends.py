@@ -22,6 +22,7 @@ from flexmod.ir.linear import INTEGERS
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, promote, strong
 
 LOGIC = frozenset({"bitwise_and", "bitwise_or", "logical_not"})
+UNITS = {"add": 0, "sub": 0, "mul": 1}  # numbers that change nothing on the right
 
 
 def _operator(name: str) -> Any:
@@ -160,7 +161,12 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _simpler(name: str, values: tuple[Any, ...]) -> Any:
-    """The result if it is one of the values, or logic on them; None if it needs a computation."""
+    """The result if it is one of the values, or logic on them; None if it needs a computation.
+
+    The simplification of the whole graph knows further rules, see `passes.simplify`.
+    """
+    if name in UNITS and _same(values[1], UNITS[name]):
+        return values[0]
     if name in ("minimum", "maximum"):
         x, y = values
         if _same(x, y) or bounds.span(x)[1] <= bounds.span(y)[0]:
@@ -170,23 +176,6 @@ def _simpler(name: str, values: tuple[Any, ...]) -> Any:
         return None
     if name == "where":
         return _simpler_choice(*values)
-    if name in ("bitwise_and", "bitwise_or"):
-        x, y = values
-        for one, other in ((x, y), (y, x)):
-            if isinstance(one, bool):
-                return other if one == (name == "bitwise_and") else one
-        return x if _same(x, y) else None
-    if name == "logical_not" and values[0].node.op == "logical_not":
-        inner = End(values[0].builder, values[0].node.args[0])
-        return inner if inner.dtype == torch.bool else None  # the other one may be of a number
-    if name in ("add", "sub") and _same(values[1], 0):
-        return values[0]
-    if name == "add" and _same(values[0], 0):
-        return values[1]
-    if name == "sub" and _same(*values) and not values[0].dtype.is_floating_point:
-        return 0
-    if name in ("mul", "floor_divide", "trunc_divide") and _same(values[1], 1):
-        return values[0]
     return None
 
 
