@@ -153,8 +153,13 @@ def reads_pair(node: Node) -> bool:
     if node.op != "load" or len(node.args) < 2:
         return False
     *outer, row, column = node.args
-    of_head = (a.value in ("b", "h") or type(a.value) is int and a.is_const and a.value >= 0 for a in outer)
-    return (row.value, column.value) == ("q_idx", "kv_idx") and all(of_head)
+    of_head = (a.is_input("b") or a.is_input("h") or _is_place(a) for a in outer)
+    return row.is_input("q_idx") and column.is_input("kv_idx") and all(of_head)
+
+
+def _is_place(node: Node) -> bool:
+    """Is it a constant index that does not count from the end?"""
+    return node.is_const and type(node.value) is int and node.value >= 0
 
 
 def divides(node: Node) -> bool:
