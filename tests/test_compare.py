@@ -10,8 +10,8 @@ import pytest
 import torch
 from named_mods import NAMED
 
-from flexmod import errors
-from flexmod.errors.commands import UnknownModName
+from flexmod import errors, masks, mods
+from flexmod.errors.commands import ModPlaceError, UnknownModName
 from flexmod.ir.graph import expect_size
 from flexmod.tools.comparison import compare
 from flexmod.tools.mod_names import ON_GPU, usual_setting
@@ -88,6 +88,17 @@ def test_a_mask_and_a_score_mod_together() -> None:
     )
     assert comparison.reference == "the dense reference"
     assert comparison.agrees, str(comparison)
+
+
+def test_two_mods_of_a_kind_are_refused() -> None:
+    def shifted(score, b, h, q_idx, kv_idx):
+        return score + h
+
+    for mod in ("alibi", mods.softcap(3.0)):
+        with pytest.raises(ModPlaceError, match="is a score_mod, and a mask_mod is wanted here"):
+            compare(mod, score_mod=shifted, **SMALL)
+    with pytest.raises(ModPlaceError, match="is a mask_mod, and a score_mod is wanted here"):
+        compare("causal", score_mod=masks.causal(), **SMALL)
 
 
 @pytest.mark.parametrize("name", ["alibi", "sandwich", "by_entry"])

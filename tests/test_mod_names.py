@@ -247,7 +247,7 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
         commands.ModPlaceError,
         lambda folder: choose("softcap", SETTING, "alibi"),
         "'softcap' is a score_mod, and a mask_mod is wanted here.\n"
-        "  Instead: name a mask first, and one score mod by --score.",
+        "  Instead: name a mask first, and one score mod by --score or score_mod.",
     ),
     (
         commands.ModPlaceError,

@@ -17,10 +17,9 @@ from torch import Tensor
 from flexmod.block_mask.format import BlockMask
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
-from flexmod.ir.source import mod_kind
 from flexmod.runtime.lazy_imports import lazy_imports
 from flexmod.tools import peers
-from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, usual_setting
+from flexmod.tools.mod_names import Mod, Setting, choose, fitting, name_of, usual_setting
 
 # The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -119,8 +118,9 @@ def compare(
     SDPA with the materialized mask checks a mask; flexmod's dense reference checks a score_mod. Times are
     medians. TFLOP/s count the tiles that the mask keeps, and half of all pairs for causal SDPA.
 
-    Raises UnknownModName for an unknown name, ArgumentTypeError for an invalid size or dtype, FlexOnCpuError
-    for `flex` without CUDA, NoDeviceError, and the errors of create_block_mask and flex_attention.
+    Raises UnknownModName for an unknown name, ModPlaceError for two score mods or two masks,
+    ArgumentTypeError for an invalid size or dtype, FlexOnCpuError for `flex` without CUDA, NoDeviceError, and
+    the errors of create_block_mask and flex_attention.
 
     Source: the comparison of the FlexAttention notebook, 2024.
 
@@ -136,7 +136,7 @@ def compare(
         setting = replace(setting, seq=fitting(mod, setting))
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
-    chosen = _mods(mod, score_mod, setting)
+    chosen = choose(mod, setting, score_mod)
     block_mask = peers.block_mask_of(chosen.mask, setting)
     inputs = peers.random_inputs(setting)
 
@@ -156,7 +156,7 @@ def compare(
     skips = peers.skipped(block_mask)
     causal = peers.timed(peers.sdpa_causal(setting), inputs, setting, peers.CAUSAL)
     timings = (causal, *(peers.timed(each, inputs, setting, skips) for each in attentions))
-    name = " with ".join(_name(each) for each in (mod, score_mod) if each is not None)
+    name = " with ".join(name_of(each) for each in (mod, score_mod) if each is not None)
     comparison = Comparison(name, setting, reference.name, agreements, first_call_ms, timings, block_mask)
     if show:
         print(comparison)
@@ -172,20 +172,6 @@ def _check(given: dict[str, Any]) -> None:
             right, advice = (as_int(value) or 0) > 0, "give a whole number above 0, e.g. 64"
         if value is not None and not right:
             raise ArgumentTypeError(name=name, given=repr(value), advice=advice)
-
-
-def _name(mod: str | Mod) -> str:
-    return mod if isinstance(mod, str) else getattr(mod, "__name__", type(mod).__name__)
-
-
-def _mods(mod: str | Mod, score_mod: str | Mod | None, setting: Setting) -> Mods:
-    if isinstance(mod, str):
-        chosen = choose(mod, setting, score_mod if isinstance(score_mod, str) else None)
-    else:
-        chosen = Mods(mask=mod) if mod_kind(mod) == "mask" else Mods(score=mod)
-        if isinstance(score_mod, str):
-            chosen = chosen._replace(score=choose("noop", setting, score_mod).score)
-    return chosen if score_mod is None or isinstance(score_mod, str) else chosen._replace(score=score_mod)
 
 
 def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> peers.Implementation:

@@ -41,7 +41,7 @@ from flexmod.errors.commands import (
 )
 from flexmod.ir.composed import and_masks
 from flexmod.ir.graph import dtype_name
-from flexmod.ir.source import mod_kind
+from flexmod.ir.source import mod_kind, mod_name
 
 Mod = Callable[..., Any]
 
@@ -138,30 +138,40 @@ SCORES = {name: mod for name, mod in _library(mods, "score").items() if name not
 KNOWN = (NOTHING, *MASKS, *SCORES)
 
 
-def choose(text: str, setting: Setting, score: str | None = None) -> Mods:
-    """Returns the mods that a text names, sized for the setting; `score` names a score mod to add to a mask.
+def choose(mod: str | Mod, setting: Setting, score: str | Mod | None = None) -> Mods:
+    """Returns the mods for a text or a function, sized for the setting; adds the score mod `score` to a mask.
 
     Raises UnknownModName, ModExpressionError, ModParametersError, ModFileError, ModPlaceError, and the errors
     of library functions or the user's file.
     """
-    if text == NOTHING:
+    if mod == NOTHING:
         chosen = Mods()
     else:
-        mod, kind = _Reader(text, setting).mod()
-        chosen = Mods(mask=mod)
+        found, kind = _mod_of(mod, setting)
+        chosen = Mods(mask=found)
         if kind == "score":
-            alone = text.partition("(")[0].partition(":")[0] in WITHOUT_MASK or OF_A_FILE.fullmatch(text)
-            chosen = Mods(None if alone else masks.causal(), mod)
+            of_library = isinstance(mod, str) and not OF_A_FILE.fullmatch(mod)
+            masked = of_library and name_of(mod).partition("(")[0].partition(":")[0] not in WITHOUT_MASK
+            chosen = Mods(masks.causal() if masked else None, found)
     if score is None:
         return chosen
     if chosen.score is not None:
-        advice = "name a mask first, and one score mod by --score"
-        raise ModPlaceError(text=text, kind="score", wanted="mask", advice=advice)
-    mod, kind = _Reader(score, setting).mod()
+        advice = "name a mask first, and one score mod by --score or score_mod"
+        raise ModPlaceError(text=name_of(mod), kind="score", wanted="mask", advice=advice)
+    found, kind = _mod_of(score, setting)
     if kind == "mask":
         advice = "name it in the place of the mask"
-        raise ModPlaceError(text=score, kind="mask", wanted="score", advice=advice)
-    return chosen._replace(score=mod)
+        raise ModPlaceError(text=name_of(score), kind="mask", wanted="score", advice=advice)
+    return chosen._replace(score=found)
+
+
+def name_of(mod: str | Mod) -> str:
+    return mod if isinstance(mod, str) else mod_name(mod)
+
+
+def _mod_of(mod: str | Mod, setting: Setting) -> tuple[Mod, str]:
+    """Returns a mod and its kind."""
+    return _Reader(mod, setting).mod() if isinstance(mod, str) else (mod, mod_kind(mod))
 
 
 def choose_mask(text: str, setting: Setting) -> Mod:
