@@ -124,11 +124,9 @@ class GraphMask(BlockMask):
 @outside_of_graphs
 def _make_plain(mask: GraphMask) -> None:
     """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
-    layout, positions = mask.layout, mask.positions
-    device = mask.tiles[0].device
-    traced, own = (mod.traced(device)[0] for mod in (mask.tiled, mask.mod))
-    storage = storage_of(mask.tiles, traced.graph, layout)
-    storage = present_tiles(storage, traced, layout.sizes[2:], layout.block, outside=False)
+    layout, positions = mask.layout._replace(device=mask.tiles[0].device), mask.positions
+    traced, own = (mod.traced(layout.device)[0] for mod in (mask.tiled, mask.mod))
+    storage = present_tiles(storage_of(mask.tiles, traced.graph, layout), traced, layout, outside=False)
     mask_mod: MaskMod = replay(own)
     mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
     made = BlockMask._of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
@@ -248,9 +246,7 @@ def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> Til
 _found_again = WeakIdKeyDictionary()
 
 
-def present_tiles(
-    storage: TileStorage, traced: Traced, lengths: tuple[int, int], block: tuple[int, int], outside: bool
-) -> TileStorage:
+def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outside: bool) -> TileStorage:
     """The tiles of a mask_mod for the present values of its captured tensors: `storage`, if it has them.
 
     A compiled graph has the tiles of a mask as inputs, and no code of it runs before they are read. So the
@@ -259,21 +255,20 @@ def present_tiles(
     memory: torch gives such a graph copies of its inputs.
     """
     runs = None if storage.outdated else storage.runs("kv")
-    if not traced.tensors or runs is None or not all(lengths):
+    if not traced.tensors or runs is None or not all(layout.sizes[2:]):
         return storage
-    device, memory = runs.spans.device, runs.spans.untyped_storage()
-    if device.type == "meta" or is_captured(device):
+    if layout.device.type == "meta" or is_captured(layout.device):
         return storage
     # before the search for tiles, so that a write during it counts
     known, sources = sources_of(runs.spans), source_states(traced.tensors)
     if known == sources:
         return storage
-    layout = MaskLayout((storage.batch[0], storage.batch[1], *lengths), block, device, storage.separate)
+    memory = runs.spans.untyped_storage()
     last = _found_again.get(memory)
     if last is not None and last[:3] == (sources, traced.graph, layout):
         return last[3]
     found = find_tiles(traced, layout)
-    if outside and (known is not None or device.type == "cpu"):
+    if outside and (known is not None or layout.device.type == "cpu"):
         _found_again[memory] = sources, traced.graph, layout, found
     return found
 
@@ -282,17 +277,12 @@ def present_tiles(
 _checked = WeakTensorKeyDictionary()
 
 
-def masked(
-    storage: TileStorage,
-    lengths: tuple[int, int],
-    block: tuple[int, int],
-    traced: Traced,
-    padded: bool = False,
-) -> BlockMask:
+def masked(storage: TileStorage, traced: Traced, layout: MaskLayout, padded: bool) -> BlockMask:
     """Makes a BlockMask for launches, whose mask_mod is never called. Validates lists once in each state.
 
     Raises the errors of `BlockMask.look`.
     """
+    lengths, block = layout.sizes[2:], layout.block
     mask = BlockMask._of_storage(storage, lengths, block, noop_mask, traced, padded)
     lists = mask.storage.written()
     if lists:

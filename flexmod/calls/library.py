@@ -23,7 +23,7 @@ from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, present_tiles, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
-from flexmod.block_mask.tiles import LISTS, MaskLayout, tile_count
+from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir.evaluate import captures_on_device, on_device
 from flexmod.ir.fingerprint import tensor_key
@@ -246,27 +246,26 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
         return None
     graph, *numbers = given.numbers
     block, lengths, rest = (numbers[0], numbers[1]), (numbers[2], numbers[3]), numbers[4:]
-    if variant.form == "storage":
-        grid = tile_count(lengths[0], block[0]), tile_count(lengths[1], block[1])
-        storage = TileStorage.put_together(variant.names, given.tiles, rest, grid, variant.flags[0])
-        traced, _ = Recorded(GRAPH, given.mask_captured, [graph], []).traced(device)
-        _, padded, classified = variant.flags
-        found = present_tiles(storage, traced, lengths, block, outside=True) if classified else storage
-        return masked(found, lengths, block, traced, padded and found is storage)
-    mod = record_of(variant.mask)
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
-    if variant.form == "graph":
+    if variant.form == "lists":
+        mod = record_of(variant.mask)
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return mod.run((b, h, q_idx, kv_idx), captured, known)
+
+        lists: dict[str, Any] = dict.fromkeys(LISTS) | dict(zip(variant.names, given.tiles, strict=True))
+        return BlockMask(lengths, **lists, BLOCK_SIZE=block, mask_mod=mask_mod)
+    separate, padded, classified = variant.flags
+    layout = MaskLayout((rest[0], rest[1], *lengths), block, device, separate)
+    outside = variant.form == "storage"
+    if outside:
+        traced, _ = Recorded(GRAPH, captured, [graph], []).traced(device)
+        storage = TileStorage.put_together(variant.names, given.tiles, rest, layout.grid(), separate)
+    else:
         traced, _ = Recorded(variant.mask, captured, *known).traced(device)
-        layout = MaskLayout((rest[0], rest[1], *lengths), block, device, variant.flags[0])
         storage = storage_of(given.tiles, traced.graph, layout)
-        found = present_tiles(storage, traced, lengths, block, outside=False)
-        return masked(found, lengths, block, traced)
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return mod.run((b, h, q_idx, kv_idx), captured, known)
-
-    lists: dict[str, Any] = dict.fromkeys(LISTS) | dict(zip(variant.names, given.tiles, strict=True))
-    return BlockMask(lengths, **lists, BLOCK_SIZE=block, mask_mod=mask_mod)
+    found = present_tiles(storage, traced, layout, outside) if classified else storage
+    return masked(found, traced, layout, padded and found is storage)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
