@@ -63,13 +63,13 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    attend = prepared._attend_anew
+    attend = prepared._check_and_attend
 
     def checked(*arguments: Any) -> Any:
         found.anew += arguments[4].options.backend != "REFERENCE"
         return attend(*arguments)
 
-    monkeypatch.setattr(prepared, "_attend_anew", checked)
+    monkeypatch.setattr(prepared, "_check_and_attend", checked)
     found.again = planned.reruns(monkeypatch)
     return found
 
@@ -348,6 +348,21 @@ def test_a_mask_that_is_changed(seen: Seen) -> None:
     close(tensors, None, mask)
     out = flex_attention(*tensors, block_mask=mask, kernel_options=INTERPRET)
     assert not out.any()
+
+
+def test_masks_that_differ_in_values_alone(seen: Seen) -> None:
+    tensors, one = inputs(True), torch.ones(1, 1, 2).int()
+    for end in (7, 9, 11):
+        close(tensors, None, block_mask(masks.document((torch.arange(LENGTH) >= end).int())))
+    assert seen.anew == 1
+    for columns in ((0, 1), (1, 0), (1, 1)):
+        indices = torch.tensor(columns).int().view(1, 1, 2, 1)
+        lengths = {"BLOCK_SIZE": 16, "seq_lengths": (LENGTH, LENGTH)}
+        close(tensors, None, BlockMask.from_kv_blocks(one, indices, **lengths))
+    assert seen.anew == 2
+    close(tensors, None, block_mask(masks.sliding_window(9)))
+    close(tensors, None, block_mask(masks.sliding_window(10)))
+    assert seen.anew == 4
 
 
 def test_a_list_of_another_kind(seen: Seen) -> None:

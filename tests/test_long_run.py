@@ -60,7 +60,7 @@ FINITE = {
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.
 LIMITS = {
-    "calls.prepared._without_mask": prepared.KNOWN,
+    "calls.prepared._known_calls": prepared.KNOWN,
     "ir.fingerprint._known": fingerprint.REMEMBERED,
     "block_mask.first_mask._known": first_mask.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,

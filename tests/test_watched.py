@@ -536,7 +536,7 @@ def test_a_graph_keeps_the_tiles_of_minus_infinities(capturing: list[bool], way:
     prepared._remembered_mask.cache_clear()
     attend(*tensors)
     attend(*tensors)
-    (mask,) = (ready.own for ready in prepared._without_mask.values())
+    (mask,) = (ready.own for ready in prepared._known_calls.values())
     tiles = tiles_of(mask)
     del mask
     capturing[0] = True
@@ -558,7 +558,7 @@ def test_minus_infinities_that_a_graph_finds_are_for_the_graph_alone(capturing: 
 
     capturing[0] = True
     attending(way, near_ones)(*inputs())
-    assert not prepared._without_mask
+    assert not prepared._known_calls
 
 
 # attributes of the objects that a mod reads are assigned

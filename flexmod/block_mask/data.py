@@ -143,8 +143,6 @@ class MaskData:
             self._traced,
             storage.written(),
         )
-        if last is not None and made.is_like(last):  # known calls stay valid
-            made = replace(made, name=last.name)
         if self._seen == (storage, made.lists):  # false for lists that could not be checked
             self._snapshot = made
         return made

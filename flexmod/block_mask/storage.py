@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -286,10 +286,6 @@ def version(part: Tensor) -> float:
     return math.nan if known == UNCOUNTED else known
 
 
-class SnapshotName:
-    """Represents, in the cache of calls, all snapshots that differ only in their tensors' values."""
-
-
 @dataclass(frozen=True, eq=False)
 class MaskSnapshot:
     """A block mask as a call's launches read it; see `BlockMask.snapshot`.
@@ -306,11 +302,11 @@ class MaskSnapshot:
     mod: Traced
     lists: tuple[object, ...] = ()
     derived: dict[object, Any] = field(default_factory=dict)
-    name: SnapshotName = field(default_factory=SnapshotName)
 
-    def is_like(self, other: MaskSnapshot) -> bool:
-        """Do they differ only in their tensors' values, or not at all?"""
-        return self.structure == other.structure and self.kinds == other.kinds
+    @cached_property
+    def name(self) -> object:
+        """In keys of calls, one object for all snapshots that differ only in their tensors' values."""
+        return object() if None in self.kinds else _name_of(self.structure, self.kinds)
 
     @cached_property
     def traced(self) -> Traced:
@@ -385,6 +381,11 @@ class MaskSnapshot:
         if all(new is old for new, old in zip(tiles, self.storage.tensors(), strict=True)):
             return replace(self, mod=mod)
         return replace(self, storage=self.storage.with_tensors(tiles), mod=mod, lists=(), derived={})
+
+
+@lru_cache(1024)
+def _name_of(structure: tuple[object, ...], kinds: tuple[object, ...]) -> object:
+    return object()
 
 
 def is_captured(device: torch.device) -> bool:

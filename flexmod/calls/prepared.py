@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from flexmod.backends.interface import Forward, Problem
 from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
-from flexmod.block_mask.storage import MaskSnapshot, SnapshotName, is_captured
+from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.calls import autograd, checks
 from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
@@ -36,7 +35,7 @@ from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad, in_transform, is_wrapped
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
-KNOWN = 1024  # calls in the cache without a mask, and for each mask
+KNOWN = 1024  # calls in the cache
 
 
 class Score(NamedTuple):
@@ -123,16 +122,13 @@ class TracedCall(NamedTuple):
 
 Dispatch = Callable[[TracedCall], Forward]  # runs a checked call
 
-_without_mask: dict[object, CheckedCall] = {}  # and calls of operations, whose keys include the mask
-_by_mask: WeakKeyDictionary[SnapshotName, dict[object, CheckedCall]] = WeakKeyDictionary()
+_known_calls: dict[object, CheckedCall] = {}  # of flex_attention, and of operations
 _in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
-NO_CALLS: dict[object, CheckedCall] = {}
 
 
 def forget() -> None:
     """Empties the cache of calls."""
-    _without_mask.clear()
-    _by_mask.clear()
+    _known_calls.clear()
 
 
 def attend(
@@ -143,12 +139,10 @@ def attend(
     `dispatch` runs a call that torch does not dispatch to kernels, see `tensor_kinds`.
     """
     mask = _snapshot(block_mask)
-    facts, memory = _facts(query, key, value, mask, asked), NO_CALLS
-    if facts is not None:
-        memory = _without_mask if mask is None else _by_mask.setdefault(mask.name, {})
-    ready = memory.get(facts)
+    facts = _facts(query, key, value, mask, asked)
+    ready = _known_calls.get(facts)
     if ready is None:
-        return _attend_anew(query, key, value, mask, asked, facts, memory, dispatch)
+        return _check_and_attend(query, key, value, mask, asked, facts, dispatch)
     seen = asked.score.seen
     assert seen is not None
     captured = [*(seen.tensors[place] for place in ready.places), *asked.beside]
@@ -164,18 +158,16 @@ def known(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions
 ) -> CheckedCall | None:
     """Returns a call's cache entry, or None if the call is new."""
-    mask = _snapshot(block_mask)
-    memory = _without_mask if mask is None else _by_mask.get(mask.name, NO_CALLS)
-    return memory.get(_facts(query, key, value, mask, asked))
+    return _known_calls.get(_facts(query, key, value, _snapshot(block_mask), asked))
 
 
 def of_operation(facts: object, device: torch.device, make: Callable[[], CheckedCall]) -> CheckedCall:
     """Returns the cache entry of a torch.library operation's call. `facts` is its key, None for no cache."""
-    ready = None if facts is None else _without_mask.get(facts)
+    ready = _known_calls.get(facts)
     if ready is None:
         ready = make()
         if facts is not None and ready.lasts(device):
-            remember(_without_mask, facts, ready, KNOWN)
+            remember(_known_calls, facts, ready, KNOWN)
     return ready
 
 
@@ -190,13 +182,14 @@ def _facts(
     if of_tensors is None:
         return None
     of_mask = () if mask is None else mask.capture_kinds()
+    name = None if mask is None else mask.name
     of_value = () if value_scale is None else tensor_key(value_scale)
     if of_mask is None or of_value is None:
         return None
     # 0.0 is equal to -0.0, and nan to nothing
     of_scale = scale.hex() if type(scale) is float else scale
     return (
-        of_tensors, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
+        of_tensors, name, of_mask, score.seen.key, of_scale, bool(enable_gqa), options.backend, options.tiles,
         want_max, out_dtype, of_value,
     )  # fmt: skip
 
@@ -221,14 +214,13 @@ def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[obj
     )  # fmt: skip
 
 
-def _attend_anew(
+def _check_and_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: MaskSnapshot | None,
     asked: CallOptions,
     facts: object,
-    memory: dict[object, CheckedCall],
     dispatch: Dispatch,
 ) -> Forward:
     """Checks a call and runs it; caches it under `facts` unless that is None."""
@@ -272,7 +264,7 @@ def _attend_anew(
         captured = source.tensors if source is not None and call.problem.score is not None else ()
         ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
         if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
-            remember(memory, facts, ready, KNOWN)
+            remember(_known_calls, facts, ready, KNOWN)
         naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
         with naming:
             return autograd.run(call, traced.mask, query, key, value, (*captured, *asked.beside), plain=False)
