@@ -3,9 +3,8 @@
 The tiles of the operands decide most tiles of the result: a & b is empty where either mask is empty. Only
 undecided tiles are evaluated, as in the builder (`refine.py`).
 
-`sliced` and `cropped` cut parts out of a block mask: some batches, heads and rows of tiles, or the upper left
-corner. A part's tiles come from the table of tiles. No element is evaluated, so a user's own lists stay as
-they are.
+`sliced` selects batches, heads and rows of tiles. A slice's tiles come from the table of tiles. No element is
+evaluated, so a user's own lists stay as they are.
 """
 
 from __future__ import annotations
@@ -354,6 +353,4 @@ def cropped(mask: AnyMask, lengths: tuple[int, int]) -> AnyMask:
     mask_q, mask_kv = mask.seq_lengths
     if lengths[0] > mask_q or lengths[1] > mask_kv:
         raise BlockMaskCropError(mask_q=mask_q, mask_kv=mask_kv, query=lengths[0], key=lengths[1])
-    rows, columns = map(tile_count, lengths, mask.BLOCK_SIZE)
-    table = mask.table()[..., :rows, :columns]
-    return _finished(mask, table, mask.storage.batch, lengths, mask.mask_mod, classified=mask._is_classified)
+    return resized(mask, lengths)
