@@ -149,7 +149,7 @@ class TileStorage:
 
     def by_row(self) -> list[Tensor]:
         """The tensors with the tiles of each row."""
-        runs = self.runs("kv") if self.form == "runs" else None
+        runs = self.runs("kv")
         if runs is not None:
             return [runs.rows, runs.spans]
         return [part for name in LISTS[:4] if (part := self._lists[name]) is not None]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.block_mask.storage import is_captured
 from flexmod.ir.fingerprint import remember
 from flexmod.ir.watched import UNCOUNTED, version_of
 from flexmod.runtime.plan import (
@@ -159,17 +160,14 @@ class _Kept(_Called):
         self._key = (step.function.__name__, *plain)
 
     def run(self, room: Room, mask: Any) -> None:
-        kept = None if mask is None else mask.derived
         versions = [version_of(room[slot]) for slot in self._reads]
-        stream = 0
-        if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():  # results of a CUDA graph belong to the graph
-                kept = None
-            else:
-                stream = torch.cuda.current_stream(self._device).cuda_stream
-        if kept is None or UNCOUNTED in versions:  # without a version, a write stays unseen
+        # results of a CUDA graph belong to the graph; without a version, a write stays unseen
+        if mask is None or is_captured(self._device) or UNCOUNTED in versions:
             super().run(room, mask)
             return
+        stream, kept = 0, mask.derived
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device).cuda_stream
         key = (*self._key, stream, *versions)
         made = kept.get(key)
         if made is None:
