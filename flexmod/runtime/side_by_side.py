@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -138,7 +138,10 @@ def beside(job: Job | None = None) -> Iterator[list[threading.Thread]]:
     if job is not None:
         later(job, written)
     try:
-        with nullcontext() if job is None and threads() == 1 else _compiling(begin):
+        with ExitStack() as compiling:
+            if job is not None or threads() > 1:
+                compiling.enter_context(short_turns())
+                compiling.enter_context(after_writing(begin))
             yield launchers
     finally:
         if not written.done():
@@ -146,12 +149,6 @@ def beside(job: Job | None = None) -> Iterator[list[threading.Thread]]:
     for launcher in launchers:
         if launcher.is_alive():
             launcher.join()
-
-
-@contextmanager
-def _compiling(begin: Callable[[Any], object]) -> Iterator[None]:
-    with short_turns(), after_writing(begin):
-        yield
 
 
 def later(job: Job, ready: Future[bool] | None = None) -> threading.Thread:
