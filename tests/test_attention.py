@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -200,9 +201,11 @@ def test_rows_that_attend_to_nothing(options: Any, by: str) -> None:
 def test_torchs_block_mask_works_too(options: Any) -> None:
     q, k, v = make_case(batch=2, q_len=65).inputs
     theirs = torch_flex.create_block_mask(causal, 2, None, 65, 65, device="cpu", BLOCK_SIZE=32)
-    ours = block_mask(causal, 65)
-    results = [flex_attention(q, k, v, block_mask=m, kernel_options=options) for m in (theirs, ours)]
-    assert torch.equal(*results)
+    of_subclass = copy.copy(theirs)
+    of_subclass.__class__ = type("OwnMask", (torch_flex.BlockMask,), {})
+    expected = flex_attention(q, k, v, block_mask=block_mask(causal, 65), kernel_options=options)
+    for mask in (theirs, of_subclass):
+        assert torch.equal(flex_attention(q, k, v, block_mask=mask, kernel_options=options), expected)
 
 
 @BACKENDS

@@ -144,8 +144,8 @@ def _cast_of(tensor: Tensor) -> str:
 def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     """Checks the mask's shape, device and captures against the call."""
     check_device("query", query, "block_mask", mask.device)
-    held = mask.storage.tensors()
-    tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(held)})
+    tiles = mask.storage.tensors()
+    tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(tiles)})
     if len(mask.storage.batch) != 2:
         shape = (*mask.storage.batch, *mask.storage.grid)
         raise errors.BlockMaskPartsError(

@@ -208,10 +208,10 @@ def _attend(
     if mask_mod is not None and block_mask is not None:
         raise errors.MaskTwiceError()
     query, key, value = tensors
-    for name, held in zip(("the offsets of query", "the offsets of key"), cu_seqlens, strict=True):
-        if held is not None and held.device != query.device:
+    for name, starts in zip(("the offsets of query", "the offsets of key"), cu_seqlens, strict=True):
+        if starts is not None and starts.device != query.device:
             raise errors.DeviceMismatch(
-                first="query", first_device=str(query.device), second=name, second_device=str(held.device),
+                first="query", first_device=str(query.device), second=name, second_device=str(starts.device),
                 name="cu_seqlens",
             )  # fmt: skip
     offsets, kv_offsets = cu_seqlens

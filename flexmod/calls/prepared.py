@@ -406,9 +406,7 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
         return block_mask
     if isinstance(block_mask, BlockMask):
         return block_mask.snapshot()
-    if type(block_mask).__name__ == "BlockMask" and hasattr(block_mask, "kv_num_blocks"):
-        return from_torch(block_mask).snapshot()
-    raise errors.NotABlockMask.of(block_mask)
+    return from_torch(block_mask).snapshot()
 
 
 def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
