@@ -50,7 +50,7 @@ class TileStorage:
         lists: Parts,
         separate: bool = True,
     ) -> None:
-        self._versions: dict[str, float] = {}
+        self._versions: dict[str, int] = {}  # of lists that were computed from runs
         self.batch = batch
         self.grid = grid
         self.form: Form = "lists" if by_axis is None else "runs"
@@ -106,9 +106,8 @@ class TileStorage:
         """Names, tensors and numbers; `put_together` is the inverse. TorchDynamo runs this."""
         computed = {} if self._runs is None else self._lists
         made = {name: part for name, part in computed.items() if part is not None}
-        versions = [self._versions.get(name, math.nan) for name in made]
-        numbers = [-1 if version != version else int(version) for version in versions]
-        return (*self.parts(), *made), [*self._tensors, *made.values()], [*self.batch, *numbers]
+        versions = [self._versions.get(name, UNCOUNTED) for name in made]
+        return (*self.parts(), *made), [*self._tensors, *made.values()], [*self.batch, *versions]
 
     @classmethod
     def put_together(
@@ -125,14 +124,19 @@ class TileStorage:
         parts = {name: part if name in LISTS else part.contiguous() for name, part in given}
         storage = cls.of_parts(parts, batch, grid, separate)
         made = names[len(storage._tensors) :]
-        storage._versions = {n: math.nan if v < 0 else v for n, v in zip(made, versions, strict=True)}
+        storage._versions = dict(zip(made, versions, strict=True))
         return storage
 
     @property
     def outdated(self) -> bool:
-        """Did a user write to a list that came from the runs? Then the lists define the mask."""
+        """Did a user write to a list that came from the runs? Then the lists define the mask.
+
+        So they do if torch does not count writes to one.
+        """
         made = self._versions
-        return bool(made) and any(version(self._lists[name]) != then for name, then in list(made.items()))
+        return bool(made) and any(
+            then == UNCOUNTED or version_of(self._lists[name]) != then for name, then in list(made.items())
+        )
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +183,7 @@ class TileStorage:
         if name not in self._lists:
             made = self._lists.setdefault(name, self._made(name))  # another thread may have been first
             if made is not None:
-                self._versions.setdefault(name, version(made))
+                self._versions.setdefault(name, version_of(made))
         found: Tensor | None = self._lists[name]
         return found
 
@@ -278,12 +282,6 @@ def state(tensor: Tensor) -> tuple[object, ...]:
     It does not change with writes to tensors of inference mode, or through `.data`.
     """
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def version(part: Tensor) -> float:
-    """torch's count of writes to a tensor; nan, which never equals itself, for a tensor of inference mode."""
-    known = version_of(part)
-    return math.nan if known == UNCOUNTED else known
 
 
 @dataclass(frozen=True, eq=False)
