@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Chosen, Limits, Verdict, choose, option
-from flexmod.errors import MisaddressedProductsError, NoTileFits
+from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
 from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct
@@ -31,6 +31,10 @@ from flexmod.runtime.private_triton import OutOfResources
 # kernel_options for AMD, which pass to Triton unchanged
 AMD_OPTIONS = ("kpack", "waves_per_eu", "matrix_instr_nonkdim")
 
+WRONG_PRODUCTS: dict[object, str] = {
+    RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
+    MisaddressedProductsError: compiler_bugs.MISADDRESSED,
+}
 # Faults of compiled kernels, cached since each launch asks.
 _known_faults: WeakKeyDictionary[Any, tuple[tuple[str, ...], WrongProducts | None]] = WeakKeyDictionary()
 
@@ -165,8 +169,8 @@ def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
 
 def refusal_in_words(refusal: object) -> str:
     """Returns the first line of the reason against a rung, from the compiler, the loader or flexmod."""
-    if refusal is MisaddressedProductsError:
-        return compiler_bugs.MISADDRESSED
+    if refusal in WRONG_PRODUCTS:
+        return WRONG_PRODUCTS[refusal]
     while isinstance(refusal, BaseException) and refusal.__cause__ is not None:
         refusal = refusal.__cause__  # Triton's outer error has only the place
     said = getattr(refusal, "error_message", None) or str(refusal)

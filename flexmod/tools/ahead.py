@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from flexmod.backends.families import kernels_of, serving
 from flexmod.backends.generated import NO_RUNGS
@@ -40,12 +39,7 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Chosen, Direction, Tile, Verdict, choose
 from flexmod.codegen.variant import Variant, variant
-from flexmod.errors import (
-    MisaddressedProductsError,
-    NoPtxError,
-    NoTileFits,
-    RoundedProductsError,
-)
+from flexmod.errors import NoPtxError, NoTileFits
 from flexmod.errors.commands import WarmFolderError
 from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
@@ -56,10 +50,6 @@ from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED, family_of, named
 
 GIVES_WAY = "it spills so much that the portable template runs"
-WRONG: dict[object, str] = {
-    RoundedProductsError: f"Triton {triton.__version__} multiplies float32 in TF32, though it is told not to",
-    MisaddressedProductsError: compiler_bugs.MISADDRESSED,
-}
 NAME_A_CHIP = f"name a chip that need not be here, e.g. attend.ptx_for({MEASURED!r})"
 
 
@@ -193,8 +183,8 @@ def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, s
     rung, refusal = list(chosen.refusals.items())[-1]
     if isinstance(refusal, BaseException):
         return None, f"no shape compiles: {refusal_in_words(refusal)}"
-    if refusal in WRONG:
-        return rung, WRONG[refusal]
+    if refusal is not NoTileFits:
+        return rung, refusal_in_words(refusal)
     limit, one = reports[rung].target.shared_limit, "tile" if isinstance(rung, Tile) else "shape"
     return rung, f"no {one} fits {limit} bytes of shared memory"
 
