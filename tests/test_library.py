@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.block_mask import generated, in_graph
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.calls import library
@@ -621,6 +621,10 @@ def test_what_a_mod_may_not_do_keeps_its_class() -> None:
         torch.compile(flex_attention, backend="eager")(*inputs())
     with pytest.raises(errors.MaskLengthError):
         torch.compile(attend, backend="eager", fullgraph=True)(*inputs(), None, window_mask(48))
+    lists = torch.ones(1).int(), torch.zeros(1, 1).int()
+    without_dimensions = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=LENGTH)
+    with pytest.raises(errors.BlockMaskPartsError, match="attention takes"):
+        torch.compile(attend, backend="eager")(*inputs(), None, without_dimensions)
 
 
 def test_a_mask_made_inside_is_the_mask() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.backends.options import USUAL, Layout
-from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, SMALLEST_TILE
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
@@ -146,12 +146,7 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
     check_device("query", query, "block_mask", mask.device)
     tiles = mask.storage.tensors()
     tensor_kinds.check({f"block_mask's tensor {number}": tensor for number, tensor in enumerate(tiles)})
-    if len(mask.storage.batch) != 2:
-        shape = (*mask.storage.batch, *mask.storage.grid)
-        raise errors.BlockMaskPartsError(
-            problem=f"block_mask's kv_indices have shape {shape}; attention takes [B, H, Qb, KVb]",
-            advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
-        )
+    check_dimensions(mask.storage)
     lengths = (query.shape[2], key.shape[2])
     if tuple(mask.seq_lengths) != lengths:
         swapped = ""
@@ -169,6 +164,16 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
             raise errors.MaskReadsBroadcastIndex(index=index, axis=axis, query=query.shape[dim])
     check_sizes(mask.mod.graph, (*query.shape[:2], *lengths), "the call")
     check_captures(mask.mod, query)
+
+
+def check_dimensions(storage: TileStorage) -> None:
+    """Checks that a mask has dimensions for batch and head."""
+    if len(storage.batch) != 2:
+        raise errors.BlockMaskPartsError(
+            problem=f"block_mask's kv_indices have shape {(*storage.batch, *storage.grid)}; attention takes "
+            "[B, H, Qb, KVb]",
+            advice="give all its lists dimensions for B and H, of size 1 where the mask is the same for each",
+        )
 
 
 def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:

@@ -160,10 +160,11 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
 def _storage_parts(
     storage: TileStorage, traced: Traced, known: list[int], flags: tuple[bool, bool], device: torch.device
 ) -> Parts:
-    """Returns the parts of a mask from its storage.
+    """Returns the parts of a mask from its storage. Raises BlockMaskPartsError.
 
     `known`: the graph's number, block and lengths. `flags`: full_tiles_padded, classified.
     """
+    checks.check_dimensions(storage)
     names, tiles, numbers = storage.taken_apart()
     mod = Recorded(NO_MOD, [on_device(tensor, device) for tensor in traced.tensors], [], [])
     return Parts("storage", names, (storage.separate, *flags), mod, tiles, [*known, *numbers])
