@@ -30,8 +30,6 @@ class Target:
     shared_limit: int
     """Bytes of shared memory that one block can ask for."""
     warp_size: int = 32
-    tf32: bool = True
-    """Its matrix unit can multiply float32 operands at TF32 precision."""
     float8: bool = False
     """Its matrix unit multiplies float8_e4m3fn and float8_e5m2."""
     processors: int | None = None
@@ -100,13 +98,11 @@ def _read(index: int) -> Target:
     processors, warp_size = facts.multi_processor_count, getattr(facts, "warp_size", 32)
     if torch.version.hip:
         name = facts.gcnArchName.partition(":")[0]
-        known = _TARGETS.get(name, Target(name, "hip", 64 * _KB, tf32=False))
+        known = _TARGETS.get(name, Target(name, "hip", 64 * _KB))
         return replace(known, warp_size=warp_size, processors=processors)
     name = f"sm_{facts.major}{facts.minor}"
-    other = Target(
-        name, "cuda", facts.shared_memory_per_block,
-        tf32=facts.major >= 8, float8=(facts.major, facts.minor) >= (8, 9),
-    )  # fmt: skip
+    float8 = (facts.major, facts.minor) >= (8, 9)
+    other = Target(name, "cuda", facts.shared_memory_per_block, float8=float8)
     known = _TARGETS.get(name, other)
     limit = getattr(facts, "shared_memory_per_block_optin", known.shared_limit)
     return replace(known, shared_limit=limit, warp_size=warp_size, processors=processors)

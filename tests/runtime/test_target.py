@@ -27,7 +27,6 @@ def test_nvidia(name: str, kilobytes: int) -> None:
     assert chip.shared_limit == kilobytes * 1024
     assert (chip.triton.backend, chip.triton.arch) == ("cuda", int(name[3:]))
     assert chip.triton.warp_size == chip.warp_size == 32
-    assert chip.tf32
     assert chip.processors is None
 
 
@@ -85,7 +84,7 @@ def test_the_driver_knows_better_than_the_table(monkeypatch: pytest.MonkeyPatch)
         shared_memory_per_block_optin=65536,
     )
     chip = target.target_of("cuda:0")
-    assert (chip.name, chip.shared_limit, chip.tf32) == ("sm_75", 65536, False)
+    assert (chip.name, chip.shared_limit, chip.float8) == ("sm_75", 65536, False)
 
 
 def test_device_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
