@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from triton import JITFunction
@@ -102,18 +102,11 @@ def compile(
     return read(chip, compiled.metadata.shared, dict(compiled.asm))
 
 
-class KernelFacts(NamedTuple):
-    """The arguments of a compile that follow from a launch, see `compile`."""
-
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, object]
-    divisible: Mapping[str, bool]
-    options: Mapping[str, Any]
-
-
-def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
-    """Returns what Triton specializes a kernel on for a launch with these arguments.
+def specialized(
+    kernel: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, object], dict[str, Any]]:
+    """Returns what Triton specializes a kernel on for a launch with these arguments, see `compile`: the
+    signature, the constants, and `divisible` with all options.
 
     None and the integer 1 are constants. Other integers and pointers count as multiples of 16 or not. A
     parameter in the kernel's `do_not_specialize` counts by type only, a tensor by dtype.
@@ -140,8 +133,7 @@ def specialized(kernel: Any, arguments: Mapping[str, Any]) -> KernelFacts:
         if name not in fixed and signature[name].startswith(("*", "i")):
             divisible[name] = isinstance(value, Tensor) or value is COUNTER or value % 16 == 0
     given = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    options = {"num_warps": 4, "num_stages": STAGES, **given}
-    return KernelFacts(kernel, signature, constants, divisible, options)
+    return signature, constants, {"num_warps": 4, "num_stages": STAGES, "divisible": divisible, **given}
 
 
 def kind_of(value: Any) -> str:

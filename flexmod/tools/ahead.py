@@ -139,12 +139,10 @@ def compiled(
     plan = call.plan(_direction_of(kernels, name), kernels, rungs)
     reports = {}
     for step in plan.launches(name):
-        facts = offline.specialized(getattr(step.source.module, step.name), call.arguments(plan, step))
+        kernel = getattr(step.source.module, step.name)
+        signature, constants, options = facts = offline.specialized(kernel, call.arguments(plan, step))
         if repr(facts) not in reports:
-            kernel, signature, constants, divisible, options = facts
-            reports[repr(facts)] = offline.compile(
-                kernel, signature, constants, target, divisible=divisible, **options
-            )
+            reports[repr(facts)] = offline.compile(kernel, signature, constants, target, **options)
     return max(reports.values(), key=lambda report: (not report.fits, report.local))
 
 
