@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import operands
-from flexmod.backends.families import families, kernels_of, obstacle
+from flexmod.backends.families import PORTABLE, families, kernels_of, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, PlannedCall
 from flexmod.backends.interface import Problem
 from flexmod.backends.triton import Rungs
@@ -95,41 +95,31 @@ class VariantCall:
         return named
 
 
-def plans_of(made: Variant) -> dict[str, Plan]:
-    """Returns a variant's plans for each family that takes it, by family and direction; sizes are names.
+def by_family(made: Variant) -> tuple[dict[str, Plan], dict[str, str], tuple[str, ...]]:
+    """Returns the plans, the modules, and which family runs where: see `Explanation`.
 
-    The kernel_options choose no family here.
+    Sizes in plans are names. The kernel_options choose no family here.
     """
-    asked = replace(made, options=())
-    call, found = VariantCall(made), dict[str, Plan]()
-    for direction in made.spec.directions:
-        for family in reversed(families()):
-            if obstacle(family, asked, direction, family.target) is None:
-                kernels = kernels_of(family, made, direction)
-                keep = "backward" in made.spec.directions
-                found[f"{family.name} {direction}"] = call.plan(direction, kernels, keep=keep)
-    return found
-
-
-def sources_of(made: Variant) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns the modules of all families but the last (`Explanation.sources`), and which runs where."""
-    sources, lines, asked = {}, [], replace(made, options=())
+    call, asked, keep = VariantCall(made), replace(made, options=()), "backward" in made.spec.directions
+    plans, sources, lines = dict[str, Plan](), dict[str, str](), []
     for direction in made.spec.directions:
         whys, runs = [], []
-        for family in families()[:-1]:
+        for family in families():
             why = obstacle(family, asked, direction, family.target)
             if why is not None:
                 whys.append(why)
                 continue
             kernels: Any = kernels_of(family, made, direction)
-            sources[f"{family.name} {direction}"] = kernels.text
-            runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
+            plans[f"{family.name} {direction}"] = call.plan(direction, kernels, keep=keep)
+            if family is not PORTABLE:
+                sources[f"{family.name} {direction}"] = kernels.text
+                runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]
         lines.append(f"{direction} template: {'; '.join(said)}")
     if made.spec.q_dtype in FLOAT8:
         chips = ", ".join(name for name in NAMES if named(name).float8)
         lines.append(f"products in float8 on {chips}; elsewhere a call converts the tensors to a half type")
-    return sources, tuple(lines)
+    return plans, sources, tuple(lines)
 
 
 def _empty(dtype: torch.dtype, dim: int) -> Tensor:

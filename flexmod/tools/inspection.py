@@ -119,9 +119,9 @@ def explain(
     source = render(kernels.spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
     graphs = tuple(graphs_of(made).values())
     with lazy_imports():
-        from flexmod.backends.of_variant import plans_of, sources_of
-    sources, templates = sources_of(made)
-    return Explanation(graphs, source, ByFamily(sources), templates, ByFamily(plans_of(made)))
+        from flexmod.backends.of_variant import by_family
+    plans, sources, templates = by_family(made)
+    return Explanation(graphs, source, ByFamily(sources), templates, ByFamily(plans))
 
 
 # kernel_options that a standalone file, with portable kernels and a plain launcher, does not support
