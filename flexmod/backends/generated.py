@@ -148,7 +148,7 @@ class Generated:
         """Applies tuned tiles to the kernels. Raises NotTunedError if there are none."""
         key = tuned.Key(
             spec.direction,
-            tuned.device_name(device, self.interpreted),
+            INTERPRETER if self.interpreted else torch.cuda.get_device_name(device),
             spec,
             problem.score.graph if problem.score else None,
             problem.mask.traced.graph if problem.mask else None,

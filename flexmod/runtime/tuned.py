@@ -78,10 +78,6 @@ def folder() -> Path:
     return config.cache_dir() / "tuned"
 
 
-def device_name(device: torch.device, interpreted: bool) -> str:
-    return "Triton's interpreter" if interpreted else torch.cuda.get_device_name(device)
-
-
 def write(key: Key, choice: Choice, facts: Mapping[str, Any]) -> Path:
     """Writes a choice to a file, with facts for people who read it; returns its path."""
     tiles = {name: {"kind": type(tile).__name__, **asdict(tile)} for name, tile in choice.tiles.items()}

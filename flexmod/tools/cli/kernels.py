@@ -43,9 +43,9 @@ def explain(mask: str, score: str | None, **sizes: Any) -> int:
     return 0
 
 
-# by what the command calls a module, its family and direction
+# by what the command calls a module, its key in `Explanation.sources`
 TEMPLATES = {
-    f"{name}-{direction}": (name, direction)
+    f"{name}-{direction}": f"{name} {direction}"
     for name in family_names()
     if name != PORTABLE
     for direction in get_args(Direction)
@@ -83,11 +83,11 @@ def source(
         explanation = explain_mods(mods.score, mods.mask, **of_kernels)
         text = explanation.source
         if template != PORTABLE:
-            family, direction = TEMPLATES[template]
-            if f"{family} {direction}" not in explanation.sources:
+            if TEMPLATES[template] not in explanation.sources:
+                direction = template.rpartition("-")[2]
                 why = next(line for line in explanation.templates if line.startswith(direction))
                 raise NoSourceError(template=template, why=why)
-            text = explanation.sources[f"{family} {direction}"]
+            text = explanation.sources[TEMPLATES[template]]
     if output is None:
         click.echo(text, nl=False)
     else:
