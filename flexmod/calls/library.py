@@ -342,9 +342,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     query, key, value, *rest, _ = inputs
     out, lse, max_scores, *kept = output
     given = Given(*rest)
-    ctx.given, ctx.lists = given, [len(given.captured), len(given.tiles), len(given.mask_captured)]
-    tensors = (*given.captured, *given.tiles, *given.mask_captured)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
+    ctx.lists = [len(given.captured), len(given.tiles), len(given.mask_captured)]
+    tensors = (*given.captured, *given.tiles, *given.mask_captured)
     kept_all = (query, key, value, out, lse, *kept, *tensors)
     ctx.versions = [*map(version_of, kept_all)]
     ctx.save_for_backward(*kept_all)

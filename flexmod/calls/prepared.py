@@ -244,10 +244,10 @@ def _check_and_attend(
     with autograd.no_autocast(query.device.type):
         source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
         if source is not None:
-            named = _captured(source)
-            tensor_kinds.check({f"{name},": tensor for name, tensor in named.items()})
+            named = source.named()
+            tensor_kinds.check(named)
             if not reference:
-                tensor_kinds.check_transforms(named)
+                tensor_kinds.check_transforms({name.rstrip(","): tensor for name, tensor in named.items()})
         tensors = (query, key, value, *(source.tensors if source else ()))
         track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         track |= in_transform() and any(map(is_wrapped, tensors))
@@ -270,19 +270,11 @@ def _check_and_attend(
             return autograd.run(call, traced.mask, query, key, value, (*captured, *asked.beside), plain=False)
 
 
-def _captured(source: Traced | None) -> dict[str, Tensor]:
-    """Returns a score_mod's captured tensors by the user's names."""
-    if source is None:
-        return {}
-    names = [f"{capture.name}, captured by score_mod" for capture in source.graph.captures]
-    return dict(zip(names, source.tensors, strict=True))
-
-
 def _named(call: TracedCall) -> dict[str, Tensor]:
     """Returns all tensors of a call by the user's names."""
     mask = call.mask
     of_mask = {} if mask is None else dict(zip(mask.names, mask.tensors, strict=True))
-    captured = {f"{name},": tensor for name, tensor in _captured(call.source).items()}
+    captured = {} if call.source is None else call.source.named()
     return {"query": call.query, "key": call.key, "value": call.value, **captured, **of_mask}
 
 
