@@ -130,8 +130,7 @@ def compare(
     """
     given: dict[str, Any] = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "dtype": dtype}
     _check(given)
-    usual = usual_setting(device)
-    setting = replace(usual, **{field: value for field, value in given.items() if value is not None})
+    setting = usual_setting(device, **given)
     if isinstance(mod, str):
         setting = replace(setting, seq=fitting(mod, setting))
     if flex and setting.device.type != "cuda":

@@ -66,6 +66,10 @@ class Setting:
         dtype = dtype_name(self.dtype)
         return f"B={self.batch} H={self.heads} S={self.seq} D={self.dim} {dtype} on {self.device.type}"
 
+    def sized(self, **given: Any) -> Setting:
+        """Returns a setting with the given sizes; None keeps this one's."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
     @property
     def side(self) -> int:
         """The side of the largest square image whose pixels fit in the sequence."""
@@ -82,12 +86,12 @@ ON_CPU = Setting(batch=1, heads=4, seq=2048, dim=64, dtype=torch.float32, device
 ON_GPU = Setting(batch=4, heads=16, seq=8192, dim=128, dtype=torch.bfloat16, device=torch.device("cuda"))
 
 
-def usual_setting(device: torch.device | str | None = None) -> Setting:
-    """Returns the default sizes on a device. Raises NoDeviceError."""
+def usual_setting(device: torch.device | str | None = None, **given: Any) -> Setting:
+    """Returns the default sizes on a device, with the given ones in their place. Raises NoDeviceError."""
     place = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "meta":
         raise NoDeviceError(device=repr(device), problem="its tensors have no values to compare or to time")
-    return replace(ON_CPU if place.type == "cpu" else ON_GPU, device=place)
+    return (ON_CPU if place.type == "cpu" else ON_GPU).sized(device=place, **given)
 
 
 def device_name(device: torch.device) -> str:

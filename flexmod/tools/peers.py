@@ -54,8 +54,7 @@ class Timing(NamedTuple):
 def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
     if mask_mod is None:
         return None
-    batch, heads = mask_extent(mask_mod, setting)
-    return create_block_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
+    return create_block_mask(mask_mod, *mask_sizes(mask_mod, setting), device=setting.device)
 
 
 def skipped(block_mask: BlockMask | None) -> float:
@@ -63,10 +62,10 @@ def skipped(block_mask: BlockMask | None) -> float:
     return 0.0 if block_mask is None else block_mask.sparsity()
 
 
-def mask_extent(mask_mod: Mod, setting: Setting) -> tuple[int, int]:
-    """Returns a mask's batch and head counts: 1 if it is the same for all."""
-    reads = trace(mask_mod, "mask").graph.reads
-    return (setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1)
+def mask_sizes(mask_mod: Mod, setting: Setting) -> tuple[int, int, int, int]:
+    """Returns a mask's numbers of batch entries and heads, 1 if it is the same for all, and its lengths."""
+    reads, length = trace(mask_mod, "mask").graph.reads, setting.seq
+    return setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1, length, length
 
 
 def random_inputs(setting: Setting) -> Inputs:
@@ -106,8 +105,7 @@ def sdpa_masked(mask_mod: Mod | None, setting: Setting) -> Implementation:
     """Returns SDPA with the materialized mask, bool [1 or B, 1 or H, S, S]; a row with no key gives 0."""
     if mask_mod is None:
         return Implementation("SDPA", F.scaled_dot_product_attention)
-    batch, heads = mask_extent(mask_mod, setting)
-    dense = create_mask(mask_mod, batch, heads, setting.seq, setting.seq, device=setting.device)
+    dense = create_mask(mask_mod, *mask_sizes(mask_mod, setting), device=setting.device)
     alive = dense.any(-1, keepdim=True)
     all_alive = bool(alive.all())
     # SDPA's kernels differ on rows without keys (0 or NaN): let such a row attend to all, then zero it.
@@ -125,10 +123,8 @@ def compiled_flex(chosen: Mods, setting: Setting) -> Implementation:
 
     block_mask = None
     if chosen.mask is not None:
-        batch, heads = mask_extent(chosen.mask, setting)
-        block_mask = torch_flex.create_block_mask(
-            chosen.mask, batch, heads, setting.seq, setting.seq, device=setting.device
-        )
+        sizes = mask_sizes(chosen.mask, setting)
+        block_mask = torch_flex.create_block_mask(chosen.mask, *sizes, device=setting.device)
     # Dynamo counts a function's recompilations, and after a few of them runs it dense without a warning.
     torch.compiler.reset()
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)

@@ -25,7 +25,7 @@ from flexmod.tools.ahead import warm as fill
 from flexmod.tools.cli import options
 from flexmod.tools.cli.options import KERNEL_DTYPES, POSITIVE
 from flexmod.tools.inspection import explain as explain_mods
-from flexmod.tools.mod_names import choose
+from flexmod.tools.mod_names import choose, usual_setting
 from flexmod.tools.standalone import standalone as standalone_text
 from flexmod.tools.terminal import hint, show, table
 from flexmod.tools.tune import check_device
@@ -223,7 +223,7 @@ def tune(mask: str, score: str | None, seconds: float, device: str | None, **siz
 
     Calls use them where they ask for it, with kernel_options={"tuned": True}.
     """
-    setting = options.setting_of(device, **sizes)
+    setting = usual_setting(device, **sizes)
     check_device(setting.device)
     mods = choose(mask, setting, score)
     name = f"{mask} with {score}" if score else mask

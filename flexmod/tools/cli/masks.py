@@ -23,7 +23,7 @@ from flexmod.tools.cli import options
 from flexmod.tools.cli.options import IMAGE, POSITIVE
 from flexmod.tools.comparison import Comparison
 from flexmod.tools.comparison import compare as compare_mods
-from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting
+from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting, usual_setting
 from flexmod.tools.peers import skipped
 from flexmod.tools.terminal import hint, in_color, table, times_faster, verdict
 
@@ -164,7 +164,7 @@ def bench(
     **sizes: Any,
 ) -> int:
     """Times of flexmod beside SDPA, forward and backward, over lengths; several masks side by side."""
-    setting = options.setting_of(device, **sizes)
+    setting = usual_setting(device, **sizes)
     lengths = lengths or (ON_GPU if setting.device.type == "cuda" else ON_CPU)
     steps = count(masks, lengths, masked, flex)
     with click.progressbar(length=steps, label="timing", file=sys.stderr) as bar:

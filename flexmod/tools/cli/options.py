@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import click
 import torch
 
 from flexmod.runtime.target import NAMES
-from flexmod.tools.mod_names import ON_GPU, Mods, Setting, choose, usual_setting
+from flexmod.tools.mod_names import ON_GPU, Mods, Setting, choose
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -109,16 +108,7 @@ def sizes(command: Command) -> Command:
     return command
 
 
-def setting_of(device: str | None, **given: Any) -> Setting:
-    """The usual setting of the device, with what was given in place of its own."""
-    return _with(usual_setting(device), given)
-
-
 def chosen(mask: str, score: str | None, **given: Any) -> tuple[Setting, Mods]:
     """The mods, and a setting for what compiles and does not run: on the CPU, with sizes as on a GPU."""
-    setting = _with(ON_GPU, {**given, "device": torch.device("cpu")})
+    setting = ON_GPU.sized(**given, device=torch.device("cpu"))
     return setting, choose(mask, setting, score)
-
-
-def _with(setting: Setting, given: dict[str, Any]) -> Setting:
-    return replace(setting, **{name: value for name, value in given.items() if value is not None})
