@@ -144,8 +144,7 @@ def bench(
         raise FlexOnCpuError(device=setting.device.type)
     rows: list[Row] = []
     for seq, mod in itertools.product(lengths, mods):
-        sized = replace(setting, seq=seq)
-        sized = replace(sized, seq=fitting(mod, sized))
+        sized = fitting(mod, replace(setting, seq=seq))
         inputs = peers.random_inputs(sized)
         if sized.seq not in (row.seq for row in rows):
             causal = peers.timed(peers.sdpa_causal(sized), inputs, sized, peers.CAUSAL)

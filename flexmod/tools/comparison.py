@@ -8,7 +8,7 @@ python -m flexmod compare causal
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -130,9 +130,7 @@ def compare(
     """
     given: dict[str, Any] = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "dtype": dtype}
     _check(given)
-    setting = usual_setting(device, **given)
-    if isinstance(mod, str):
-        setting = replace(setting, seq=fitting(mod, setting))
+    setting = fitting(mod, usual_setting(device, **given))
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
     chosen = choose(mod, setting, score_mod)

@@ -188,9 +188,10 @@ def choose_mask(text: str, setting: Setting) -> Mod:
     return mod
 
 
-def fitting(text: str, setting: Setting) -> int:
-    """Returns a sequence length for the mods: `seq`, or the largest below it that a named mask takes."""
-    return LENGTHS[text](setting) if text in LENGTHS else setting.seq
+def fitting(mod: str | Mod, setting: Setting) -> Setting:
+    """Returns the setting with `seq`, or the largest length below it that a named mask takes."""
+    length = LENGTHS.get(mod) if isinstance(mod, str) else None
+    return setting if length is None else replace(setting, seq=length(setting))
 
 
 class _Reader:

@@ -53,7 +53,7 @@ def show(
 ) -> int:
     """The picture of a mask, its sparsity, and facts that are counted."""
     setting = Setting(batch or 1, heads or 1, seq, 64, torch.bfloat16, torch.device("cpu"))
-    length = fitting(mask, setting)
+    length = fitting(mask, setting).seq
     queries, keys = length_pair((length, keys or length))
     larger = block
     while tile_count(queries, larger) * tile_count(keys, larger) > MOST_TILES:
