@@ -201,14 +201,7 @@ class Inspection:
             NotCalledError, UnsupportedDtype: as `source`.
             NoPtxError: the call ran on the CPU, or on a chip without PTX; see `ptx_for`.
         """
-        with lazy_imports():
-            from flexmod.tools import ahead
-        spec, chip = self._spec("PTX", f"attend.ptx_for({MEASURED!r}, {CALL})"), self._chip()
-        if chip is None:
-            raise errors.NoPtxError(
-                of="this handle", why="what it shows is for the CPU", advice=ahead.NAME_A_CHIP
-            )
-        return self._ptx(spec, chip)
+        return self._ptx(self._spec("PTX", f"attend.ptx_for({MEASURED!r}, {CALL})"), self._chip())
 
     def ptx_for(
         self,
@@ -270,7 +263,7 @@ class Inspection:
         )  # fmt: skip
         return standalone.written(path, file.text())
 
-    def _ptx(self, spec: KernelSpec, target: str) -> Named[str]:
+    def _ptx(self, spec: KernelSpec, target: str | None) -> Named[str]:
         if any(name.endswith("tuned") for name, _ in self._options.tiles):
             raise errors.NoPtxError(
                 of="this handle", why="its kernel option tuned asks for tiles that were found on a device",
@@ -278,6 +271,10 @@ class Inspection:
             )  # fmt: skip
         with lazy_imports():
             from flexmod.tools import ahead
+        if target is None:
+            raise errors.NoPtxError(
+                of="this handle", why="what it shows is for the CPU", advice=ahead.NAME_A_CHIP
+            )
         return Named(ahead.ptx(self._made(spec), target))
 
     def _chip(self) -> str | None:
