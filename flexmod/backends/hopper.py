@@ -286,12 +286,12 @@ def backward(
             "D_TILE": spec.head_tile,
         }
         writer.launch(kernels, "round", grid(batch, heads, length, SUMMED), rounding)
-    beside: triton.Sums = {}
+    other_sums: triton.Sums = {}
     if kernels.portable.captures.besides_columns:
         by_row = {"DELTA": _rows_of(writer, delta, call, pitch)}
         by_row |= saved or {"LSE2": _rows_of(writer, lse2, call, pitch)}
-        beside = triton.sums_beside(writer, kernels.portable, call, incoming.grad_out, by_row, rungs)
-    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**beside, **sums})
+        other_sums = triton.sums_beside(writer, kernels.portable, call, incoming.grad_out, by_row, rungs)
+    return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**other_sums, **sums})
 
 
 def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -> Place:

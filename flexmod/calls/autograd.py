@@ -141,14 +141,14 @@ class PreparedCall:
 
         `tensors` are query, key, value and the score mod's captured tensors.
         """
-        beside = () if mask is None else mask.tensors
+        mask_tensors = () if mask is None else mask.tensors
         for known in self._forward:
             if known.serves(mask):
-                return known.bound.run((*tensors, *beside), mask)
+                return known.bound.run((*tensors, *mask_tensors), mask)
         if nothing(*tensors[:2]):
             return self._of_nothing(*tensors[:3])
         tensors = tuple(map(torch.resolve_neg, tensors))
-        given = (*tensors, *map(torch.resolve_neg, beside))
+        given = (*tensors, *map(torch.resolve_neg, mask_tensors))
         problem = self.whole(mask, tensors[3:])
         bound = backend(self.backend).forward(
             problem, given, want_max=self.want_max, keep=self.track,
@@ -215,19 +215,19 @@ class PreparedCall:
         facts = [None if tensor is None else tensor_key(tensor) or object() for tensor in tensors]
         case = (needs, kept, torch.are_deterministic_algorithms_enabled(), *facts)
         known = self._backward.get(case)
-        beside = () if mask is None else mask.tensors
+        mask_tensors = () if mask is None else mask.tensors
         if known is None or not known.serves(mask):
             _check_readable(tensors)
             if self._places:
                 check_places(self.saved_names(kept), self._places, tensors[2:])
             problem = self.whole(mask, tensors[SINGLE + kept :], needs[3:])
-            tensors = (*tensors, *map(torch.resolve_neg, beside))
+            tensors = (*tensors, *map(torch.resolve_neg, mask_tensors))
             bound = backend(self.backend).backward(problem, tensors, needs[:3], kept)
             if _has_kinds(mask):
                 kinds = None if mask is None else mask.kinds
                 remember(self._backward, case, _ForMask(kinds, bound), BACKWARDS)
         else:
-            tensors, bound = (*tensors, *beside), known.bound
+            tensors, bound = (*tensors, *mask_tensors), known.bound
         found = bound.run(tensors, mask)
         captured = given[SINGLE + kept :]
         asked = zip(found[3:] or (None,) * len(captured), needs[3:], strict=True)

@@ -70,7 +70,7 @@ class CallOptions(NamedTuple):
     value_scale: Tensor | None = None
 
     @property
-    def beside(self) -> tuple[Tensor, ...]:
+    def extra_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that follow the captured ones."""
         return () if self.value_scale is None else (self.value_scale,)
 
@@ -145,7 +145,7 @@ def attend(
         return _check_and_attend(query, key, value, mask, asked, facts, dispatch)
     seen = asked.score.seen
     assert seen is not None
-    captured = [*(seen.tensors[place] for place in ready.places), *asked.beside]
+    captured = [*(seen.tensors[place] for place in ready.places), *asked.extra_tensors]
     mask = ready.mask(mask)
     if not ready.autocast:
         return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
@@ -265,9 +265,10 @@ def _check_and_attend(
         ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
         if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
             remember(_known_calls, facts, ready, KNOWN)
+        captured = (*captured, *asked.extra_tensors)
         naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
         with naming:
-            return autograd.run(call, traced.mask, query, key, value, (*captured, *asked.beside), plain=False)
+            return autograd.run(call, traced.mask, query, key, value, captured, plain=False)
 
 
 def _named(call: TracedCall) -> dict[str, Tensor]:
