@@ -259,9 +259,9 @@ def _load_language() -> Language:
     loaded = Language(copies, tl, interpreter)
     for module in (tl.core, tl.standard, tl.random):
         vars(module).update(loaded.helpers)
+    quicken(interpreter, tl)
     # Triton patches the language modules that it finds among a function's globals
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
-    quicken(interpreter, tl)
     correct(interpreter, tl)
     # Triton computes in int64 whether each sum overflows, and drops the answer unless kernels are debugged.
     builder = interpreter.interpreter_builder

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from tiers import long_but
 
 from flexmod.codegen import cache
 from flexmod.errors import BackendDeviceError, InterpreterOperationError
-from flexmod.runtime import offline
+from flexmod.runtime import interpreter_language, offline
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.interpreter_corrections import narrow, widen
 
@@ -393,3 +395,25 @@ def test_the_environment_does_not_matter(variable: str) -> None:
     environment = {"TRITON_INTERPRET": variable, "PATH": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == "[7.0, 7.0, 7.0, 7.0]\n", done.stderr
+
+
+def test_quicker_checks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of dtypes and shapes, beside an interpreter that is not quickened."""
+    quick = interpreter_language.language()
+    monkeypatch.setattr(interpreter_language, "quicken", lambda *modules: None)
+    plain = interpreter_language._load_language.__wrapped__()  # type: ignore[attr-defined]
+    names = ("int1", "int8", "int32", "int64", "uint8", "uint32") + ("fp16", "bf16", "fp32", "fp64")
+    operations = (operator.add, operator.mul, operator.truediv, operator.and_, operator.lt)
+
+    def result(tl: Any, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> str:
+        a, b = (tl.full(x[1], 3, tl.dtype(x[0])) if isinstance(x, tuple) else x for x in (a, b))
+        try:
+            c = operation(a, b)
+        except Exception as error:
+            return f"{type(error).__name__} {error}"
+        return f"{c.type} {c.shape} {c.dtype} {c.handle.data.dtype} {c.handle.data.tolist()}"
+
+    blocks, numbers = list(product(names, ([], [4], [2, 1]))), (2, -2, 2.5)
+    pairs = [*product(blocks, (*blocks, *numbers)), *product(numbers, blocks)]
+    for operation, pair in product(operations, pairs):
+        assert result(quick.tl, operation, *pair) == result(plain.tl, operation, *pair), pair
