@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until pytest_collection_finish: what collection makes stays
     if "FLEXMOD_CACHE_DIR" not in os.environ:
         folder = tempfile.mkdtemp(prefix="flexmod-tests-")
         config.stash[CACHE_FOLDER] = os.environ["FLEXMOD_CACHE_DIR"] = folder
@@ -66,6 +67,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture

@@ -223,13 +223,15 @@ def import_statements(
 ) -> Iterator[tuple[str, bool, bool]]:
     """What a file imports when it runs, whether inside a function, and whether under lazy_imports."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if isinstance(child, ast.Import):
             yield from ((alias.name, lazily, guarded) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             yield from ((f"{child.module}.{alias.name}", lazily, guarded) for alias in child.names)
-        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         by_us = isinstance(child, ast.With) and "lazy_imports()" in map(ast.unparse, child.items)
         yield from import_statements(child, lazily or inside, guarded or by_us)
 
