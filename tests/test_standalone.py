@@ -234,22 +234,19 @@ def test_sizes_that_a_call_needs(size: int, index: Any, least: str, interpreted:
     assert f"keys = {interpreted} if interpreted else (" in text
 
 
-def test_its_check_has_the_sizes_that_mods_expect(tmp_path: Path) -> None:
-    path = save(tmp_path / "mine.py", mods.alibi(5), masks.block_diffusion(30, 6), head_dim=16, tiles=SMALL)
-    done = run(path, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("B=2 HQ=5 HKV=1 M=60 N=60, ")
-
-
-def test_it_sees_a_wrong_kernel(tmp_path: Path) -> None:
+def test_its_check_has_the_sizes_that_mods_expect_and_sees_a_wrong_kernel(tmp_path: Path) -> None:
+    """One process runs both files; the second one fails."""
+    sizes = save(tmp_path / "sizes.py", mods.alibi(5), masks.block_diffusion(30, 6), head_dim=16, tiles=SMALL)
     text = standalone(None, masks.causal(), head_dim=16, block_size=64, tiles=SMALL)
     wrong, count = re.subn(r"(\ndef mask_mod\(.*?\n    return q_idx) >=", r"\1 >", text, flags=re.DOTALL)
     assert count == 1
     path = tmp_path / "wrong.py"
     path.write_text(wrong)
-    done = run(path, TRITON_INTERPRET="1")
+    done = run(sizes, path, TRITON_INTERPRET="1")
     assert done.returncode == 1
-    assert "DIFFERS" in done.stdout
+    of_sizes, of_wrong = done.stdout.split("\nB=2 HQ=2 ")
+    assert of_sizes.startswith("B=2 HQ=5 HKV=1 M=60 N=60, ") and "DIFFERS" not in of_sizes
+    assert "DIFFERS" in of_wrong
     assert "attention differs from dense attention" in done.stderr
 
 
