@@ -84,7 +84,7 @@ def test_tiles_are_judged_as_a_launch_does(
     def compiled(call: Any, kernels: Any, name: str, target: str, rungs: Any) -> Report:
         seen.append(rungs[name])
         fits, local = outcomes[len(seen) - 1]
-        return Report(named(target), 0 if fits else 1 << 20, 255, local, local, {})
+        return Report(named(target), 0 if fits else 1 << 20, 255, local, local)
 
     monkeypatch.setattr(ahead, "compiled", compiled)
     built = first_tile(VariantCall(made), made.kernels("forward"), "forward", "sm_80")

@@ -231,7 +231,7 @@ def test_build_says_what_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compiled(*arguments: Any) -> Report:
-        return Report(named("sm_86"), 200_000, 255, 8, 8, {"HMMA": 4})
+        return Report(named("sm_86"), 200_000, 255, 8, 8, asm={"ptx": "mma.sync " * 4})
 
     monkeypatch.setattr(ahead, "compiled", compiled)
     assert main(["build", "causal", "--target", "sm_86"]) == 1
@@ -239,13 +239,13 @@ def test_build_says_what_does_not_fit(
     assert main(["build", "causal", "--target", "sm_86", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert [row["kernel"] for row in rows] == ["forward", "dq", "dkdv"]
-    assert rows[0]["shared"] == 200_000 and rows[0]["matrix"] == {"HMMA": 4}
+    assert rows[0]["shared"] == 200_000 and rows[0]["matrix"] == {"mma.sync": 4}
     assert all(rows[0])  # each value has a name
 
 
 def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def compiled(*arguments: Any) -> Report:
-        return Report(named("sm_90"), 200_000, 168, 8, 8, {"HGMMA": 4}, losses=(SERIALIZED,))
+        return Report(named("sm_90"), 200_000, 168, 8, 8, losses=(SERIALIZED,))
 
     monkeypatch.setattr(ahead, "compiled", compiled)
     assert main(["build", "causal", "--target", "sm_90", "--json"]) == 0

@@ -215,7 +215,7 @@ def test_ptx_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report(target.named("sm_86"), 200_000, 255, 0, 0, {})
+    report = Report(target.named("sm_86"), 200_000, 255, 0, 0)
     monkeypatch.setattr(ahead, "compiled", lambda *_: report)
     with pytest.raises(errors.NoPtxError) as raised:
         capped().ptx_for("sm_86", head_dim=16, dtype=torch.float16)

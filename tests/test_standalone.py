@@ -279,7 +279,7 @@ def test_float8_has_no_file() -> None:
 
 
 def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report(named("sm_86"), 200_000, 255, 0, 0, {})
+    report = Report(named("sm_86"), 200_000, 255, 0, 0)
     module = sys.modules["flexmod.tools.standalone"]
     monkeypatch.setattr(module, "first_tile", lambda *_: Built("dq", "portable", SMALL["dq"], report))
     with pytest.raises(errors.NoTileFits) as raised:

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,25 @@ class Report:
     """Bytes that a thread stores to and loads from local memory for want of registers."""
     local: int
     """Bytes of local memory of a thread. Triton calls four of them a spilled register."""
-    matrix_instructions: Mapping[str, int]
-    """Count in the final code by mnemonic: HMMA, HGMMA, UTCHMMA; v_mfma on AMD."""
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
     losses: tuple[str, ...] = ()
     """What the machine code lacks of what its text asks for: see `compiler_bugs`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Every stage by name: ttir, ttgir, llir, ptx, cubin, sass; amdgcn, hsaco."""
+    """Every stage by name: ttir, ttgir, llir, ptx, cubin; amdgcn, hsaco."""
+
+    @cached_property
+    def sass(self) -> str:
+        """The disassembled cubin, or "" without one or without the tool."""
+        return _disassemble(self.asm["cubin"]) if "cubin" in self.asm else ""
+
+    @cached_property
+    def matrix_instructions(self) -> Mapping[str, int]:
+        """Count in the final code by mnemonic: HMMA, HGMMA, UTCHMMA; v_mfma on AMD."""
+        if "amdgcn" in self.asm:
+            return Counter(_MATRIX_AMD.findall(self.asm["amdgcn"]))
+        found = _MATRIX_SASS.findall(self.sass) if self.sass else _MATRIX_PTX.findall(self.asm.get("ptx", ""))
+        return Counter(found)
 
     @property
     def fits(self) -> bool:
@@ -151,17 +163,12 @@ def kind_of(value: Any) -> str:
 
 def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     log = _ptxas(target, asm["ptx"])
-    asm["sass"] = _disassemble(asm["cubin"])
-    found = _MATRIX_SASS.findall(asm["sass"]) if asm["sass"] else _MATRIX_PTX.findall(asm["ptx"])
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     lines = {line.strip() for line in log.splitlines() if "warning" in line.lower() or "Potential" in line}
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
-    matrix = Counter(found)
     losses = compiler_bugs.losses(asm["ptx"], asm["cubin"])
-    return Report(
-        target, shared, registers, sum(map(int, spills)), stack, matrix, tuple(sorted(lines)), losses, asm
-    )
+    return Report(target, shared, registers, sum(map(int, spills)), stack, tuple(sorted(lines)), losses, asm)
 
 
 def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
@@ -171,8 +178,7 @@ def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
         return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
 
     spilled = 4 * (fact("vgpr_spill_count") + fact("sgpr_spill_count"))
-    stack, matrix = fact("private_segment_fixed_size"), Counter(_MATRIX_AMD.findall(text))
-    return Report(target, shared, fact("vgpr_count"), spilled, stack, matrix, asm=asm)
+    return Report(target, shared, fact("vgpr_count"), spilled, fact("private_segment_fixed_size"), asm=asm)
 
 
 def _ptxas(target: Target, ptx: str) -> str:

@@ -155,7 +155,7 @@ def test_the_ladder(
 
     def compiled(call: Any, kernels: Any, way: Any, target: str, rungs: Any) -> Report:
         spills, losses, _ = outcome(rungs[way])
-        return Report(named(target), 0, 255, 8 * spills, 4 * spills, {}, losses=losses)
+        return Report(named(target), 0, 255, 8 * spills, 4 * spills, losses=losses)
 
     tried.clear()
     monkeypatch.setattr(ahead, "compiled", compiled)

@@ -133,7 +133,7 @@ def test_compiles_in_float8(score_mod: Any, mask_mod: Any, dim: int, dtype: torc
     assert "prmt" not in report.asm["ptx"] and report.asm["ptx"].count("cvt.rn.satfinite") >= 2 * 2 * 16
     values = ahead.compiled(call, kernels, "values", "sm_90")
     assert values.spills == 0
-    copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.asm["sass"])
+    copies = re.findall(r"\b(?:LDG|STG|LDS|STS|STSM)\.\S+", values.sass)
     assert set(copies) == {"LDG.E.128", "STG.E.128", "LDS.128", "STSM.16.M88.4"}
 
 

@@ -282,7 +282,7 @@ def test_a_lost_address(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = compiler_bugs.misaddressed(report.asm["cubin"])
         # halves of a sum, one after the other
         halves = r"UIADD3 UR\d+, UP(\d), UR(\d+), [^;]*;[^;]*UIADD3\.X UR\d+, UR(\d+), [^;]*UP(\d), !UPT ;"
-        pairs = re.findall(halves, report.asm["sass"])
+        pairs = re.findall(halves, report.sass)
         assert any(here == there and made == taken for made, here, there, taken in pairs) is wrong
         assert wrong is not NEWEST
         built = ahead.first_tile(VariantCall(plain), kernels, "forward", "sm_90")
