@@ -63,6 +63,7 @@ def handles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def mistakes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    create_block_mask(causal, None, None, 64, 64).sum()  # type: ignore[attr-defined]
     flex_attention(q, k, v, return_lse=True).sum()  # type: ignore[attr-defined]
     flex_attention(q, k, v, score_mod=3)  # type: ignore[call-overload]
     flexmod.flex_attentoin(q, k, v)  # type: ignore[attr-defined]
