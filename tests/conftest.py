@@ -32,7 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until pytest_collection_finish: what collection makes stays
     if "FLEXMOD_CACHE_DIR" not in os.environ:
         folder = tempfile.mkdtemp(prefix="flexmod-tests-")
         config.stash[CACHE_FOLDER] = os.environ["FLEXMOD_CACHE_DIR"] = folder
@@ -60,6 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         terminalreporter.write_line("Tests marked gpu need a CUDA device: deselected.")
+
+
+def pytest_collectstart() -> None:
+    gc.disable()  # what collection makes stays
 
 
 def pytest_collection_finish() -> None:
