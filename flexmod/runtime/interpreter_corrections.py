@@ -176,7 +176,8 @@ def quicken(interpreter: Any, tl: Any) -> None:
 def _quicken_types(interpreter: Any, core: Any) -> None:
     """Makes equal block types one object, remembers shapes, and makes a tuple's type at its first use.
 
-    Each operation makes several of these, though only tuples of a kernel's own need a type.
+    Each operation makes several of these, though only tuples of a kernel's own need a type. All block types
+    are kept, since they are compared as objects: kernels have few dtypes and sizes of tiles.
     """
     make_block, make_tuple, unwrap = core.block_type.__init__, core.tuple.__init__, core._unwrap_if_constexpr
     plain = {core.tensor, core.dtype, core.pointer_type, int, float, bool, type(None)}

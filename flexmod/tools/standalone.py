@@ -69,7 +69,7 @@ TAKEN = {
     "Tensor", "grad_out", "grad_q", "grad_k", "grad_v", "grad", "x", "size", "whole", "told_apart",
     "D", "DV", "D_TILE", "DV_TILE", "Q_BLOCK", "KV_BLOCK", "TILES", "LONGEST", "LOG2E", "B", "HQ", "M", "N",
     "KV_B", "HKV", "_", "MASK_B", "MASK_H", "Q_BLOCKS", "KV_BLOCKS", "delta", "lse2", "meta",
-    "DTYPES", "gradients", "captured", "writes", "tensor", "tensors",
+    "DTYPES", "gradients", "captured", "writes", "writes_to", "tensor", "tensors",
     "Attention", "build_mask", "dense_attention", "main", *vars(standalone_functions),
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
     "dq_kernel", "dkdv_kernel", "scatter_kernel", *dir(builtins),

@@ -30,11 +30,6 @@ class BuiltMask(NamedTuple):
 
 
 
-def writes_to(tensors):
-    """How often each tensor was written to."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def listed(partial, full):
     """Blocks from truth values [batch, heads, rows, columns]."""
     lists = []
