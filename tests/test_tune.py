@@ -213,3 +213,18 @@ def test_what_another_process_finds_is_used(folder: Path, launched: dict[str, An
         (folder / name).write_text(text)
     attend(fwd_tuned=True)
     assert "forward_kernel" in launched
+
+
+def test_a_bias_that_comes_in_tiles_has_a_choice_of_its_own() -> None:
+    """Its tile takes shared memory, so that a shape may fit beside another bias alone."""
+
+    def keys(bias: torch.Tensor) -> set[tuned.Key]:
+        q = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
+        options = {"BACKEND": "INTERPRET", "tuned": True}
+        with tuned.trying("forward", tuned.Choice()) as seen, torch.no_grad():
+            flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j], kernel_options=options)
+        return {applied.key for applied in seen}
+
+    aligned, odd = (keys(torch.zeros(16, width)[:, :16]) for width in (16, 17))
+    assert len(aligned) == len(odd) == 1
+    assert aligned != odd

@@ -31,7 +31,7 @@ from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.compiler import capture_terms, compile_mod
 from flexmod.codegen.kernels import IndexWatch, Made
-from flexmod.codegen.spec import Direction, KernelSpec, option
+from flexmod.codegen.spec import Direction, option
 from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import GradientTerm
 from flexmod.runtime import config, launch, second_process, side_by_side, tuned
@@ -139,13 +139,12 @@ class Generated:
         call = operands(q, k, v, problem, *numbers)
         compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
         if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
-            self._tune(problem, spec, [compiled.kernels(family) for family in families()], q.device)
+            self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
         return compiled
 
-    def _tune(
-        self, problem: Problem, spec: KernelSpec, kernels: Sequence[Made], device: torch.device
-    ) -> None:
-        """Applies tuned tiles to the kernels. Raises NotTunedError if there are none."""
+    def _tune(self, problem: Problem, kernels: Sequence[Made], device: torch.device) -> None:
+        """Applies tuned tiles to the kernels of one spec. Raises NotTunedError if there are none."""
+        spec = kernels[0].spec
         key = tuned.Key(
             spec.direction,
             INTERPRETER if self.interpreted else torch.cuda.get_device_name(device),
