@@ -151,7 +151,7 @@ def test_compiles_with_tiles_of_a_captured_tensor(way: Any, dim: int, spills: in
     assert report is not None and report.fits
     assert report.warnings == report.losses == ()
     assert report.spills <= spills
-    assert not re.findall(r"\bLDG\.E\.U16\b", report.asm["sass"])
+    assert not re.findall(r"\bLDG\.E\.U16\b", report.sass)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.long), E4M3])
