@@ -76,9 +76,12 @@ class Lowered:
 
     @cached_property
     def text(self) -> ModText | None:
-        return self.text_with_tile(None)
+        return _staged("write", lambda graph: _written(graph, self.checked), self.score)
 
     def text_with_tile(self, pair_tile: int | None) -> ModText | None:
+        """Returns `text`, with the tile of a capture as an argument unless `pair_tile` is None."""
+        if pair_tile is None:
+            return self.text
         return _staged("write", lambda graph: _written(graph, self.checked, pair_tile), self.score)
 
     def exponent_text(
@@ -94,7 +97,7 @@ class Lowered:
         return _staged("write", lambda grad: write(as_ranges(grad), self.checked), self.grad)
 
 
-def _written(graph: Graph, checked: bool, pair_tile: int | None) -> ModText:
+def _written(graph: Graph, checked: bool, pair_tile: int | None = None) -> ModText:
     text = write(as_ranges(graph), checked, pair_tile)
     return replace(text, bounds=score_bounds(graph)) if graph.kind == "score" else text
 

@@ -166,6 +166,12 @@ def test_captures_that_come_in_tiles(score_mod: Callable[..., Any], taken: bool)
     assert ("pair_tiles" in made.text) == taken
 
 
+def test_a_backward_without_such_a_tile_shares_the_portable_text() -> None:
+    of_call = variant(at_pair(SQUARE.mT, "h"), head_dim=128, dtype=BF16)
+    kernels = of_call.kernels("backward")
+    assert kernels.family_score is kernels.score is not None
+
+
 def test_wide_heads_leave_no_room_for_a_tile_in_float32() -> None:
     rows = (at_pair(SQUARE, "h"), 256, 0), (at_pair(SQUARE.float(), "h"), 256, None)
     for score_mod, dim, tile in rows:
