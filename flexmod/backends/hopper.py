@@ -45,7 +45,7 @@ from flexmod.codegen.hopper import (
     wide,
 )
 from flexmod.codegen.spec import Direction, option
-from flexmod.codegen.variant import Variant
+from flexmod.codegen.variant import Variant, aligned_rows
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.plan import (
     Descriptor,
@@ -117,10 +117,8 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
 
 def addressable(tensor: Tensor) -> bool:
     """Returns whether the TMA unit can address it: contiguous rows that begin at multiples of 16 bytes."""
-    if tensor.stride(3) != 1 or tensor.data_ptr() % 16:
-        return False
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
-    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides)
+    return aligned_rows(tensor, strides)
 
 
 def forward(

@@ -180,9 +180,13 @@ def pair_tile(spec: KernelSpec, score: Graph | None, tensors: Sequence[torch.Ten
 
 
 def _in_tiles(tensor: torch.Tensor) -> bool:
-    *strides, last = tensor.stride()
+    return aligned_rows(tensor, tensor.stride()[:-1]) and tensor.numel() > 0 and tensor.dim() <= 5
+
+
+def aligned_rows(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Are rows contiguous, at multiples of 16 bytes? `strides` are those of the other dimensions."""
     aligned = all(stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in strides)
-    return aligned and last == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 and tensor.dim() <= 5
+    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
 
 
 def _has_room(spec: KernelSpec, dtype: torch.dtype) -> bool:
