@@ -82,9 +82,8 @@ class Parameter:
 
     `index` counts captured tensors, or for kind "number" the promoted constants. For a size or a stride (in
     elements), `dim` is the dimension. A "double" has a double's bits as an int64, since a launch takes floats
-    as float32. Checks write to a parameter of kind "found", see `IndexWatch`. A "tile" is of a
-    tensor of this `dtype`, read at [*at, q_idx, kv_idx]: the kernel gets the tensor's descriptor, and the mod
-    gets a tile.
+    as float32. Checks write to a parameter of kind "found", see `IndexWatch`. A "tile" is of a tensor of this
+    `dtype`, read at [*at, q_idx, kv_idx]: the kernel gets the tensor's descriptor, the mod gets a tile.
     """
 
     name: str

@@ -144,7 +144,7 @@ def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "dim", "spills"), [("forward", 128, 128), ("backward", 64, 64)])
 def test_compiles_with_tiles_of_a_captured_tensor(way: Any, dim: int, spills: int) -> None:
-    """Without addresses of single elements: no load from memory but those of numbers for a whole tile."""
+    """No element of the tensor is loaded by itself."""
     made = variant(pairs, near, head_dim=dim)
     kernels = ahead.kernels_on(made, way, "sm_90")
     report = ahead.first_tile(VariantCall(made), kernels, way, "sm_90").report
