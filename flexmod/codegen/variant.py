@@ -184,7 +184,7 @@ def _in_tiles(tensor: torch.Tensor) -> bool:
 
 
 def aligned_rows(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Are rows contiguous, at multiples of 16 bytes? `strides` are those of the other dimensions."""
+    """Are rows contiguous, at multiples of 16 bytes? The other dimensions have these `strides`."""
     aligned = all(stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in strides)
     return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
 
