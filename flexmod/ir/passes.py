@@ -161,26 +161,44 @@ def _power(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | 
     return None
 
 
-def _divide_score(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    """score / c -> score * (1/c): one rounding more, after the many roundings of the dot product.
+def _divide_by_number(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """x / c -> x * (1/c) for a power of two, which is exact, and for any c if x is the score.
 
-    Only for scores: floor(q_idx / 49) needs the exact quotient. And only if c and 1/c are normal float32
-    numbers, which have all digits.
+    A score gets one rounding more, after the many roundings of the dot product; floor(q_idx / 49) needs the
+    exact quotient. And only if c and 1/c are normal float32 numbers, which have all digits.
     """
-    if args[1].is_const and "score" in args[0].home and node.dtype == torch.float32:
-        value = float(args[1].value)  # type: ignore[arg-type]
-        if 2.0**-126 <= abs(value) <= 2.0**126:
-            inverse = builder.const(1.0 / value)
-            return builder.node("mul", (args[0], inverse), node.dtype, None, node.where)
+    if not args[1].is_const or node.dtype != torch.float32:
+        return None
+    value = float(args[1].value)  # type: ignore[arg-type]
+    exact = abs(math.frexp(value)[0]) == 0.5
+    if (exact or "score" in args[0].home) and 2.0**-126 <= abs(value) <= 2.0**126:
+        return builder.node("mul", (args[0], builder.const(1.0 / value)), node.dtype, None, node.where)
     return None
+
+
+def _log_of_next(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """log1p(x) -> log(1 + x) for whole numbers, whose sum has no small digits to lose."""
+    if not _is_whole(args[0]) or node.dtype not in (torch.float32, torch.float64):
+        return None
+    one = builder.const(1.0, node.dtype, node.where)
+    following = builder.node("add", (args[0], one), node.dtype, None, node.where)
+    return builder.node("log", (following,), node.dtype, None, node.where)
+
+
+def _is_whole(node: Node, depth: int = 6) -> bool:
+    """Is a value a whole number or no finite one? True for integers, and sums of integers in floats."""
+    if not strong(node.dtype).is_floating_point or node.is_const:
+        return not node.is_const or float(node.value).is_integer()  # type: ignore[arg-type]
+    return depth > 0 and node.op in (*AS_FLOATS, CAST) and all(_is_whole(a, depth - 1) for a in node.args)
 
 
 _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
     "add": (_integers_only(_unit(0, (0, 1))),),
     "sub": (_unit(0, (1,)),),
     "mul": (_unit(1, (0, 1)),),
-    "div": (_unit(1, (1,)), _divide_score),
+    "div": (_unit(1, (1,)), _divide_by_number),
     "pow": (_power,),
+    "log1p": (_log_of_next,),
     "neg": (_twice, _swapped),
     "logical_not": (_twice,),
     "bitwise_not": (_twice,),

@@ -18,13 +18,14 @@ FEW = {
     "sum": lambda kv_idx: kv_idx * 3 + 1,
     "power of two": lambda kv_idx: kv_idx // 128 + kv_idx % 32,
     "shift": lambda kv_idx: kv_idx >> 3,
+    "exact quotient": lambda kv_idx: kv_idx / 8,
     "rounding": lambda kv_idx: torch.floor(kv_idx * 0.1),
 }
 MANY = {
     "load": lambda kv_idx: table[kv_idx],
     "division": lambda kv_idx: kv_idx // 49,
     "by a position": lambda kv_idx: 64 % (kv_idx + 1),
-    "quotient": lambda kv_idx: kv_idx / 8,
+    "quotient": lambda kv_idx: kv_idx / 9,
     "float": lambda kv_idx: (kv_idx * 0.5) % 8,
     "power": lambda kv_idx: (kv_idx * 0.5) ** 1.5,
     "erfc": lambda kv_idx: torch.erfc(kv_idx * 0.1),

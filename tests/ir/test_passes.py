@@ -86,9 +86,24 @@ SIMPLIFY: dict[str, tuple[Callable[..., Any], Any]] = {
     "x * 1": (lambda s, b, h, q, k: 1 * s * 1.0, "return score"),
     "an integer * 1.0 becomes a float": (lambda s, b, h, q, k: q * 1.0, KEPT),
     "x / 1": (lambda s, b, h, q, k: s / 1, "return score"),
-    "an integer / 1 becomes a float": (lambda s, b, h, q, k: q / 1, KEPT),
+    "an integer / 1 becomes a float": (
+        lambda s, b, h, q, k: q / 1,
+        "%0: float32 = mul(q_idx, 1.0); return %0",
+    ),
     "score / number": (lambda s, b, h, q, k: s / 4, "%0: float32 = mul(score, 0.25); return %0"),
     "a position / number stays exact": (lambda s, b, h, q, k: s + q / 49, KEPT),
+    "a position / a power of two is exact": (
+        lambda s, b, h, q, k: s + q / -8,
+        "%0: float32 = mul(q_idx, -0.125); %1: float32 = add(score, %0); return %1",
+    ),
+    "1 / 2^127 has few digits": (lambda s, b, h, q, k: s + q / 2.0**127, KEPT),
+    "log1p of a whole number": (
+        lambda s, b, h, q, k: torch.log1p(torch.abs(q.float() - k)) * s,
+        "%0: float32 = cast(q_idx); %1: float32 = sub(%0, kv_idx); %2: float32 = abs(%1); "
+        "%3: float32 = add(%2, 1.0); %4: float32 = log(%3); %5: float32 = mul(%4, score); return %5",
+    ),
+    "log1p of a fraction stays": (lambda s, b, h, q, k: torch.log1p(q * 0.1) * s, KEPT),
+    "log1p in half precision stays": (lambda s, b, h, q, k: torch.log1p(q.half()) * s, KEPT),
     "score / 0 stays": (lambda s, b, h, q, k: s / 0, KEPT),
     "x ** 1": (lambda s, b, h, q, k: s**1, "return score"),
     "x ** 2": (lambda s, b, h, q, k: s**2, "%0: float32 = mul(score, score); return %0"),
