@@ -30,6 +30,9 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # the positions that share a scale of float8 by block
 SCALE_BLOCK = 128
 
+# queries and keys of a short call, see KernelSpec
+SHORT = 64
+
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
 
@@ -48,6 +51,7 @@ class KernelSpec:
         value_scale         a scale, for the whole tensor or by head, multiplies the values
         pair_tile           the number of a score_mod's capture whose tiles kernels may copy, see
                             `variant.pair_tile`
+        short               a call has at most `SHORT` queries and keys: larger tiles would be half empty
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -67,6 +71,7 @@ class KernelSpec:
     out_dtype: torch.dtype | None = None
     value_scale: bool = False
     pair_tile: int | None = None
+    short: bool = False
 
     @property
     def exact(self) -> bool:
@@ -297,6 +302,8 @@ def ladder(
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
+    if spec.short:
+        rows = tuple(sorted(rows, key=lambda row: max(row[:2]) > SHORT))
     if waits_for_score:
         rows = tuple((*row[:3], 1) for row in rows)
     tiles = [_chosen(_inside(Tile(*row), spec, kernel), spec, kernel, options) for row in rows]

@@ -334,3 +334,26 @@ def test_backward_without_lists_by_column_is_refused() -> None:
     with pytest.raises(BlockMaskPartsError, match="block_mask has no q_num_blocks and q_indices"):
         case.backward(forward, forward.out, None, (False, True, False))
     assert case.backward(forward, forward.out, None, (True, False, False)).query is not None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dim", "dtype", "options", "short"),
+    [
+        ((64, 64), 64, BFLOAT, {}, True),
+        ((1, 49), 16, SINGLE, {"BLOCK_M": 32}, True),
+        ((65, 64), 64, BFLOAT, {}, False),
+        ((64, 65), 64, BFLOAT, {}, False),
+        ((64, 64), 72, BFLOAT, {}, False),
+        ((64, 64), 64, torch.float8_e4m3fn, {}, False),
+        ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, False),
+        ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "hopper"}, True),
+    ],
+)
+def test_which_calls_are_short(
+    lengths: tuple[int, int], dim: int, dtype: torch.dtype, options: dict[str, Any], short: bool
+) -> None:
+    q, kv = (torch.empty(1, 1, length, dim, dtype=dtype, device="meta") for length in lengths)
+    problem = Problem(None, None, None, 1.0, options=tuple(options.items()))
+    assert triton.kernel_spec(q, kv, kv, problem, backward=False).short == short
+    of_backward = short and "bwd_TEMPLATE" not in options
+    assert triton.kernel_spec(q, kv, kv, problem, backward=True).short == of_backward

@@ -81,3 +81,13 @@ def test_small_tiles_go_first_where_mods_hold_columns() -> None:
     usual, by_column = ladder(SPEC, "forward", {}), ladder(SPEC, "forward", {}, by_column=True)
     assert set(usual) == set(by_column)
     assert by_column[0].block_m * by_column[0].block_n <= 64 * 64 < usual[0].block_m * usual[0].block_n
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dim", [16, 64])
+def test_short_calls_begin_with_small_tiles(kernel: KernelName, dim: int) -> None:
+    """They have the same tiles to try, in another order."""
+    spec = replace(SPEC, head_dim=dim, value_dim=dim)
+    long, short = ladder(spec, kernel, {}), ladder(replace(spec, short=True), kernel, {})
+    assert set(long) == set(short)
+    assert max(short[0].block_m, short[0].block_n) == 64
