@@ -148,18 +148,28 @@ def expensive(node: Node) -> bool:
     return not isinstance(divisor, int) or divisor.bit_count() != 1
 
 
+# how a kernel writes operations on numbers that are not negative
+OF_PLACES = {"add": "+", "mul": "*", "floor_divide": "//", "remainder": "%"}
+
+
 def reads_pair(node: Node) -> bool:
     """Does it load one element for each pair of positions, at [.., q_idx, kv_idx] of one head?"""
     if node.op != "load" or len(node.args) < 2:
         return False
     *outer, row, column = node.args
-    of_head = (a.is_input("b") or a.is_input("h") or _is_place(a) for a in outer)
-    return row.is_input("q_idx") and column.is_input("kv_idx") and all(of_head)
+    return row.is_input("q_idx") and column.is_input("kv_idx") and all(map(text_of_place, outer))
 
 
-def _is_place(node: Node) -> bool:
-    """Is it a constant index that does not count from the end?"""
-    return node.is_const and type(node.value) is int and node.value >= 0
+def text_of_place(node: Node) -> str | None:
+    """A kernel's text for an index of b, h and numbers, e.g. "head // 4", or None if it may be negative."""
+    if node.is_const:
+        return str(node.value) if type(node.value) is int and node.value >= 0 else None
+    if node.op not in OF_PLACES:
+        return next((name for of, name in (("b", "batch"), ("h", "head")) if node.is_input(of)), None)
+    left, right = map(text_of_place, node.args)
+    if not (left and right) or divides(node) and not (node.args[1].is_const and node.args[1].value):
+        return None
+    return f"{group(left)} {OF_PLACES[node.op]} {group(right)}"
 
 
 def divides(node: Node) -> bool:
@@ -272,4 +282,9 @@ def _may_be_fused(node: Node) -> bool:
     dtype = strong(node.dtype)
     if node.op != "mul" or not dtype.is_floating_point or dtype in HALF:
         return False
-    return not {"score", "grad"} & node.home
+    return not ({"score", "grad"} & node.home or any(map(_is_power_of_two, node.args)))
+
+
+def _is_power_of_two(node: Node) -> bool:
+    """Is it a number whose products are exact?"""
+    return node.is_const and math.frexp(float(node.value))[0] == 0.5  # type: ignore[arg-type]

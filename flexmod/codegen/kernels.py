@@ -84,6 +84,8 @@ class Parameter:
     elements), `dim` is the dimension. A "double" has a double's bits as an int64, since a launch takes floats
     as float32. Checks write to a parameter of kind "found", see `IndexWatch`. A "tile" is of a tensor of this
     `dtype`, read at [*at, q_idx, kv_idx]: the kernel gets the tensor's descriptor, the mod gets a tile.
+    `row_length`: the size of the last of several dimensions. If Triton knows it as a multiple of 16, a thread
+    loads several elements of a row at once.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Parameter:
     comment: str = ""
     at: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
+    row_length: bool = False
 
     @property
     def is_number(self) -> bool:

@@ -197,7 +197,7 @@ def _captured(*mods: ModText | None) -> str:
     """The mods' parameters, as lines of a kernel's signature."""
     lines = []
     for p in parameters(*mods):
-        mark = "!" if p.kind in ("size", "number", "double") else ""
+        mark = "!" if p.kind in ("size", "number", "double") and not p.row_length else ""
         lines.append(f"    {p.name}{mark},{'  # ' + p.comment if p.comment else ''}\n")
     return "".join(lines)
 
@@ -236,9 +236,9 @@ def _with_unspecialized(function: re.Match[str]) -> str:
 
 
 def _as_tuple(names: Sequence[str]) -> str:
-    """A tuple of names; on several lines if it is long."""
-    line = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
-    return line if len(line) < 90 else "(\n" + "".join(f"    {name},\n" for name in names) + ")"
+    """A tuple of names; in lines of its own if it is long."""
+    inside = ", ".join(names) + ("," if len(names) == 1 else "")
+    return f"({inside})" if len(inside) < 88 else f"(\n{filled(inside, 92)}\n)"
 
 
 def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[str]:

@@ -35,6 +35,7 @@ from flexmod.codegen.expressions import (
     reads_pair,
     register_dtype,
     rounded,
+    text_of_place,
     triton_literal,
 )
 from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter
@@ -57,8 +58,6 @@ DEEPEST = 100
 Guard = tuple[bool, str]
 # further inputs of an exponent, and their names in a kernel
 OF_KERNELS = {"scale": "scale", "offset": "offset", "start": "start_n"}
-# what a kernel calls the positions of a whole tile
-OF_TILES = {"b": "batch", "h": "head"}
 
 
 def write(graph: Graph, checked: bool = False, pair_tile: int | None = None) -> ModText:
@@ -290,7 +289,7 @@ class TritonWriter:
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
         if self._in_tile(node):
-            at = tuple(OF_TILES.get(str(index.value), str(index.value)) for index in node.args[:-2])
+            at = tuple(map(str, map(text_of_place, node.args[:-2])))
             about += ": a descriptor"
             of_tensor = Parameter(capture + self.suffix, "tile", number, 0, about, at, spec.dtype)
             self.parameters["tile", number, 0] = of_tensor
@@ -381,7 +380,9 @@ class TritonWriter:
         known = self.parameters.get((kind, index, dim))
         if known is None:
             name = name if kind in ("pointer", "tile") else fresh(name, self.taken)
-            known = Parameter(name + self.suffix, kind, index, dim, comment)  # type: ignore[arg-type]
+            number: int = index  # type: ignore[assignment]
+            last = self.graph.captures[number].rank - 1 if kind == "size" else 0
+            known = Parameter(name + self.suffix, kind, number, dim, comment, row_length=0 < dim == last)
             self.parameters[kind, index, dim] = known
         name = known.name.removesuffix(self.suffix)
         function.uses.setdefault(name)

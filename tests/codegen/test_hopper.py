@@ -98,6 +98,7 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
         (spec(dim=264), "forward", "a head dimension of 264, above 256"),
         (spec(dim=68), "forward", f"a head dimension of 68, no multiple of 8: {ADDRESSED}"),
         (spec(dim=32), "backward", "head dimensions of 32 and 32: the tiles are 64 wide"),
+        (spec(short=True), "forward", "at most 64 queries and keys, which fill half of a tile"),
         (
             spec(mask_block=(64, 128)),
             "forward",
@@ -149,7 +150,12 @@ IN_TILES = {
     "six dimensions": (at_pair(SQUARE[None, None, None], 0, 0, 0, "h"), False),
     "keys first": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, kv_idx, q_idx], False),
     "shifted": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, q_idx, kv_idx + 1], False),
-    "of groups": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h // 2, q_idx, kv_idx], False),
+    "of groups": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h // 2, q_idx, kv_idx], True),
+    "of a batch and group": (
+        lambda score, b, h, q_idx, kv_idx: score + SQUARE[b * 4 + h % 4, q_idx, kv_idx], True
+    ),
+    "of the head before": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h - 1, q_idx, kv_idx], False),
+    "of a quotient by 0": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h // b, q_idx, kv_idx], False),
     "by query": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[q_idx, q_idx, kv_idx], False),
     "twice": (
         lambda score, b, h, q_idx, kv_idx: score + SQUARE[h, q_idx, kv_idx] + SQUARE[h, kv_idx, q_idx],
@@ -164,6 +170,13 @@ def test_captures_that_come_in_tiles(score_mod: Callable[..., Any], taken: bool)
     assert of_call.spec_of("forward").pair_tile == (0 if taken else None)
     made: Any = hopper_kernels(of_call.kernels("forward"))
     assert ("pair_tiles" in made.text) == taken
+
+
+def test_which_tile_comes() -> None:
+    of_call = variant(IN_TILES["of a batch and group"][0], head_dim=128, dtype=BF16)
+    for direction, rows in (("forward", "start_m + 64 * consumer"), ("backward", "start_m")):
+        made: Any = hopper_kernels(of_call.kernels(direction))
+        assert f"[(batch * 4) + (head % 4), {rows}, start_n]" in made.text
 
 
 def test_a_backward_without_such_a_tile_shares_the_portable_text() -> None:

@@ -182,7 +182,7 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     """The mask is asked in partial tiles alone: the score's truth values would be held until then."""
     assert compiled("forward", of_near_ones, near, 128).spills <= 64
     modules = explain(of_near_ones, near).sources
-    assert "first_key = opaque(first_key)" in modules["hopper forward"]
+    assert "gl.multiple_of(opaque(first_key)" in modules["hopper forward"]
     assert "first_query = opaque(start_m)" in modules["hopper backward"]
     plain = explain(bias_of_keys, near).sources
     assert "opaque(first_key)" not in plain["hopper forward"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from flexmod import explain
 from flexmod.codegen import cache
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
+from flexmod.codegen.variant import variant
 from flexmod.runtime import offline
+from flexmod.tools import ahead
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 ABSENT = ("MAX_SCORES", "GRAD_LSE")
@@ -134,3 +137,32 @@ def test_a_load_that_waits_for_the_score(kernel: KernelName) -> None:
     tiles = ladder(spec, kernel, {}, waits_for_score=True)
     assert {tile.stages for tile in tiles} == {1}
     assert compiled(spec, kernel, tiles[-1], "sm_90", text).matrix_instructions
+
+
+PAIRS, TRUTHS = torch.zeros(4, 64, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bool)
+
+
+def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + PAIRS[h, q_idx, kv_idx]
+
+
+def allowed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return TRUTHS[q_idx, kv_idx]
+
+
+@pytest.mark.parametrize(
+    ("mods", "target", "width"),
+    [
+        ((biased, None), "sm_80", "v4.b32"),
+        pytest.param((None, allowed), "sm_80", "v4.b32", marks=pytest.mark.long),
+        ((None, allowed), "sm_90", "b16"),
+    ],
+)
+def test_a_thread_loads_several_elements_of_a_row(mods: Any, target: str, width: str) -> None:
+    """Where a captured tensor's rows have multiples of 16 elements. On Hopper all consumers do it."""
+    job = next(job for job in ahead.jobs(variant(*mods, head_dim=128), target) if job.kernel == "forward")
+    report = job.compile().report
+    assert report is not None
+    loads = set(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)\b", report.asm["ptx"]))
+    assert width in loads and "b8" not in loads
+    assert (width == "b16") == ("b16" in loads)

@@ -194,8 +194,13 @@ def language(programs: int) -> SimpleNamespace:
         minimum=elementwise(np.fmin), fma=elementwise(fused),
         max=reduced("max"), sum=reduced("sum"), cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
         arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),
-        allocate_shared_memory=allocate, warp_specialize=specialize,
+        allocate_shared_memory=allocate, warp_specialize=specialize, multiple_of=claimed_multiple,
     )  # fmt: skip
+
+
+def claimed_multiple(number: Any, divisor: list[int]) -> Any:
+    assert number % divisor[0] == 0, "the kernel tells the compiler what is not so"
+    return number
 
 
 def names(programs: int) -> dict[str, Any]:
