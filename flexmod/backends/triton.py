@@ -31,16 +31,9 @@ from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
-from flexmod.codegen.spec import (
-    FLOAT8,
-    LARGE,
-    SHORT,
-    KernelName,
-    KernelSpec,
-    statistics_rows,
-    template,
-)
+from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, statistics_rows, template
 from flexmod.ir.derivative import Along
+from flexmod.ir.ops import HALF
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
 # What `statistics_kernel` reads and writes besides DELTA, for kernels that weigh by the lse.
@@ -64,8 +57,7 @@ class Found(NamedTuple):
 def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> KernelSpec:
     """Returns the KernelSpec of a call. If its kernel_options name a template, no call is short."""
     mask, out_dtype = problem.mask, problem.out_dtype
-    asked = template(dict(problem.options), "backward" if backward else "forward") != "auto"
-    narrow = max(q.shape[3], v.shape[3]) <= 64 and q.dtype not in FLOAT8
+    asked = template(dict(problem.options), "backward" if backward else "forward")
     return KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
@@ -81,8 +73,14 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=narrow and not asked and max(q.shape[2], k.shape[2]) <= SHORT,
+        short=asked == "auto" and q.dtype in HALF and is_short(q, k, v, backward),
     )
+
+
+def is_short(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> bool:
+    """Returns whether a head has so few queries and keys that small tiles take less time, on an H200."""
+    longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
+    return longest <= 64 << backward and longest * widest <= 4096 << backward
 
 
 @lru_cache(cache.KEPT)

@@ -12,7 +12,7 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, SHORT, Direction, KernelSpec, Limits
+from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
 
@@ -126,7 +126,7 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.short:
-        return f"at most {SHORT} queries and keys, which fill half of a tile"
+        return "a short call: small tiles of the portable kernels take less time"
     if spec.mask_block is not None:
         rows, columns = (128, 64) if direction == "forward" else (64, 64 if wide(spec) else 128)
         if spec.mask_block[0] % rows or spec.mask_block[1] % columns:

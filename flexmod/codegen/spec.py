@@ -30,9 +30,6 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # the positions that share a scale of float8 by block
 SCALE_BLOCK = 128
 
-# queries and keys of a short call, see KernelSpec
-SHORT = 64
-
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
 
@@ -51,7 +48,8 @@ class KernelSpec:
         value_scale         a scale, for the whole tensor or by head, multiplies the values
         pair_tile           the number of a score_mod's capture whose tiles kernels may copy, see
                             `variant.pair_tile`
-        short               a call has at most `SHORT` queries and keys: larger tiles would be half empty
+        short               a call has few queries and keys, see `triton.is_short`: small tiles, of which
+                            several share a processor, take less time
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -241,6 +239,10 @@ _TF32: _Table = {
         512: ((16, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
     },
 }
+# First for short calls in half types, and for the forward of heads of up to 32.
+_SMALL: dict[KernelName, tuple[int, int, int, int]] = {
+    "forward": (64, 64, 4, 3), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)
+}  # fmt: skip
 # float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
 # chips a thread has twice the registers with four warps as with eight.
 _IEEE: _Table = {
@@ -302,8 +304,9 @@ def ladder(
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
-    if spec.short:
-        rows = tuple(sorted(rows, key=lambda row: max(row[:2]) > SHORT))
+    small = _SMALL.get(_like(kernel))
+    if small and (spec.short or table is _HALF and kernel == "forward" and widest <= 32):
+        rows = (small, *rows)
     if waits_for_score:
         rows = tuple((*row[:3], 1) for row in rows)
     tiles = [_chosen(_inside(Tile(*row), spec, kernel), spec, kernel, options) for row in rows]

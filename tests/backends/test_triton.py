@@ -337,23 +337,26 @@ def test_backward_without_lists_by_column_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "dim", "dtype", "options", "short"),
+    ("lengths", "dim", "dtype", "options", "forward", "backward"),
     [
-        ((64, 64), 64, BFLOAT, {}, True),
-        ((1, 49), 16, SINGLE, {"BLOCK_M": 32}, True),
-        ((65, 64), 64, BFLOAT, {}, False),
-        ((64, 65), 64, BFLOAT, {}, False),
-        ((64, 64), 72, BFLOAT, {}, False),
-        ((64, 64), 64, torch.float8_e4m3fn, {}, False),
-        ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, False),
-        ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "hopper"}, True),
+        ((64, 64), 64, BFLOAT, {}, True, True),
+        ((1, 49), 16, HALF, {"BLOCK_M": 32}, True, True),
+        ((65, 64), 64, BFLOAT, {}, False, True),
+        ((64, 128), 64, BFLOAT, {}, False, True),
+        ((64, 129), 16, BFLOAT, {}, False, False),
+        ((64, 64), 128, BFLOAT, {}, False, True),
+        ((65, 1), 128, BFLOAT, {}, False, False),
+        ((64, 64), 64, SINGLE, {}, False, False),
+        ((64, 64), 64, torch.float8_e4m3fn, {}, False, False),
+        ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, False, False),
+        ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "portable"}, True, False),
     ],
 )
 def test_which_calls_are_short(
-    lengths: tuple[int, int], dim: int, dtype: torch.dtype, options: dict[str, Any], short: bool
-) -> None:
+    lengths: tuple[int, int], dim: int, dtype: torch.dtype, options: dict[str, Any], forward: bool,
+    backward: bool,
+) -> None:  # fmt: skip
     q, kv = (torch.empty(1, 1, length, dim, dtype=dtype, device="meta") for length in lengths)
     problem = Problem(None, None, None, 1.0, options=tuple(options.items()))
-    assert triton.kernel_spec(q, kv, kv, problem, backward=False).short == short
-    of_backward = short and "bwd_TEMPLATE" not in options
-    assert triton.kernel_spec(q, kv, kv, problem, backward=True).short == of_backward
+    found = [triton.kernel_spec(q, kv, kv, problem, backward=way).short for way in (False, True)]
+    assert found == [forward, backward]

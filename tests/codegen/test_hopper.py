@@ -98,7 +98,11 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
         (spec(dim=264), "forward", "a head dimension of 264, above 256"),
         (spec(dim=68), "forward", f"a head dimension of 68, no multiple of 8: {ADDRESSED}"),
         (spec(dim=32), "backward", "head dimensions of 32 and 32: the tiles are 64 wide"),
-        (spec(short=True), "forward", "at most 64 queries and keys, which fill half of a tile"),
+        (
+            spec(short=True),
+            "forward",
+            "a short call: small tiles of the portable kernels take less time",
+        ),
         (
             spec(mask_block=(64, 128)),
             "forward",
