@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +112,63 @@ def causal_score(row: Row, device: torch.device) -> Mods:
     return Mods(mods.causal_score())
 
 
+def truths(row: Row, device: torch.device) -> Tensor:
+    """bool [length, length], half of them true."""
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.rand(row.length, row.length, generator=generator, device=device) < 0.5
+
+
+def dense_mask(row: Row, device: torch.device) -> Mods:
+    allowed = truths(row, device)
+    return Mods(mask_mod=lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])
+
+
+def pairs(row: Row, device: torch.device, share: int = 1, dense: bool = False, twice: bool = False) -> Mods:
+    """A constant bias for each pair of positions; `share` heads have the same one."""
+    generator = torch.Generator(device).manual_seed(1)
+    bias, other = (
+        torch.randn(count, row.length, row.length, generator=generator, device=device).to(row.dtype)
+        for count in (-(-row.heads // share), row.batch)
+    )
+
+    def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = score + bias[h // share if share > 1 else h, q_idx, kv_idx]
+        return score + other[b, q_idx, kv_idx] if twice else score
+
+    return Mods(add, dense_mask(row, device).mask_mod if dense else None)
+
+
+def t5(row: Row, device: torch.device) -> Mods:
+    """T5's buckets, computed by the mod itself."""
+    table = torch.randn(32, row.heads, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        far = torch.where(kv_idx > q_idx, 16, 0)
+        apart = torch.abs(kv_idx - q_idx)
+        grown = 8 + (torch.log(apart / 8) / math.log(128 / 8) * 8).to(torch.int32)
+        return score + table[far + torch.where(apart < 8, apart, torch.clamp(grown, max=15)), h]
+
+    return Mods(add)
+
+
+def kerple(row: Row, device: torch.device) -> Mods:
+    slopes = torch.rand(row.heads, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def fall(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[h] * torch.log1p(torch.abs(q_idx - kv_idx).to(torch.float32))
+
+    return Mods(fall, masks.causal())
+
+
+def paths(row: Row, device: torch.device) -> Mods:
+    """A bias for each length of a path in a graph, as Graphormer has."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (row.batch, row.length, row.length)
+    apart = torch.randint(0, 32, shape, generator=generator, device=device, dtype=torch.int32)
+    table = torch.randn(row.heads, 32, generator=generator, device=device)
+    return Mods(lambda score, b, h, q_idx, kv_idx: score + table[h, apart[b, q_idx, kv_idx]])
+
+
 ALIBI = Row("ALiBi + causal", alibi)
 LEARNED_ALIBI = partial(alibi, learn=True)
 CAUSAL_TABLE = partial(table, mask_mod=masks.causal())
@@ -130,6 +188,7 @@ D128 = [
     Row("relative position", relative),
     Row("causal as score mod", causal_score),
 ]
+SHORT = {"batch": 2048, "heads": 4, "kv_heads": 4, "length": 64}
 NARROW = {"batch": 8, "head_dim": 64, "value_dim": 64, "dtype": torch.float16}
 
 SETS: dict[str, list[Row]] = {
@@ -154,6 +213,21 @@ SETS: dict[str, list[Row]] = {
         Row("table + causal", CAUSAL_TABLE, length=4096),
         Row("learned table + causal", LEARNED_CAUSAL_TABLE, length=4096, constant="table + causal"),
         Row("learned pairs", learned_pairs, length=2048),
+    ],
+    "written": [
+        Row("dense mask", dense_mask, length=4096),
+        Row("pairs + dense mask", partial(pairs, dense=True), length=2048),
+        Row("pairs of groups", partial(pairs, share=4), length=2048),
+        Row("pairs twice", partial(pairs, twice=True), length=2048),
+        Row("paths", paths, length=2048),
+        Row("T5 by hand", t5, length=4096),
+        Row("Kerple + causal", kerple, length=4096),
+        Row("S64 D32 pairs", pairs, **SHORT, head_dim=32, value_dim=32),  # type: ignore[arg-type]
+        Row("S64 D64", noop, **SHORT, head_dim=64, value_dim=64),  # type: ignore[arg-type]
+        Row("S64 D128", noop, **SHORT),  # type: ignore[arg-type]
+        Row("S128 D64", noop, batch=1024, heads=4, kv_heads=4, length=128, head_dim=64, value_dim=64),
+        Row("S256 D32 pairs", pairs, batch=256, heads=4, kv_heads=4, length=256, head_dim=32, value_dim=32),
+        Row("D32 causal", causal, length=4096, head_dim=32, value_dim=32),
     ],
     "memory": [
         Row("memory: causal", causal, batch=1, length=32768, memory=True),
