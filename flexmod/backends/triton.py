@@ -73,14 +73,20 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=asked == "auto" and q.dtype in HALF and is_short(q, k, v, backward),
+        short=short_length(q, k, v, backward) if asked == "auto" and q.dtype in HALF else 0,
     )
 
 
-def is_short(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> bool:
-    """Returns whether a head has so few queries and keys that small tiles take less time, on an H200."""
+def short_length(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> int:
+    """Returns the length up to which a call counts as short, or 0 for other calls.
+
+    Small tiles, of which several share a processor, take less time for it on an H200.
+    """
     longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
-    return longest <= 64 << backward and longest * widest <= 4096 << backward
+    for length in (64, 128):
+        if longest <= length and length * widest <= (8192 if backward else 4096):
+            return length if backward or length == 64 else 0
+    return 0
 
 
 @lru_cache(cache.KEPT)
@@ -163,6 +169,10 @@ def backward(
     sums: Sums = {}
     shared = _of_backward(call, incoming.grad_out, {**weights, "DELTA": delta})
     launches = _Launches(writer, kernels, call, tiles, shared)
+    by_key = needs[1] or needs[2] or captures.column
+    # in a short call the kernel for dK and dV can make dQ, if its tile has all keys
+    can_make_q = spec.short and not (captures.row or spec.mask_block)
+    with_q = can_make_q and by_key and needs[0] and tiles["dkdv"].block_n >= spec.short
     if spec.exact:
         launches.by_row("delta", grad_lse_arguments(incoming.grad_lse))
     else:
@@ -170,8 +180,9 @@ def backward(
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
         grad_q = call.like(writer, "grad_query", call.q) if needs[0] else None
-        sums["row"] = launches.by_query(grad_q)
-    if needs[1] or needs[2] or captures.column:
+        if not with_q:
+            sums["row"] = launches.by_query(grad_q)
+    if by_key:
         # without captured terms the kernel always computes both gradients
         both = not captures.column
         grad_k = call.like(writer, "grad_key", call.k) if needs[1] or both else None
@@ -182,6 +193,7 @@ def backward(
             **launches.arguments("dkdv"),
             **strided("GRAD_K", "dk", "n", grad_k),
             **strided("GRAD_V", "dv", "n", grad_v),
+            **(strided("GRAD_Q", "dq", "m", grad_q if with_q else None) if can_make_q else {}),
             **columns,
             **({"BATCHES": batch // shared_batch} if spec.shared_kv else {}),
         }

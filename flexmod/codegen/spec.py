@@ -48,8 +48,8 @@ class KernelSpec:
         value_scale         a scale, for the whole tensor or by head, multiplies the values
         pair_tile           the number of a score_mod's capture whose tiles kernels may copy, see
                             `variant.pair_tile`
-        short               a call has few queries and keys, see `triton.is_short`: small tiles, of which
-                            several share a processor, take less time
+        short               a call has at most so many queries and keys, see `triton.short_length`; 0 if
+                            there may be more
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -69,7 +69,7 @@ class KernelSpec:
     out_dtype: torch.dtype | None = None
     value_scale: bool = False
     pair_tile: int | None = None
-    short: bool = False
+    short: int = 0
 
     @property
     def exact(self) -> bool:

@@ -27,6 +27,7 @@ from attention_cases import (
 from planned import NOTHING, Gradients, Mod
 from torch import Tensor
 
+from flexmod import flex_attention
 from flexmod.backends import arguments, triton
 from flexmod.backends.interface import Forward, Problem
 from flexmod.block_mask.storage import MaskSnapshot
@@ -313,7 +314,7 @@ def test_only_the_gradients_that_are_needed() -> None:
     assert forward.max_scores is None
     found = case.backward(forward, torch.ones_like(forward.out), None, (False, False, True))
     assert found.query is None and found.key is None and found.value is not None
-    found = case.backward(forward, torch.ones_like(forward.out), None, (True, False, False))
+    found = case.backward(forward, torch.ones_like(forward.out), None, (True, 0, 0))
     assert found.query is not None and found.key is None and found.value is None
 
 
@@ -333,30 +334,78 @@ def test_backward_without_lists_by_column_is_refused() -> None:
     forward = case.forward()
     with pytest.raises(BlockMaskPartsError, match="block_mask has no q_num_blocks and q_indices"):
         case.backward(forward, forward.out, None, (False, True, False))
-    assert case.backward(forward, forward.out, None, (True, False, False)).query is not None
+    assert case.backward(forward, forward.out, None, (True, 0, 0)).query is not None
 
 
 @pytest.mark.parametrize(
     ("lengths", "dim", "dtype", "options", "forward", "backward"),
     [
-        ((64, 64), 64, BFLOAT, {}, True, True),
-        ((1, 49), 16, HALF, {"BLOCK_M": 32}, True, True),
-        ((65, 64), 64, BFLOAT, {}, False, True),
-        ((64, 128), 64, BFLOAT, {}, False, True),
-        ((64, 129), 16, BFLOAT, {}, False, False),
-        ((64, 64), 128, BFLOAT, {}, False, True),
-        ((65, 1), 128, BFLOAT, {}, False, False),
-        ((64, 64), 64, SINGLE, {}, False, False),
-        ((64, 64), 64, torch.float8_e4m3fn, {}, False, False),
-        ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, False, False),
-        ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "portable"}, True, False),
+        ((64, 64), 64, BFLOAT, {}, 64, 64),
+        ((1, 49), 16, HALF, {"BLOCK_M": 32}, 64, 64),
+        ((65, 64), 64, BFLOAT, {}, 0, 128),
+        ((64, 128), 64, BFLOAT, {}, 0, 128),
+        ((64, 129), 16, BFLOAT, {}, 0, 0),
+        ((64, 64), 128, BFLOAT, {}, 0, 64),
+        ((65, 1), 128, BFLOAT, {}, 0, 0),
+        ((64, 64), 64, SINGLE, {}, 0, 0),
+        ((64, 64), 64, torch.float8_e4m3fn, {}, 0, 0),
+        ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, 0, 0),
+        ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "portable"}, 64, 0),
     ],
 )
 def test_which_calls_are_short(
-    lengths: tuple[int, int], dim: int, dtype: torch.dtype, options: dict[str, Any], forward: bool,
-    backward: bool,
+    lengths: tuple[int, int], dim: int, dtype: torch.dtype, options: dict[str, Any], forward: int,
+    backward: int,
 ) -> None:  # fmt: skip
     q, kv = (torch.empty(1, 1, length, dim, dtype=dtype, device="meta") for length in lengths)
     problem = Problem(None, None, None, 1.0, options=tuple(options.items()))
     found = [triton.kernel_spec(q, kv, kv, problem, backward=way).short for way in (False, True)]
     assert found == [forward, backward]
+
+
+def after_the_last(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Infinite for the key after the last one, which the tile has too."""
+    return score / (kv_idx - 50.0)
+
+
+SLOPES = torch.tensor([0.5, 2.0], requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims", "key_heads", "score_mod", "learned", "options", "makes_q"),
+    [
+        ((64, 64), (64, 64), 2, None, [], {}, True),
+        ((37, 50), (24, 40), 2, after_the_last, [], {}, True),
+        ((1, 64), (16, 16), 1, None, [], {}, True),
+        ((64, 49), (128, 128), 1, lambda s, b, h, q, k: s + SLOPES.detach()[h] * (k - q), [], {}, True),
+        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
+        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[q % 2], [SLOPES], {}, False),
+        ((64, 64), (64, 64), 2, None, [], {"bwd_BLOCK_N1": 32}, False),
+        ((100, 128), (64, 64), 2, None, [], {}, False),
+    ],
+)
+def test_short_backwards(
+    lengths: tuple[int, int], dims: tuple[int, int], key_heads: int, score_mod: Any, learned: list[Tensor],
+    options: dict[str, Any], makes_q: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """If a tile has all keys, the kernel for dK and dV makes dQ too."""
+    inputs = random(*lengths, *dims, heads=(2, key_heads), batch=(2, 2), dtype=BFLOAT)
+    grad_out = torch.randn(2, 2, lengths[0], dims[1])
+    launched: list[str] = []
+    launch = PlanWriter.launch
+
+    def noted(self: PlanWriter, source: Any, kernel: str, *arguments: Any) -> None:
+        launched.append(kernel)
+        launch(self, source, kernel, *arguments)
+
+    monkeypatch.setattr(PlanWriter, "launch", noted)
+    found = []
+    for backend, dtype in (("INTERPRET", BFLOAT), ("REFERENCE", torch.float64)):
+        given = [x.to(dtype).requires_grad_() for x in inputs]
+        out: Any = flex_attention(
+            *given, score_mod, enable_gqa=key_heads == 1, kernel_options={"BACKEND": backend, **options}
+        )
+        found.append((out, *torch.autograd.grad(out, [*given, *learned], grad_out.to(dtype))))
+    assert ("dq" not in launched) == makes_q
+    for ours, exact in zip(*found, strict=True):
+        close(ours, exact.double(), TOLERANCE[BFLOAT])

@@ -197,7 +197,7 @@ class Call:
         mask = None if block_mask is None else block_mask.snapshot()
         problem = Problem(None, None, mask, case.scale)
         spec = kernel_spec(*(x.to(half) for x in self.inputs), problem, backward=True)
-        spec = replace(spec, short=False)
+        spec = replace(spec, short=0)
         assert spec_obstacle(spec, "backward") is None
         tensors = traced["score"].tensors if traced["score"] else ()
         score = lowered["score"].score if lowered["score"] else None

@@ -99,7 +99,7 @@ ADDRESSED = "the TMA unit addresses rows of 16 bytes"
         (spec(dim=68), "forward", f"a head dimension of 68, no multiple of 8: {ADDRESSED}"),
         (spec(dim=32), "backward", "head dimensions of 32 and 32: the tiles are 64 wide"),
         (
-            spec(short=True),
+            spec(short=64),
             "forward",
             "a short call: small tiles of the portable kernels take less time",
         ),

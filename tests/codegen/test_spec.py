@@ -87,12 +87,12 @@ def test_small_tiles_go_first_where_mods_hold_columns() -> None:
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_short_calls_begin_with_a_small_tile(kernel: KernelName, dim: int) -> None:
     spec = replace(SPEC, head_dim=dim, value_dim=dim)
-    long, short = ladder(spec, kernel, {}), ladder(replace(spec, short=True), kernel, {})
+    long, short = ladder(spec, kernel, {}), ladder(replace(spec, short=64), kernel, {})
     if kernel in ("forward", "dq", "dkdv"):
         assert max(short[0].block_m, short[0].block_n) == 64
     assert set(short[1:]) <= set(long) <= set(short)
 
 
 def test_delta_is_summed_in_the_order_of_dq() -> None:
-    spec = replace(SPEC, short=True)
+    spec = replace(SPEC, short=64)
     assert ladder(spec, "delta", {}) == ladder(spec, "dq", {})
