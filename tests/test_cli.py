@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flexmod
-from flexmod.errors import commands as command_errors
+from flexmod.errors import base as command_errors
 from flexmod.runtime import config
 from flexmod.runtime.compiler_bugs import SERIALIZED
 from flexmod.runtime.offline import Report

@@ -11,7 +11,7 @@ import torch
 from named_mods import NAMED
 
 from flexmod import errors, masks, mods
-from flexmod.errors.commands import ModPlaceError, UnknownModName
+from flexmod.errors.base import ModPlaceError, UnknownModName
 from flexmod.ir.graph import expect_size
 from flexmod.tools.comparison import compare
 from flexmod.tools.mod_names import ON_GPU, usual_setting

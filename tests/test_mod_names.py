@@ -14,7 +14,7 @@ import torch
 from named_mods import NAMED
 
 from flexmod import create_mask, masks, mods
-from flexmod.errors import FlexmodError, ModArityError, commands
+from flexmod.errors import FlexmodError, ModArityError, base
 from flexmod.tools.bench import Benchmark
 from flexmod.tools.inspection import explain
 from flexmod.tools.mod_names import KNOWN, Setting, choose, choose_mask, fitting
@@ -185,78 +185,78 @@ FORMS = (
 )
 ROWS: list[tuple[type[FlexmodError], Any, str]] = [
     (
-        commands.UnknownModName,
+        base.UnknownModName,
         lambda folder: choose("causual & causal", SETTING),
         "there is no mask or score mod named 'causual'. Did you mean 'causal'?\n"
         f"  Instead: use one of: {known}; or file.py:function for one of your own.",
     ),
     (
-        commands.ModExpressionError,
+        base.ModExpressionError,
         lambda folder: choose("causal & 3", SETTING),
         "'causal & 3' names no mask or score mod: 3 is neither a name nor a name with parameters.\n" + FORMS,
     ),
     (
-        commands.ModExpressionError,
+        base.ModExpressionError,
         lambda folder: choose("causal & softcap(3.0)", SETTING),
         "'causal & softcap(3.0)' names no mask or score mod: & and | combine masks alone.\n" + FORMS,
     ),
     (
-        commands.ModExpressionError,
+        base.ModExpressionError,
         lambda folder: choose("sliding_window(2 ** 9)", SETTING),
         "'sliding_window(2 ** 9)' names no mask or score mod: 2 ** 9 is no number, tuple or list of "
         "numbers.\n" + FORMS,
     ),
     (
-        commands.ModParametersError,
+        base.ModParametersError,
         lambda folder: choose("tree", SETTING),
         "tree(parents, context) does not take the parameters (): missing a required argument: 'parents'.\n"
         "  Instead: give numbers, tuples, and lists for tensors, as in tree(...).",
     ),
     (
-        commands.ModParametersError,
+        base.ModParametersError,
         lambda folder: choose("sliding_window(4, width=[1, 2])", SETTING),
         "sliding_window(window, causal) does not take the parameters (4, width=[1, 2]): got an unexpected "
         "keyword argument 'width'.\n"
         "  Instead: give numbers, tuples, and lists for tensors, as in sliding_window(...).",
     ),
     (
-        commands.ModFileError,
+        base.ModFileError,
         lambda folder: exits(folder / "script.py"),
         "'FOLDER/script.py:near': FOLDER/script.py ends the process, with the exit status 0. Let it do so "
         'below if __name__ == "__main__" alone.\n'
         "  Instead: write path/to/file.py:function, with a function of the file's own.",
     ),
     (
-        commands.ModFileError,
+        base.ModFileError,
         lambda folder: choose(f"{folder}/none.py:near", SETTING),
         "'FOLDER/none.py:near': there is no file FOLDER/none.py.\n"
         "  Instead: write path/to/file.py:function, with a function of the file's own.",
     ),
     (
-        commands.ModFileError,
+        base.ModFileError,
         lambda folder: choose(f"{folder}/mine.py:nera", SETTING),
         "'FOLDER/mine.py:nera': FOLDER/mine.py has no function nera. Did you mean 'near'?\n"
         "  Instead: write path/to/file.py:function, with a function of the file's own.",
     ),
     (
-        commands.ModPlaceError,
+        base.ModPlaceError,
         lambda folder: choose_mask("softcap", SETTING),
         "'softcap' is a score_mod, and a mask_mod is wanted here.\n  Instead: name a mask, such as causal.",
     ),
     (
-        commands.ModPlaceError,
+        base.ModPlaceError,
         lambda folder: choose("softcap", SETTING, "alibi"),
         "'softcap' is a score_mod, and a mask_mod is wanted here.\n"
         "  Instead: name a mask first, and one score mod by --score or score_mod.",
     ),
     (
-        commands.ModPlaceError,
+        base.ModPlaceError,
         lambda folder: choose("noop", SETTING, "causal"),
         "'causal' is a mask_mod, and a score_mod is wanted here.\n"
         "  Instead: name it in the place of the mask.",
     ),
     (
-        commands.MissingPlots,
+        base.MissingPlots,
         lambda folder: plotted_without_matplotlib(),
         "--plot draws with matplotlib, which is not installed.\n"
         "  Instead: pip install matplotlib, or take the numbers from --json.",
@@ -289,7 +289,7 @@ ELSEWHERE = {"TuneDeviceError", "NoSourceError", "WarmFolderError"}
 def test_no_class_is_missing() -> None:
     every = {
         name
-        for name, value in vars(commands).items()
+        for name, value in vars(base).items()
         if isinstance(value, type) and issubclass(value, FlexmodError)
     }
     assert {row[0].__name__ for row in ROWS} | ELSEWHERE == every - {"FlexmodError"}

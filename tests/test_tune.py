@@ -15,7 +15,7 @@ from flexmod import errors, flex_attention
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Tile
-from flexmod.errors import commands
+from flexmod.errors import base
 from flexmod.runtime import config, launch, tuned
 from flexmod.tools import tune as tune_module
 from flexmod.tools.mod_names import Setting, choose
@@ -157,7 +157,7 @@ def test_tiles_divide_the_blocks_of_the_mask() -> None:
 
 
 def test_on_the_cpu_it_says_why_it_cannot() -> None:
-    with pytest.raises(commands.TuneDeviceError) as raised:
+    with pytest.raises(base.TuneDeviceError) as raised:
         tune(choose("causal", SETTING), SETTING)
     assert str(raised.value) == (
         "tune times kernels on a GPU, and cpu is none.\n"

@@ -15,7 +15,7 @@ import torch
 
 from flexmod import masks, mods
 from flexmod.codegen.compiled_kernels import COMPILED
-from flexmod.errors.commands import WarmFolderError
+from flexmod.errors.base import WarmFolderError
 from flexmod.runtime import config, side_by_side
 from flexmod.tools.ahead import Built, checked_folder, warm
 from flexmod.tools.cli import main

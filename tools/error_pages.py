@@ -29,8 +29,7 @@ from flexmod import errors  # noqa: E402
 
 PAGE = Path("docs/reference/errors.md")
 PARTS = {
-    "calls": "Calls",
-    "masks": "Block masks",
+    "calls": "Calls and block masks",
     "mods": "Mods",
     "kernels": "Kernels, options and tools",
 }

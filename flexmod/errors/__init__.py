@@ -13,7 +13,6 @@ as the fact `problem`, and one without `instead` as the fact `advice`.
 from flexmod.errors.base import *
 from flexmod.errors.calls import *
 from flexmod.errors.kernels import *
-from flexmod.errors.masks import *
 from flexmod.errors.mods import *
 
 _classes = {name: x for name, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)}

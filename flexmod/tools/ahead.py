@@ -40,7 +40,7 @@ from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Chosen, Direction, Tile, Verdict, choose
 from flexmod.codegen.variant import Variant, variant
 from flexmod.errors import NoPtxError, NoTileFits
-from flexmod.errors.commands import WarmFolderError
+from flexmod.errors.base import WarmFolderError
 from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
 from flexmod.runtime.launch import refusal_in_words, refused

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexmod.errors import FlexOnCpuError
-from flexmod.errors.commands import MissingPlots
+from flexmod.errors.base import MissingPlots
 from flexmod.ir.graph import dtype_name
 from flexmod.tools import peers
 from flexmod.tools.mod_names import Setting, choose, device_name, fitting

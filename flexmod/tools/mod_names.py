@@ -32,7 +32,7 @@ from flexmod import masks, mods
 from flexmod.block_mask.build import noop_mask
 from flexmod.block_mask.parts import device_of
 from flexmod.errors import NoDeviceError
-from flexmod.errors.commands import (
+from flexmod.errors.base import (
     ModExpressionError,
     ModFileError,
     ModParametersError,

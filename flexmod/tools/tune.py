@@ -20,7 +20,7 @@ from flexmod.calls.attention import flex_attention
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, Tile
 from flexmod.codegen.variant import variant
-from flexmod.errors.commands import TuneDeviceError
+from flexmod.errors.base import TuneDeviceError
 from flexmod.runtime import tuned
 from flexmod.runtime.target import target_of
 from flexmod.runtime.tuned import Choice

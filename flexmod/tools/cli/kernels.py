@@ -16,7 +16,7 @@ from flexmod.backends.options import PORTABLE, family_names
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
-from flexmod.errors.commands import NoSourceError
+from flexmod.errors.base import NoSourceError
 from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config
 from flexmod.runtime.target import MEASURED, NAMES, OLDEST
