@@ -79,7 +79,7 @@ FAULTS = (
     Fault("flexmod/runtime/direct.py", "for place, slot in self._numbers:", "for place, slot in ():",
           "tests/runtime/test_direct.py"),
     # mods and masks
-    Fault("flexmod/masks/windows.py", "(kv_idx < tokens) | (q_idx - kv_idx < window)",
+    Fault("flexmod/masks/sequences.py", "(kv_idx < tokens) | (q_idx - kv_idx < window)",
           "(kv_idx < tokens) | (q_idx - kv_idx <= window)", "tests/test_masks.py"),
     Fault("flexmod/mods/scores.py", "torch.where(kv_idx == position, logit, score)",
           "torch.where(q_idx == position, logit, score)", "tests/test_mods.py"),

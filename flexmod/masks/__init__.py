@@ -14,8 +14,16 @@ from flexmod.masks.checks import MaskMod
 from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross
 from flexmod.masks.orders import morton_order, reordered, tile_order, tree
 from flexmod.masks.packed import document, jagged, segments, shared_prefix
-from flexmod.masks.text import block_diffusion, causal, padding, prefix_lm
-from flexmod.masks.windows import by_head, dilated_window, global_window, sliding_window
+from flexmod.masks.sequences import (
+    block_diffusion,
+    by_head,
+    causal,
+    dilated_window,
+    global_window,
+    padding,
+    prefix_lm,
+    sliding_window,
+)
 
 __all__ = [
     "Mask",

@@ -9,7 +9,6 @@ LibraryArgumentError when you make the mod.
 """
 
 from flexmod.ir.composed import ScoreMod
-from flexmod.mods.graphs import graphormer_edge, graphormer_spatial, jagged
 from flexmod.mods.positions import (
     alibi,
     alibi_slopes,
@@ -19,7 +18,16 @@ from flexmod.mods.positions import (
     sandwich,
     t5_bias,
 )
-from flexmod.mods.scores import chain, mla_rope, sink, softcap, temperature
+from flexmod.mods.scores import (
+    chain,
+    graphormer_edge,
+    graphormer_spatial,
+    jagged,
+    mla_rope,
+    sink,
+    softcap,
+    temperature,
+)
 
 __all__ = [
     "ScoreMod",
