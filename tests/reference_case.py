@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmod.backends import reference
+from flexmod.backends import in_torch
 from flexmod.backends.interface import Problem
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.derivative import differentiate
@@ -125,7 +125,7 @@ def expected(
 ) -> Truth:
     """The truth in float64, from the inputs as they are in the case's dtype."""
     q, k, v = inputs = tuple(x.detach().double().requires_grad_() for x in case.inputs)
-    result = reference.forward(problem_of(case, score_mod, block_mask), q, k, v, want_max=True)
+    result = in_torch.dense(problem_of(case, score_mod, block_mask), q, k, v, want_max=True)
     out, lse, largest = result.out, result.lse, result.max_scores
     results, grads = [out], [case.grad_out.double()]
     if grad_lse is not None:
@@ -144,7 +144,7 @@ def eager(case: Case, score_mod: ScoreMod | None = None, block_mask: BlockMask |
     group = q.shape[1] // k.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = (q @ key.mT) * case.scale
-    scores = reference.modified(problem_of(case, score_mod, block_mask), scores.float()).to(q.dtype)
+    scores = in_torch.modified(problem_of(case, score_mod, block_mask), scores.float()).to(q.dtype)
     dead = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     out = weights @ value

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention, mods
-from flexmod.backends import table
+from flexmod import AuxRequest, backends, create_block_mask, errors, flex_attention, mods
 from flexmod.codegen import render
 from flexmod.runtime import launch
 
@@ -269,7 +268,7 @@ def test_without_gradients_nothing_is_made_for_them(options: Any, mode: Any, lau
     q, k, v = inputs()
     slopes = torch.rand(HEADS, requires_grad=True)
     kept: list[Any] = []
-    backend = table.backend("interpret" if options else "cpu")
+    backend = backends.backend("interpret" if options else "cpu")
     forward = type(backend).forward
     rendered: list[bool] = []
     render_text = render.render

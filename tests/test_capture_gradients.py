@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexmod import create_block_mask, flex_attention, mods
-from flexmod.backends import blocks, cpu
+from flexmod.backends import blocks
 
 REFERENCE = {"BACKEND": "REFERENCE"}
 BATCH, HEADS, ROWS, COLUMNS = 2, 4, 13, 11
@@ -148,14 +148,14 @@ def test_only_captures_require_grad() -> None:
 
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, ...]] = []
-    backward = cpu.backward
+    backward = blocks.backward
 
     def watch(problem: Any, *args: Any, **options: Any) -> Any:
         result = backward(problem, *args, **options)
         asked.append(tuple(x is not None for x in (*result[:3], *result.captures)))
         return result
 
-    monkeypatch.setattr(cpu, "backward", watch)
+    monkeypatch.setattr(blocks, "backward", watch)
     q, k, v = small_case()
     table, slopes, fixed = random(ROWS), random(HEADS), random(COLUMNS)
     for wanted in ([q], [v], [slopes], [table, k]):

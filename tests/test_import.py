@@ -312,7 +312,7 @@ def test_numpy_is_for_the_interpreter_alone() -> None:
 import sys
 sys.modules["numpy"] = None
 import torch, flexmod
-from flexmod.backends.table import backend
+from flexmod.backends import backend
 
 backend("triton")
 q = torch.randn(1, 1, 20, 16)
@@ -365,7 +365,7 @@ def test_a_fork_during_the_first_call_of_another_thread(pause: float) -> None:
     """The child gets no half of a module: it would wait for the rest for ever."""
     python(f"""
 import os, signal, threading, time, torch, flexmod
-from flexmod.backends.table import backend
+from flexmod.backends import backend
 
 q, k, v = torch.randn(3, 1, 1, 32, 16)
 thread = threading.Thread(target=backend, args=("interpret",))

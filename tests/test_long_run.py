@@ -51,7 +51,7 @@ FINITE = {
     "codegen.compiled_kernels.find_compiled": "cache folders",
     "block_mask.in_graph._with_kernels": "nothing",
     "codegen.compiler.runs_module": "nothing",
-    "backends.table.backend": "backends",
+    "backends.backend": "backends",
     "runtime.target._read": "devices",
     "runtime.private_triton._assembler_flags": "nothing",
     "runtime.private_triton._start_reading": "nothing",

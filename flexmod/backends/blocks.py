@@ -26,9 +26,8 @@ from flexmod.backends.products import (
     multiply_by_derivative,
     product,
 )
-from flexmod.backends.reference import Heads, as_slice, in_order_of
 from flexmod.backends.steps import Step, steps_of
-from flexmod.backends.tiles import ROWS, TALL, TALLER, StepRules
+from flexmod.backends.tiles import ROWS, TALL, TALLER, Heads, StepRules, as_slice, in_order_of
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.ir.ops import HALF

@@ -21,7 +21,6 @@ from flexmod.backends.bias import Bias
 from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, gradients_of, lse_suffices
 from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import is_large, is_quick, product
-from flexmod.backends.reference import Heads, in_order_of
 from flexmod.backends.steps import (
     BITS,
     EqualSteps,
@@ -33,7 +32,7 @@ from flexmod.backends.steps import (
     runs_of_equal,
     steps_of,
 )
-from flexmod.backends.tiles import ROWS, TALLER, StepRules
+from flexmod.backends.tiles import ROWS, TALLER, Heads, StepRules, in_order_of
 from flexmod.ir.ops import HALF
 from flexmod.runtime.private_torch import flash_on_cpu
 

@@ -1,21 +1,36 @@
-"""Runs the backends in plain torch, with plans of one step: a function of a call's tensors and mask."""
+"""The backends in plain torch: the default for CPU tensors, and the dense reference for tests.
+
+`flash` runs torch's flash attention for each step of the mask's tiles, on the CPU. It serves calls without a
+score mod, or with one that adds a bias to the score. `blocks` serves all other calls there:
+
+    any other score mod; the largest scores; gradients of captured tensors; scores too large for one lse; a
+    mask with queries or keys that are not finite; a torch without that operation
+
+The reference computes the whole score matrix. Plans of both have one step: a function of a call's tensors and
+mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexmod.backends import cpu, reference
-from flexmod.backends.arguments import captured_places, order_of, places_of_mask, results
+from flexmod.backends import blocks, flash
+from flexmod.backends.arguments import captured_places, dtype_of_sums, order_of, places_of_mask, results
+from flexmod.backends.bias import added_to_score
 from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
+from flexmod.backends.tiles import element_table, in_order_of
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.block_mask.tiles import FULL, PARTIAL
+from flexmod.ir.evaluate import evaluate
 from flexmod.ir.trace import Traced
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.plan import MASK, Place, PlanWriter, named
+from flexmod.runtime.private_torch import flash_on_cpu
 
 Tensors = Sequence[Tensor | None]
 CALL = ("query", "key", "value")
@@ -25,10 +40,11 @@ CALL = ("query", "key", "value")
 class InTorch:
     """Makes plans of calls, bound to the kinds of their tensors, like `Generated`.
 
-    `module` has the functions of `interface`.
+    `attend` and `differentiate` are the functions of `interface`; autograd differentiates the reference.
     """
 
-    module: ModuleType
+    attend: Callable[..., Forward]
+    differentiate: Callable[..., Gradients] | None = None
 
     def forward(
         self, problem: Problem, tensors: Tensors, *, want_max: bool, keep: bool, meanwhile: object = None
@@ -40,7 +56,7 @@ class InTorch:
         query, key, value, *_ = inputs
         assert query is not None and value is not None
         writer, made = PlanWriter(), results(query, value.shape[3], order_of(first), want_max=want_max)
-        given = self.module.forward, _without_tensors(problem), (query, key, value), captured, MASK, want_max
+        given = self.attend, _without_tensors(problem), (query, key, value), captured, MASK, want_max
         writer.call(attention, given, made)
         return Bound(writer.plan(inputs, made), tensors, first.device)
 
@@ -54,7 +70,7 @@ class InTorch:
         wanted = (*needs, *[problem.capture_grad is not None] * len(captured))
         of_call = zip((*inputs[2:5], *captured), wanted, strict=True)
         made = [replace(x, name=f"grad_{x.name}") if x is not None and need else None for x, need in of_call]
-        given = self.module.backward, _without_tensors(problem), inputs[:SINGLE], captured, MASK, needs
+        given = self.differentiate, _without_tensors(problem), inputs[:SINGLE], captured, MASK, needs
         writer = PlanWriter()
         writer.call(gradients, given, made)
         return Bound(writer.plan(inputs, made), tensors, first.device)
@@ -108,5 +124,85 @@ def _with_tensors(problem: Problem, captured: Sequence[Tensor], mask: MaskSnapsh
     return replace(problem, score=score, mask=mask)
 
 
-ON_CPU = InTorch(cpu)
-REFERENCE = InTorch(reference)
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
+    """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
+    found = flash.forward(problem, q, k, v) if serves(problem) else None
+    if found is None:
+        return blocks.forward(problem, q, k, v, want_max=want_max)
+    return found._replace(max_scores=blocks.largest_scores(problem, q, k)) if want_max else found
+
+
+def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
+    """Runs a backward, see `interface`. Two runs agree bit for bit."""
+    by_flash = problem.capture_grad is None and serves(problem)
+    found = flash.backward(problem, given, needs) if by_flash else None
+    return blocks.backward(problem, given, needs) if found is None else found
+
+
+def serves(problem: Problem) -> bool:
+    """Returns whether flash attention computes this variant."""
+    added = problem.score is None or added_to_score(problem.score.graph) is not None
+    return added and flash_on_cpu() is not None
+
+
+def dense(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
+    """Runs the reference's forward, in float32, or in float64 if q is float64.
+
+    It is slow and takes any float dtype and any device. torch's autograd computes gradients of every order,
+    also of captured tensors. It needs memory for several copies of the whole score matrix.
+    """
+    real = dtype_of_sums(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    key, value = (x.to(real).repeat_interleave(group, 1) for x in (k, v))
+    scores = problem.scale * (q.to(real) @ key.mT)
+    scores = modified(problem, scores)
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    alive = scores.masked_fill(dead, 0.0)
+    weights = torch.softmax(alive, -1).masked_fill(dead, 0.0)
+    # torch's derivative of logsumexp, exp(score - lse), is no softmax where lse rounds the sum away
+    top = alive.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    sums = torch.logsumexp(alive - top, -1, keepdim=True) + top
+    lse = sums.masked_fill(dead, -torch.inf).squeeze(-1)
+    largest = scores.detach().amax(-1) if want_max else None
+    return Forward(in_order_of((weights @ value).to(q.dtype), q), lse, largest)
+
+
+def modified(problem: Problem, scores: Tensor) -> Tensor:
+    """Applies the score mod and the mask to scores [B, Hq, M, N], in their dtype, float32 or float64."""
+    keep = None if problem.mask is None else _allowed(problem.mask, scores.shape, scores.device)
+    if problem.score is not None and keep is not None and any(x.requires_grad for x in problem.score.tensors):
+        # of masked scores 0 * inf must not reach the captured tensors either
+        b, h, q_idx, kv_idx = kept = keep.expand(scores.shape).nonzero(as_tuple=True)
+        (result,) = evaluate(
+            problem.score.graph, problem.score.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx,
+            score=scores[kept], real=scores.dtype,
+        )  # fmt: skip
+        return torch.full_like(scores, -torch.inf).index_put(kept, result.expand(len(kept[0])))
+    if problem.score is not None:
+        # The mod's derivative may be infinite where the mask is False; 0 * inf must not reach q and k.
+        seen = scores if keep is None else torch.where(keep, scores, scores.detach())
+        b, h, q_idx, kv_idx = _positions(scores.shape, scores.device)
+        (result,) = evaluate(
+            problem.score.graph, problem.score.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx,
+            score=seen, real=scores.dtype,
+        )  # fmt: skip
+        scores = result.expand(scores.shape)
+    return scores if keep is None else torch.where(keep, scores, -torch.inf)
+
+
+def _allowed(mask: MaskSnapshot, shape: torch.Size, device: torch.device) -> Tensor:
+    """Returns the mask as a bool tensor that broadcasts to `shape` [B, Hq, M, N]."""
+    tiles = element_table(mask, shape[2], shape[3])
+    b, h, q_idx, kv_idx = _positions(shape, device)
+    (said,) = evaluate(mask.traced.graph, mask.traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+    return (tiles == FULL) | ((tiles == PARTIAL) & said)
+
+
+def _positions(shape: torch.Size, device: torch.device) -> list[Tensor]:
+    """Returns b, h, q_idx and kv_idx, each along its own dimension of `shape`."""
+    views = [[-1 if dim == own else 1 for dim in range(4)] for own in range(4)]
+    return [torch.arange(size, device=device).view(view) for size, view in zip(shape, views, strict=True)]
+
+
+ON_CPU = InTorch(forward, backward)
+REFERENCE = InTorch(dense)

@@ -7,7 +7,7 @@ A backend makes the plan of a call, bound to the kinds of its tensors:
 
 The `tensors` are q, k, v and the score mod's captures, or a `BackwardInputs` in order; then the mask's
 tensors. Backends in plain torch (`in_torch`) have plans of one step, which calls one of these functions;
-`reference` has only the first:
+the reference has only the first:
 
     forward(problem, q, k, v, *, want_max) -> Forward
     backward(problem, given, needs) -> Gradients        with the tensors of a `BackwardInputs`

@@ -1,6 +1,6 @@
 """Makes the steps of a call on the CPU: heads, rows, all their columns, and the elements that a mask forbids.
 
-Heads are laid out as [Z, G, length, dim], see `reference.Heads`. Steps stay with the mask for later calls.
+Heads are laid out as [Z, G, length, dim], see `tiles.Heads`. Steps stay with the mask for later calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.reference import Heads, as_slice, chunks
-from flexmod.backends.tiles import StepRules, TileStep, length, shared_part, steps_of_table
+from flexmod.backends.tiles import (
+    Heads,
+    StepRules,
+    TileStep,
+    as_slice,
+    chunks,
+    length,
+    shared_part,
+    steps_of_table,
+)
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.fingerprint import remember

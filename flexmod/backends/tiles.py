@@ -1,4 +1,14 @@
-"""Splits a block mask into steps for the CPU backend: rows, columns, and elements that need the mask_mod.
+"""Lays out a call for the CPU backend: its heads, and the steps of its mask.
+
+Heads are laid out by the keys that they share:
+
+    [Z, G, length, dim]     Z: heads of the keys, one for each batch unless the batches share them
+                            G: the query heads, over all batches, that share these keys
+
+Keys and values are [Z, length, dim]. So batched products run over Z for any ratio of heads. A product also
+sums key gradients over a group of heads, or over a batch that shares its keys.
+
+A step has rows, columns, and elements that need the mask_mod.
 
 A query attends to no key of an unlisted tile, whatever the mask_mod returns there. It attends to all keys of
 a full tile. For a partial tile the mask_mod decides each element.
@@ -8,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import dtype_of_sums, order_of
 from flexmod.backends.products import is_large
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, tile_count
@@ -25,6 +37,96 @@ TALL, WASTE = 256, 1.125
 TALLER, MORE_WASTE = 512, 1.8
 # Elements of a mask in memory.
 MASKED = 1 << 20
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The layout of one call. `real` is the dtype of its computation."""
+
+    batch: int
+    query_heads: int
+    key_batch: int
+    key_heads: int
+    real: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Heads:
+        """Returns the layout for q [B, Hq, M, D] and k [B or 1, Hkv, N, D]."""
+        return cls(q.shape[0], q.shape[1], k.shape[0], k.shape[1], dtype_of_sums(q.dtype), q.device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The sizes Z and G."""
+        z = self.key_batch * self.key_heads
+        return z, self.batch * self.query_heads // z
+
+    def split_query(self, x: Tensor) -> Tensor:
+        """Returns [B, Hq, ...] as contiguous [Z, G, ...] in `real`."""
+        return self.group(x).to(self.real).contiguous()
+
+    def split_key(self, x: Tensor) -> Tensor:
+        """Returns [B or 1, Hkv, ...] as contiguous [Z, ...] in `real`."""
+        return x.flatten(0, 1).to(self.real).contiguous()
+
+    def join_query(self, x: Tensor) -> Tensor:
+        """Returns [Z, G, ...] as [B, Hq, ...]."""
+        lead, rest = self.batch // self.key_batch, x.shape[2:]
+        if lead == 1:
+            return x.reshape(self.batch, self.query_heads, *rest)
+        x = x.reshape(self.key_batch, self.key_heads, lead, -1, *rest).movedim(2, 1)
+        return x.reshape(self.batch, self.query_heads, *rest)
+
+    def join_key(self, x: Tensor) -> Tensor:
+        """Returns [Z, ...] as [B or 1, Hkv, ...]."""
+        return x.unflatten(0, (self.key_batch, self.key_heads))
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Returns b and h of each query head, both int64 [Z, G]."""
+        b = torch.arange(self.batch, device=self.device)[:, None].expand(-1, self.query_heads)
+        h = torch.arange(self.query_heads, device=self.device).expand(self.batch, -1)
+        return self.group(b), self.group(h)
+
+    def where(self, b: int | None, h: int | None) -> tuple[range, range]:
+        """Returns the ranges of Z and G for batch b (None: all) and query head h (None: all)."""
+        z, g = map(range, self.shape)
+        group = self.query_heads // self.key_heads
+        if b is not None and self.key_batch > 1:
+            z = z[b * self.key_heads : (b + 1) * self.key_heads]
+        elif b is not None:
+            g = g[b * group : (b + 1) * group]
+        if h is not None:
+            z, g = z[h // group :: self.key_heads], g[h % group :: group]
+        return z, g
+
+    def group(self, x: Tensor) -> Tensor:
+        """Returns [B, Hq, ...] as [Z, G, ...], a view if its strides permit."""
+        rest = x.shape[2:]
+        lead = self.batch // self.key_batch
+        if lead == 1:
+            return x.reshape(*self.shape, *rest)
+        x = x.reshape(self.key_batch, lead, self.key_heads, -1, *rest).movedim(1, 2)
+        return x.reshape(*self.shape, *rest)
+
+
+def in_order_of(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x [B, heads, length, dim] without gaps, with like's order of the first three dimensions."""
+    order = order_of(like)[::-1]
+    if order == (0, 1, 2):
+        return x.contiguous()
+    return x.permute(*order, 3).contiguous().permute(*(order.index(dim) for dim in range(3)), 3)
+
+
+def chunks(z: range, g: range, count: int) -> Iterator[tuple[range, range]]:
+    """Splits z and g into pairs of ranges with at most `count` heads (at least one); keeps groups whole."""
+    by_z, by_g = max(1, count // len(g)), min(len(g), max(1, count))
+    for i, j in product(range(0, len(z), by_z), range(0, len(g), by_g)):
+        yield z[i : i + by_z], g[j : j + by_g]
+
+
+def as_slice(numbers: range) -> slice:
+    """Returns the range as a slice, so that indexing gives a view."""
+    return slice(numbers.start, numbers.stop, numbers.step)
 
 
 class StepRules(NamedTuple):

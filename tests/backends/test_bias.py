@@ -10,7 +10,7 @@ from reference_case import make_case, problem_of
 from torch import Tensor
 
 from backends.test_cpu import block_mask, causal, check, late
-from flexmod.backends import cpu
+from flexmod.backends import in_torch
 from flexmod.backends.bias import Bias
 from flexmod.runtime.private_torch import flash_on_cpu
 
@@ -57,7 +57,7 @@ def test_a_bias_that_is_not_a_number() -> None:
     table = torch.linspace(0.0, -200.0, 100)
     table[40] = torch.nan
     problem = problem_of(case, lambda score, b, h, q_idx, kv_idx: score + table[kv_idx])
-    assert bool(cpu.forward(problem, *case.inputs, want_max=False).out.isnan().all())
+    assert bool(in_torch.forward(problem, *case.inputs, want_max=False).out.isnan().all())
 
 
 def test_a_float_of_a_far_position_has_no_line() -> None:
@@ -70,5 +70,5 @@ def test_a_float_of_a_far_position_has_no_line() -> None:
     given = (torch.zeros(1), torch.tensor(0), torch.tensor(0), torch.arange(200)[:, None], torch.arange(200))
     scores = case.q[0, 0].double() @ case.k[0, 0].double().T * case.scale + mod(*given)
     expected = scores.softmax(-1) @ case.v[0, 0].double()
-    out = cpu.forward(problem_of(case, mod), *case.inputs, want_max=False).out[0, 0]
+    out = in_torch.forward(problem_of(case, mod), *case.inputs, want_max=False).out[0, 0]
     assert float((out - expected).abs().max()) < 1e-5

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
-from flexmod.backends import blocks, cpu, flash, products, tiles
+from flexmod.backends import blocks, flash, in_torch, products, tiles
 from flexmod.backends.interface import BackwardInputs, Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 
@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Each test runs twice: by flash attention where it serves, and without it. All products are torch's."""
     monkeypatch.setattr(products, "_has_quick_product", lambda: False)
     if request.param == "blocks":
-        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+        monkeypatch.setattr(in_torch, "serves", lambda problem: False)
     return str(request.param)
 
 
@@ -126,11 +126,11 @@ def run(
     needs: Any = ALL,
 ) -> tuple[Forward, Gradients]:
     problem = problem_of(case, score_mod, mask)
-    result = cpu.forward(problem, *case.inputs, want_max=False)
-    largest = cpu.forward(problem, *case.inputs, want_max=True)
+    result = in_torch.forward(problem, *case.inputs, want_max=False)
+    largest = in_torch.forward(problem, *case.inputs, want_max=True)
     torch.testing.assert_close(largest.lse, result.lse)
     result = result._replace(max_scores=largest.max_scores)
-    gradients = cpu.backward(
+    gradients = in_torch.backward(
         problem, BackwardInputs(case.grad_out, grad_lse, *case.inputs, result.out, result.lse), needs
     )
     return result, gradients
@@ -300,7 +300,7 @@ def test_only_what_is_needed(needs: tuple[int, int, int]) -> None:
 
 def test_maximum_only_when_asked() -> None:
     case = make_case()
-    assert cpu.forward(problem_of(case), *case.inputs, want_max=False).max_scores is None
+    assert in_torch.forward(problem_of(case), *case.inputs, want_max=False).max_scores is None
 
 
 def test_two_runs_agree_bit_for_bit() -> None:
@@ -355,7 +355,7 @@ def test_empty_tiles_are_skipped(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         nonlocal scores
         scores = 0
         with FlopCounterMode(display=False) as counter:
-            cpu.forward(problem_of(case, None, mask), *case.inputs, want_max=False)
+            in_torch.forward(problem_of(case, None, mask), *case.inputs, want_max=False)
         return scores if path == "flash" else counter.get_total_flops()
 
     whole = work(None)

@@ -23,8 +23,8 @@ from backends.test_cpu import (
     run,
     sinks_and_window,
 )
-from flexmod.backends import blocks, cpu, flash, products, steps, tiles
-from flexmod.backends.reference import Heads
+from flexmod.backends import blocks, flash, in_torch, products, steps, tiles
+from flexmod.backends.tiles import Heads
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.passes import optimize
 from flexmod.ir.trace import trace
@@ -79,7 +79,7 @@ def test_small_calls(
 ) -> None:
     """The forward of half precision is by flash where that serves. `test_errors` has the limits of errors."""
     if dtype == torch.float32:
-        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+        monkeypatch.setattr(in_torch, "serves", lambda problem: False)
     case = make_case(dtype=dtype, **shape)
     mask = None if mask_mod is None else block_mask(case, mask_mod)
     truth, (result, grads) = expected(case, score_mod, mask), run(case, score_mod, mask)
@@ -181,7 +181,7 @@ def test_errors(name: str, score_mod: Any, dtype: torch.dtype, monkeypatch: pyte
     monkeypatch.setattr(products, "FEW_THREADS", 1 << 20)
     monkeypatch.setattr(products, "LEAST_SCORES", 1 << 16)
     if dtype == torch.float32:
-        monkeypatch.setattr(cpu, "serves", lambda problem: False)
+        monkeypatch.setattr(in_torch, "serves", lambda problem: False)
     case = make_case(dtype=dtype, **LARGE[name])
     check(case, score_mod, block_mask(case, lambda b, h, q, k: (k <= q + 800) & (k % 7 != b), 128))
     check(case, score_mod, None)

@@ -10,7 +10,7 @@ from reference_case import Case, make_case, problem_of
 from torch import Tensor
 
 import flexmod
-from flexmod.backends import reference
+from flexmod.backends import in_torch
 from flexmod.block_mask.format import BlockMask
 
 
@@ -28,7 +28,7 @@ def dead_row(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def run(case: Case, score_mod: Any = None, mask: BlockMask | None = None) -> Any:
-    return reference.forward(problem_of(case, score_mod, mask), *case.inputs, want_max=True)
+    return in_torch.dense(problem_of(case, score_mod, mask), *case.inputs, want_max=True)
 
 
 def by_torch(case: Case, mask: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_maximum_only_when_asked() -> None:
     case = make_case()
-    assert reference.forward(problem_of(case), *case.inputs, want_max=False).max_scores is None
+    assert in_torch.dense(problem_of(case), *case.inputs, want_max=False).max_scores is None
 
 
 def test_lists_decide_before_the_mask_mod() -> None:
@@ -111,7 +111,7 @@ def test_dead_rows() -> None:
     case = make_case(dtype=torch.float64, q_len=20)
     mask = flexmod.create_block_mask(late, None, None, 20, 20, device="cpu", BLOCK_SIZE=4)
     q, k, v = (x.requires_grad_() for x in case.inputs)
-    result = reference.forward(problem_of(case, None, mask), q, k, v, want_max=True)
+    result = in_torch.dense(problem_of(case, None, mask), q, k, v, want_max=True)
     out, lse, largest = result.out, result.lse, result.max_scores
     assert out[:, :, :5].eq(0).all()
     assert lse[:, :, :5].eq(-torch.inf).all() and largest[:, :, :5].eq(-torch.inf).all()
@@ -129,7 +129,7 @@ def test_infinite_derivative_under_the_mask() -> None:
         return torch.sqrt(score * torch.where(q_idx >= kv_idx, 1.0, 0.0))
 
     mask = flexmod.create_block_mask(causal, None, None, 9, 9, device="cpu")
-    out = reference.forward(problem_of(case, root, mask), q, k, v, want_max=False).out
+    out = in_torch.dense(problem_of(case, root, mask), q, k, v, want_max=False).out
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
@@ -145,7 +145,7 @@ def test_gradients_of_first_and_second_order(mask_mod: Any) -> None:
         return 3 * torch.tanh((score + table[kv_idx]) / 3)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        result = reference.forward(problem_of(case, capped, mask), q, k, v, want_max=False)
+        result = in_torch.dense(problem_of(case, capped, mask), q, k, v, want_max=False)
         return result.out, torch.exp(result.lse)
 
     inputs = (*(x.requires_grad_() for x in case.inputs), table)
