@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import arguments
-from flexmod.backends.arguments import Operands, operands
+from flexmod.backends.arguments import BackwardInputs, Forward, Operands, Problem, operands
 from flexmod.backends.families import Family, families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.interface import BackwardInputs, Forward, Problem
 from flexmod.codegen.hopper import Shape
 from flexmod.ir.derivative import Along
 from flexmod.runtime.bound import Bound

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmod.backends import in_torch
-from flexmod.backends.interface import Problem
+from flexmod.backends.arguments import Problem
 from flexmod.block_mask.format import BlockMask
 from flexmod.ir.derivative import differentiate
 from flexmod.ir.trace import trace
@@ -43,7 +43,7 @@ class Case:
 
 
 class Truth(NamedTuple):
-    """out, lse and max_scores as in `interface.Forward`, and the gradients of q, k and v."""
+    """out, lse and max_scores as in `arguments.Forward`, and the gradients of q, k and v."""
 
     out: Tensor
     lse: Tensor

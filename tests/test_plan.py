@@ -16,10 +16,9 @@ from torch import Tensor
 
 from flexmod import create_block_mask, explain, flex_attention, masks, mods
 from flexmod.backends import arguments, generated, triton
-from flexmod.backends.arguments import operands
+from flexmod.backends.arguments import Problem, operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.interface import Problem
 from flexmod.backends.of_variant import by_family
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.variant import variant

@@ -10,7 +10,7 @@ from flexmod.runtime.lazy_imports import lazy_imports
 
 @cache
 def backend(name: str) -> Any:
-    """Returns a backend, see `interface.py`. Raises MissingPackage."""
+    """Returns a backend, see `arguments.py`. Raises MissingPackage."""
     with lazy_imports():
         if name in ("cpu", "reference"):
             from flexmod.backends import in_torch

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from flexmod.backends.interface import Problem
+from flexmod.backends.arguments import Problem
 from flexmod.backends.steps import Step
 from flexmod.ir.derivative import LARGEST_ON_LINE, is_diagonal
 from flexmod.ir.evaluate import evaluate

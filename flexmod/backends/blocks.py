@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.captured import CaptureSums
-from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import (
     FirstSteps,
     apply,
@@ -46,7 +46,7 @@ LARGEST_LSE = 32.0
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
-    """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
+    """Runs a forward, see `arguments`. Computes half precision in float32 and rounds at the end."""
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)
     out = query.new_zeros((*query.shape[:3], v.shape[-1]))
@@ -87,7 +87,7 @@ def scored_parts(
 
 
 def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
-    """Runs a backward, see `interface`. Two runs agree bit for bit."""
+    """Runs a backward, see `arguments`. Two runs agree bit for bit."""
     grad_out, grad_lse, q, k, v, out, lse = given[:SINGLE]
     heads = Heads.of(q, k)
     query, key, value = heads.split_query(q), heads.split_key(k), heads.split_key(v)

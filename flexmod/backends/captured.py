@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import Arguments, Operands, diagonal_count, grid, mask_strides
-from flexmod.backends.interface import Problem
+from flexmod.backends.arguments import Arguments, Operands, Problem, diagonal_count, grid, mask_strides
 from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
 from flexmod.codegen.kernels import Kernels, ModText

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import options as kernel_options
-from flexmod.backends.arguments import Operands
+from flexmod.backends.arguments import BackwardInputs, Operands
 from flexmod.backends.hopper import HopperFamily
-from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels, Made

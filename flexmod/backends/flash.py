@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.backends.arguments import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.bias import Bias
 from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, gradients_of, lse_suffices
-from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.products import is_large, is_quick, product
 from flexmod.backends.steps import (
     BITS,
@@ -44,7 +44,7 @@ RUN = 1 << 21
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
-    """Runs a forward, see `interface`; None if the tensors have values that the kernel does not support."""
+    """Runs a forward, see `arguments`; None if the tensors have values that the kernel does not support."""
     call = FlashCall(problem, q, k, v)
     query, rows = call.rows(q), call.size[:3]
     attend, results = call.kernels[0], None
@@ -68,7 +68,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None
 
 
 def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients | None:
-    """Runs a backward, see `interface`; None as in `forward`."""
+    """Runs a backward, see `arguments`; None as in `forward`."""
     grad_out, grad_lse, q, k, v, out, lse = given[:SINGLE]
     if not lse_suffices(lse):
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
-from flexmod.backends.arguments import Operands, incoming, operands
+from flexmod.backends.arguments import BackwardInputs, Operands, Problem, incoming, operands
 from flexmod.backends.captured import gradients
 from flexmod.backends.families import (
     INTERPRETER,
@@ -27,7 +27,6 @@ from flexmod.backends.families import (
     kernels_of,
     obstacle,
 )
-from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.triton import Found, Rungs
 from flexmod.codegen.compiler import capture_terms, compile_mod
 from flexmod.codegen.kernels import IndexWatch, Made
@@ -160,7 +159,7 @@ class Generated:
 class PlannedCall:
     """A forward or a backward of a variant, whose plans are bound to the kinds of `tensors`.
 
-    The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `interface.py`. `kept`: the number of
+    The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `arguments.py`. `kept`: the number of
     tensors that the forward kept. `captured` False: the plan ends with the sums for gradients of captured
     tensors.
     """

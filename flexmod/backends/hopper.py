@@ -1,4 +1,4 @@
-"""Writes plans for the kernels of `codegen/hopper.py`. Shapes as in `interface.py`.
+"""Writes plans for the kernels of `codegen/hopper.py`. Shapes as in `arguments.py`.
 
 The programs of the backward add to dQ in memory in any order, so two runs may differ in its last bits.
 """
@@ -16,6 +16,7 @@ from flexmod.backends import arguments as call_arguments
 from flexmod.backends import triton
 from flexmod.backends.arguments import (
     Arguments,
+    BackwardInputs,
     Operands,
     block_of,
     copied,
@@ -28,7 +29,6 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import element_buffers
-from flexmod.backends.interface import BackwardInputs
 from flexmod.backends.triton import Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (

@@ -20,9 +20,19 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import blocks, flash
-from flexmod.backends.arguments import captured_places, dtype_of_sums, order_of, places_of_mask, results
+from flexmod.backends.arguments import (
+    SINGLE,
+    BackwardInputs,
+    Forward,
+    Gradients,
+    Problem,
+    captured_places,
+    dtype_of_sums,
+    order_of,
+    places_of_mask,
+    results,
+)
 from flexmod.backends.bias import added_to_score
-from flexmod.backends.interface import SINGLE, BackwardInputs, Forward, Gradients, Problem
 from flexmod.backends.tiles import element_table, in_order_of
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.block_mask.tiles import FULL, PARTIAL
@@ -40,7 +50,7 @@ CALL = ("query", "key", "value")
 class InTorch:
     """Makes plans of calls, bound to the kinds of their tensors, like `Generated`.
 
-    `attend` and `differentiate` are the functions of `interface`; autograd differentiates the reference.
+    `attend` and `differentiate` are the functions of `arguments`; autograd differentiates the reference.
     """
 
     attend: Callable[..., Forward]
@@ -125,7 +135,7 @@ def _with_tensors(problem: Problem, captured: Sequence[Tensor], mask: MaskSnapsh
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) -> Forward:
-    """Runs a forward, see `interface`. Computes half precision in float32 and rounds at the end."""
+    """Runs a forward, see `arguments`. Computes half precision in float32 and rounds at the end."""
     found = flash.forward(problem, q, k, v) if serves(problem) else None
     if found is None:
         return blocks.forward(problem, q, k, v, want_max=want_max)
@@ -133,7 +143,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool
 
 
 def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, bool]) -> Gradients:
-    """Runs a backward, see `interface`. Two runs agree bit for bit."""
+    """Runs a backward, see `arguments`. Two runs agree bit for bit."""
     by_flash = problem.capture_grad is None and serves(problem)
     found = flash.backward(problem, given, needs) if by_flash else None
     return blocks.backward(problem, given, needs) if found is None else found

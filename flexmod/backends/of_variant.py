@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.backends.arguments import operands
+from flexmod.backends.arguments import Problem, operands
 from flexmod.backends.families import PORTABLE, families, kernels_of, obstacle
 from flexmod.backends.generated import NO_RUNGS, FirstRungs, PlannedCall
-from flexmod.backends.interface import Problem
 from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs

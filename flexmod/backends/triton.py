@@ -1,7 +1,7 @@
 """Writes plans for the portable kernels, which run on a GPU or in the interpreter.
 
 The compiler makes `Kernels` for a `kernel_spec`. `forward` and `backward` write the allocations and launches,
-with a tile for each kernel that has a ladder. Shapes as in `interface.py`.
+with a tile for each kernel that has a ladder. Shapes as in `arguments.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from flexmod.backends.arguments import (
     Arguments,
+    BackwardInputs,
     Operands,
+    Problem,
     block_of,
     grad_lse_arguments,
     grid,
@@ -27,7 +29,6 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
-from flexmod.backends.interface import BackwardInputs, Problem
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flexmod import errors
-from flexmod.backends.interface import Forward
+from flexmod.backends.arguments import Forward
 from flexmod.backends.options import USUAL, Layout, LayoutName, layout_of
 from flexmod.backends.options import parse as parse_options
 from flexmod.block_mask.data import positions_in

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import backend
-from flexmod.backends.arguments import dtype_of_sums
-from flexmod.backends.interface import SINGLE, Forward, Problem
+from flexmod.backends.arguments import SINGLE, Forward, Problem, dtype_of_sums
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import capture_grad
 from flexmod.errors import (

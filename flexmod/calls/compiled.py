@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from flexmod import errors
-from flexmod.backends.interface import Forward
+from flexmod.backends.arguments import Forward
 from flexmod.backends.options import LayoutName, layout_of, parse
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.data import positions_in

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexmod import errors
-from flexmod.backends.interface import Forward
+from flexmod.backends.arguments import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.backends.arguments import dtype_of_sums, order_of, results, strides_in_order
-from flexmod.backends.interface import Forward
+from flexmod.backends.arguments import Forward, dtype_of_sums, order_of, results, strides_in_order
 from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.in_graph import GraphMask, masked, present_tiles, storage_of

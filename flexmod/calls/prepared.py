@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.arguments import Forward, Problem
 from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexmod
 from flexmod.backends import blocks, flash, in_torch, products, tiles
-from flexmod.backends.interface import BackwardInputs, Forward, Gradients
+from flexmod.backends.arguments import BackwardInputs, Forward, Gradients
 from flexmod.block_mask.format import BlockMask
 
 ALL = (True, True, True)

@@ -19,8 +19,8 @@ from triton.compiler.errors import CompilationError
 
 from flexmod import create_block_mask
 from flexmod.backends import arguments, hopper, triton
+from flexmod.backends.arguments import Problem
 from flexmod.backends.families import families, obstacle
-from flexmod.backends.interface import Problem
 from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexmod import flex_attention
 from flexmod.backends import arguments, triton
-from flexmod.backends.interface import Forward, Problem
+from flexmod.backends.arguments import Forward, Problem
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText

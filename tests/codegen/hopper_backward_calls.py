@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, flex_attention, masks, mods
 from flexmod.backends import captured
-from flexmod.backends.interface import Problem
+from flexmod.backends.arguments import Problem
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.compiler import capture_terms, kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle

@@ -12,7 +12,7 @@ import torch
 from plain_gluon import on_python
 
 from flexmod import BlockMask, create_block_mask, masks, mods
-from flexmod.backends.interface import Forward
+from flexmod.backends.arguments import Forward
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import ForwardShape, HopperKernels
 from flexmod.codegen.spec import KernelSpec
