@@ -22,10 +22,9 @@ from tabulate import tabulate
 
 from benchmarks import workers
 from benchmarks.rows import find
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.spec import KernelName, Tile
 from flexmod.codegen.variant import variant
-from flexmod.tools.ahead import compiled
+from flexmod.tools.ahead import VariantCall, compiled
 
 
 @dataclass(frozen=True)

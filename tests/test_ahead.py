@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from flexmod import errors, masks, mods
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.spec import Tile
 from flexmod.codegen.variant import variant
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools import ahead
-from flexmod.tools.ahead import first_tile, jobs
+from flexmod.tools.ahead import VariantCall, first_tile, jobs
 
 
 def kernels(*arguments: Any, target: str = "sm_80", **options: Any) -> list[tuple[str, str]]:

@@ -19,7 +19,6 @@ from flexmod.backends import arguments, generated, triton
 from flexmod.backends.arguments import Problem, operands
 from flexmod.backends.families import families
 from flexmod.backends.generated import FirstRungs
-from flexmod.backends.of_variant import by_family
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
@@ -40,6 +39,7 @@ from flexmod.runtime.plan import (
     named,
     value_of,
 )
+from flexmod.tools.ahead import by_family
 
 NAMES = ("B", "M", "N")
 NUMBERS = st.integers(1, 50)

@@ -119,7 +119,7 @@ def explain(
     source = render(kernels.spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
     graphs = tuple(graphs_of(made).values())
     with lazy_imports():
-        from flexmod.backends.of_variant import by_family
+        from flexmod.tools.ahead import by_family
     plans, sources, templates = by_family(made)
     return Explanation(graphs, source, ByFamily(sources), templates, ByFamily(plans))
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 import triton
 
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import build, capture_grad, capture_terms
 from flexmod.codegen.expressions import fresh
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
@@ -37,7 +36,7 @@ from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools import standalone_functions
-from flexmod.tools.ahead import first_tile
+from flexmod.tools.ahead import VariantCall, first_tile
 from flexmod.tools.needed_sizes import fit, least_shapes, positions_in
 from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
 

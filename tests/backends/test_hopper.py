@@ -21,7 +21,6 @@ from flexmod import create_block_mask
 from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.arguments import Problem
 from flexmod.backends.families import families, obstacle
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
 from flexmod.codegen.spec import Verdict, statistics_rows
@@ -32,6 +31,7 @@ from flexmod.runtime.compiler_bugs import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import named
 from flexmod.tools import ahead
+from flexmod.tools.ahead import VariantCall
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16

@@ -15,7 +15,6 @@ from attention_cases import CAUSAL
 from triton_release import NEWEST, Limits
 
 from flexmod import explain, mods
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.hopper import BackwardShape, HopperKernels, sum_block, text
 from flexmod.codegen.kernels import Parameter
@@ -25,6 +24,7 @@ from flexmod.ir.trace import trace
 from flexmod.runtime import offline
 from flexmod.runtime.gluon import descriptor_type
 from flexmod.tools import ahead
+from flexmod.tools.ahead import VariantCall
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -18,7 +18,6 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton_release import NEWEST
 
 from flexmod import masks
-from flexmod.backends.of_variant import VariantCall
 from flexmod.codegen import cache
 from flexmod.codegen.hopper import HopperKernels
 from flexmod.codegen.spec import KernelSpec, padded
@@ -26,6 +25,7 @@ from flexmod.codegen.variant import variant
 from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.compiler_bugs import BUGS, EVEN_REGISTERS, NO_TRACKER, SERIALIZED, CompilerBug
 from flexmod.tools import ahead
+from flexmod.tools.ahead import VariantCall
 
 ISSUE = re.compile(r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+")
 # A compiler with a version, as whoever writes about a bug of it does.
