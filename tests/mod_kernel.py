@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexmod.codegen import cache, prelude
+from flexmod.codegen import cache, device_functions
 from flexmod.codegen.kernels import ModText
 from flexmod.codegen.term_text import write_exponent
 from flexmod.codegen.triton_text import write
@@ -58,7 +58,7 @@ def source(mod: ModText, kernel: str = KERNEL) -> str:
     names = [p.name for p in mod.parameters]
     return kernel.format(
         mod=mod,
-        prelude=prelude.used_by(mod.text),
+        prelude=device_functions.used_by(mod.text),
         names="".join(f"{n}, " for n in names),
         unspecialized=", ".join(f'"{p.name}"' for p in mod.parameters if p.kind in ("size", "number")),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexmod.codegen import cache as modules
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.graph import Capture, Graph, GraphBuilder
 from flexmod.ir.ops import HALF, OPS, Op
@@ -149,7 +149,7 @@ def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
     rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
     rows = [row for row in rows if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
-    own = prelude.functions("chip_arithmetic")
+    own = device_functions.functions("chip_arithmetic")
     return [r for r in rows if r.name in own] if source == "score on sm_90" else rows
 
 
@@ -203,7 +203,7 @@ def source_of(dtype: torch.dtype, source: Source) -> str:
     mods = {row.name: TritonWriter(graph_of(row, dtype, source), f"op_{row.name}").write() for row in rows}
     texts = "\n\n".join(mod.text for mod in mods.values())
     target = "hopper" if source == "score on sm_90" else ""
-    known = prelude.used_by(texts, single=source == "score of a float32 kernel", target=target)
+    known = device_functions.used_by(texts, single=source == "score of a float32 kernel", target=target)
     lines = [
         line
         for name, mod in mods.items()

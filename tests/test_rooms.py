@@ -44,18 +44,18 @@ block_mask.selection block_mask.refine
 block_mask.data block_mask.combine block_mask.facts block_mask.pictures
 block_mask.format
 codegen.spec codegen.kernels
-codegen.prelude codegen.expressions
+runtime.gluon codegen.device_functions
+codegen.expressions
 codegen.triton_text codegen.term_text codegen.builder_text
 codegen.render
 codegen.compiled_kernels codegen.cache
 codegen.hopper
 codegen.compiler
 codegen.variant
-runtime.gluon runtime.dequantize runtime.direct runtime.compiler_bugs
+runtime.dequantize runtime.direct runtime.compiler_bugs
 runtime.interpreter_corrections runtime.interpreter_language runtime.interpreter
 runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
-codegen.device_functions
 backends
 tools.ahead
 tools.needed_sizes tools.standalone_text tools.standalone_functions tools.standalone
@@ -85,7 +85,7 @@ ROOMS = tuple(ORDER.split())
 CHIP = re.compile(r"hopper|blackwell|ampere|(?<![a-z])sm_?\d+|gfx\d+", re.IGNORECASE)
 KNOW_CHIPS = {
     "runtime.target",  # the table of chips
-    "codegen.prelude",  # the table of operations that a chip has text of its own for
+    "codegen.device_functions",  # the table of operations that a chip has text of its own for
     "runtime.compiler_bugs",  # each with the chip that it is seen on, and machine code for it
     "runtime.private_triton",  # a module of Triton is named for a chip
     # the registration of families

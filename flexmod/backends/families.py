@@ -18,8 +18,8 @@ from flexmod.backends.arguments import BackwardInputs, Operands
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.device_functions import Family as Chips
 from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.prelude import Family as Chips
 from flexmod.codegen.spec import Direction, template
 from flexmod.codegen.variant import Variant
 from flexmod.errors import TemplateError

@@ -33,10 +33,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from flexmod.codegen import cache as modules
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 from flexmod.codegen.builder_text import Builder, BuilderKernels, write_bounds, write_term
+from flexmod.codegen.device_functions import Family
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
-from flexmod.codegen.prelude import Family
 from flexmod.codegen.render import render, render_builder
 from flexmod.codegen.spec import FLOAT8, KernelSpec
 from flexmod.codegen.term_text import write_exponent, write_terms
@@ -431,4 +431,4 @@ def _builder_kernels(bounds: Graph, terms: tuple[intervals.BoundsTerm, ...], mas
 @cache
 def runs_module() -> ModuleType:
     """Returns the module of `runs_kernel`."""
-    return modules.load(prelude.module_text("runs"), "runs")
+    return modules.load(device_functions.module_text("runs"), "runs")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 from flexmod.errors import Where
 from flexmod.ir.graph import Graph, Node
 from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, number, strong
@@ -73,7 +73,7 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
 def asks_for_dtype(template: str, at: torch.dtype) -> bool:
     """Is it a prelude function that needs its arguments' dtypes, and so takes no bare number?"""
     called = re.match(r"(\w+)\(\{0\}", template)
-    if called is None or called[1] not in prelude.names():
+    if called is None or called[1] not in device_functions.names():
         return False
     return at.is_floating_point or called[1].startswith(("shift", "safe"))
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
+from flexmod.codegen.device_functions import called
 from flexmod.codegen.expressions import TRITON_DTYPES, filled
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGEST_EXACT, KernelSpec, min_fixed_max
@@ -50,8 +51,8 @@ def render(
 
     A backward with a score_mod needs `grad`, its derivative. `captures` are derivatives that also compute
     gradients of captured tensors; they may add a `diagonal_kernel` and a `scatter_kernel`. The module
-    contains the device functions that the mods call, see `prelude.used_by`. `facts` are further variables of
-    a template.
+    contains the device functions that the mods call, see `device_functions.used_by`. `facts` are further
+    variables of a template.
     """
     if not spec.backward:
         grad, captures = None, NO_CAPTURES
@@ -75,7 +76,7 @@ def render(
             head=facts.pop("head", None) or head_lines(spec, score, mask),
             single=spec.q_dtype is torch.float32,
             exact=spec.exact,
-            in_pairs=score is not None and prelude.in_pairs(score.text, target),
+            in_pairs=score is not None and device_functions.in_pairs(score.text, target),
             min_fixed_max=min_fixed_max(spec, score.bounds) if score else None,
             lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
             small_scores=score is not None and score.small,
@@ -104,7 +105,7 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
 
 def _with_prelude(*texts: str, single: bool, target: str = "") -> list[str]:
     """The texts of a module's mods, after the device functions that they call."""
-    used = prelude.used_by(*texts, single=single, target=target)
+    used = device_functions.used_by(*texts, single=single, target=target)
     return [used, *texts] if used else [*texts]
 
 
@@ -144,7 +145,7 @@ def _environment() -> jinja2.Environment:
         captured=_captured,
         parameters=parameters,
         device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
-        kernel=lambda file, name: prelude.functions(file)[name],
+        kernel=lambda file, name: device_functions.functions(file)[name],
         called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
     )
@@ -274,8 +275,8 @@ def _finished(text: str) -> str:
     No trailing blanks, no more than two blank lines together, one newline at the end.
     """
     code = COMMENT.sub("", text)
-    text = FUNCTIONS.sub(lambda files: prelude.called_by(code, *files[1].split()) or NO_LINE, text)
-    text = NAMES.sub(lambda names: ", ".join(sorted(prelude.called(tuple(names[1].split()), text))), text)
+    text = FUNCTIONS.sub(lambda files: device_functions.called_by(code, *files[1].split()) or NO_LINE, text)
+    text = NAMES.sub(lambda names: ", ".join(sorted(called(tuple(names[1].split()), text))), text)
     lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
     return SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 from flexmod.codegen.expressions import (
     TRITON_DTYPES,
     WIDTH,
@@ -423,7 +423,7 @@ def joined(conditions: Sequence[str]) -> str:
 def reserved() -> set[str]:
     """Names that have a meaning in every kernel."""
     own = {"b", "h", "q_idx", "kv_idx", "score", "grad", "tl", "triton", "float"}
-    return own | prelude.names() | set(keyword.kwlist)
+    return own | device_functions.names() | set(keyword.kwlist)
 
 
 def _capture_names(graph: Graph, arguments: Sequence[str]) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
+from flexmod.codegen.device_functions import Family
 from flexmod.codegen.expressions import reads_pair
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.prelude import Family
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
 from flexmod.ir.graph import ExpectedSize, Graph

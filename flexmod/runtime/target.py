@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from flexmod.codegen.prelude import Family
+from flexmod.codegen.device_functions import Family
 from flexmod.errors import NotAGpuError, UnknownTarget
 from flexmod.runtime.lazy_imports import lazy_imports
 

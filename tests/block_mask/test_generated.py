@@ -15,7 +15,7 @@ from flexmod.block_mask import generated, refine
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache, compiler
 from flexmod.codegen.compiler import builder
-from flexmod.codegen.prelude import module_text
+from flexmod.codegen.device_functions import module_text
 from flexmod.codegen.render import render_builder
 from flexmod.runtime import launch, offline
 from flexmod.runtime.target import named

@@ -14,7 +14,7 @@ import torch
 from mod_kernel import run, source
 from torch import Tensor
 
-from flexmod.codegen import cache, prelude
+from flexmod.codegen import cache, device_functions
 from flexmod.codegen.kernels import ModText
 from flexmod.codegen.triton_text import reserved, write
 from flexmod.ir.derivative import differentiate
@@ -416,14 +416,14 @@ def test_the_compiler_takes_the_text(mod: Callable[..., Any], kind: str) -> None
 
 
 def test_the_prelude_brings_what_its_functions_call() -> None:
-    text = prelude.used_by("return floor_divide_float(a, b)")
+    text = device_functions.used_by("return floor_divide_float(a, b)")
     assert [f.name for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)] == [
         "fmod",
         "power_of_two",
         "fmod_of_doubles",
         "floor_divide_float",
     ]
-    assert prelude.used_by("return tl.floor(x) + x.wrap(3) + unwrap(2)") == ""
+    assert device_functions.used_by("return tl.floor(x) + x.wrap(3) + unwrap(2)") == ""
 
 
 def test_a_load_whose_place_the_score_decides() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.codegen import cache, prelude
+from flexmod.codegen import cache, device_functions
 from flexmod.runtime.interpreter import interpreted
 
 KERNEL = """
@@ -28,7 +28,7 @@ BLOCK = 256
 
 def text_of(file: str) -> str:
     """A file of device functions, with those that it imports in it: what the interpreter takes."""
-    text = IMPORT.sub(lambda found: text_of(found[1]), prelude.module_text(file))
+    text = IMPORT.sub(lambda found: text_of(found[1]), device_functions.module_text(file))
     return text if "import triton.language" in text else f"import triton.language as tl\n{text}"
 
 

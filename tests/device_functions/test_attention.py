@@ -1,4 +1,4 @@
-"""Each function of `device_functions/attention.py` and `device_functions/block_mask.py` by itself."""
+"""Each function of `device_functions/attention.py` by itself."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def run(OUT, X, BLOCK: tl.constexpr):
 
 def ends(x: Tensor) -> list[float]:
     out = torch.zeros(4, dtype=x.dtype, device=x.device)
-    kernel(loaded("block_mask", ENDS), "run", x)[(1,)](out, x, BLOCK=len(x))
+    kernel(loaded("attention", ENDS), "run", x)[(1,)](out, x, BLOCK=len(x))
     return out.tolist()
 
 
@@ -275,7 +275,7 @@ def run(ALL, ANY, COUNTS, CORNERS, COUNT, N, BLOCK: tl.constexpr):
 """
     given = [x.to(device) for x in (counts, corners.to(torch.int32).contiguous())]
     every, some = (torch.zeros(len(corners), dtype=torch.int32, device=device) for _ in range(2))
-    run = kernel(loaded("block_mask", source), "run", every)
+    run = kernel(loaded("attention", source), "run", every)
     run[(1,)](every, some, *given, len(corners), keys, BLOCK=512)
     for corner, all_hold, any_holds in zip(corners.tolist(), every.tolist(), some.tolist(), strict=True):
         low, high = corner[0] - corner[3] + keys - 1, corner[1] - corner[2] + keys - 1

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from device_functions.applied import text_of
-from flexmod.codegen import cache, prelude
+from flexmod.codegen import cache, device_functions
 from flexmod.runtime import offline
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.stem for path in prelude.FOLDER.glob("*.py") if path.stem != "__init__")
+FILES = sorted(path.stem for path in device_functions.FOLDER.glob("*.py") if path.stem != "__init__")
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_is_a_module(file: str) -> None:
     """Its functions are Triton's objects, of which each says its text."""
     module = importlib.import_module(f"flexmod.codegen.device_functions.{file}")
-    for name, text in prelude.functions(file).items():
+    for name, text in device_functions.functions(file).items():
         function = getattr(module, name)
         assert function.fn.__name__ == name
         assert text.endswith(function.src.strip("\n"))
@@ -33,7 +33,7 @@ def test_a_file_is_a_module(file: str) -> None:
 def test_a_function_reads_what_its_file_has(file: str) -> None:
     """The names that it takes from outside are its file's, so that it can be used where it stands."""
     module = importlib.import_module(f"flexmod.codegen.device_functions.{file}")
-    for function in ast.parse(prelude.module_text(file)).body:
+    for function in ast.parse(device_functions.module_text(file)).body:
         if not isinstance(function, ast.FunctionDef):
             continue
         nodes = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
@@ -50,8 +50,9 @@ def test_every_function_is_used() -> None:
     texts = "\n".join(path.read_text() for path in places)
     unused = []
     for file in FILES:
-        for name in () if file == "runs" else prelude.functions(file):
-            others = "\n".join(text for other, text in prelude.functions(file).items() if other != name)
+        known = {} if file == "runs" else device_functions.functions(file)
+        for name in known:
+            others = "\n".join(text for other, text in known.items() if other != name)
             if not re.search(rf"\b{name}\b", texts) and not re.search(rf"\b{name}\(", others):
                 unused.append(f"{file}.{name}")
     assert unused == []
@@ -60,7 +61,7 @@ def test_every_function_is_used() -> None:
 def test_names_of_special_forms_are_those_of_plain_ones() -> None:
     for file in FILES:
         if file.endswith("_arithmetic"):
-            assert set(prelude.functions(file)) <= prelude.names(), file
+            assert set(device_functions.functions(file)) <= device_functions.names(), file
 
 
 IMPORTED = """

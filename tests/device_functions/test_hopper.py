@@ -14,7 +14,7 @@ from plain_gluon.memory import Pointer, Shared
 from plain_gluon.order import Program
 from plain_gluon.tasks import Tasks
 
-from flexmod.codegen import prelude
+from flexmod.codegen import device_functions
 
 TILE, BLOCK = 64, 128
 
@@ -22,7 +22,7 @@ TILE, BLOCK = 64, 128
 @pytest.fixture(scope="module")
 def hopper() -> dict[str, Any]:
     scope = names(1)
-    text = "\n\n".join(prelude.functions("hopper").values())
+    text = "\n\n".join(device_functions.functions("hopper").values())
     exec(compile(text, "hopper.py", "exec"), scope)
     return scope
 

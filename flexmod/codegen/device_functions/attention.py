@@ -1,8 +1,10 @@
-"""What all kernels of attention share: functions that they call, and the first kernel of a backward.
+"""What portable kernels share: functions that they call, and the first kernel of a backward.
 
 A grid is flat. The tiles of one head are consecutive, so that programs that run together share its keys and
 values in the L2; heads of one group are neighbors for the same reason. With a mask, long rows (causal: the
 last queries, the first keys) go first, so that short rows fill the tail.
+
+The last functions are for kernels that build block masks.
 """
 
 import triton
@@ -217,3 +219,33 @@ def add_elements(terms, places, keep, SUMS, FIXED, LARGEST, room):
             whole = tl.where(finite, scaled + tl.where(scaled < 0, -0.5, 0.5), 0.0).to(tl.int64)
             tl.atomic_add(FIXED + places, whole, mask=keep & finite, sem="relaxed")
             tl.atomic_add(SUMS + places, terms, mask=keep & (finite == 0), sem="relaxed")
+
+
+@triton.jit
+def lowest(x):
+    return tl.min(x, 0)
+
+
+@triton.jit
+def highest(x):
+    return tl.max(x, 0)
+
+
+@triton.jit
+def lowest_float(x):
+    """The lowest element; nan if any element is nan."""
+    return tl.where(tl.max((x != x).to(tl.int32), 0) != 0, float("nan"), tl.min(x, 0))
+
+
+@triton.jit
+def highest_float(x):
+    return tl.where(tl.max((x != x).to(tl.int32), 0) != 0, float("nan"), tl.max(x, 0))
+
+
+@triton.jit
+def over_diagonals(counts, q_low, q_high, kv_low, kv_high, N):
+    """Is a term of q_idx - kv_idx true at all differences in a rectangle, and at any?"""
+    lowest = q_low - kv_high
+    highest = q_high - kv_low
+    number = tl.load(counts + (highest + N)) - tl.load(counts + (lowest + N - 1))
+    return number == highest - lowest + 1, number > 0

@@ -1,4 +1,4 @@
-"""Functions of `arithmetic` with instructions of chips: `CHIP_FUNCTIONS` in `prelude.py` says of which."""
+"""Functions of `arithmetic` with instructions of chips: `CHIP_FUNCTIONS` of this folder says of which."""
 
 import triton
 import triton.language as tl
