@@ -24,7 +24,7 @@ import flexmod
 from benchmarks import long_run
 from benchmarks.host_path import on_an_h200
 from flexmod import flex_attention
-from flexmod.block_mask import first_mask
+from flexmod.block_mask import generated
 from flexmod.calls import prepared
 from flexmod.codegen import cache, compiler
 from flexmod.ir import fingerprint, record
@@ -62,7 +62,7 @@ FINITE = {
 LIMITS = {
     "calls.prepared._known_calls": prepared.KNOWN,
     "ir.fingerprint._known": fingerprint.REMEMBERED,
-    "block_mask.first_mask._known": first_mask.REMEMBERED,
+    "block_mask.generated._known": generated.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
     "ir.record._KNOWN": record.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,

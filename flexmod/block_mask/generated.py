@@ -8,14 +8,21 @@
                             Without captures, the first or the last ones have most tiles.
 
 If the runs may need much memory, they are counted first, which takes the only synchronization.
+
+The kernels take a second or more to compile, torch takes some milliseconds. So torch finds the tiles of the
+first mask of a mask_mod on a GPU (`is_first`), and a thread compiles the kernels. It starts late, since the
+first attention kernels are needed earlier. The second mask waits until the kernels are compiled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,8 +41,10 @@ from flexmod.ir.trace import Traced
 from flexmod.runtime import config
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.direct import kind_of_number
+from flexmod.runtime.locks import Lock
 from flexmod.runtime.plan import Place, Plan, PlanWriter, named
-from flexmod.runtime.side_by_side import compiles, in_threads
+from flexmod.runtime.private_triton import start_compiler
+from flexmod.runtime.side_by_side import compiles, in_threads, later, threads
 from flexmod.runtime.target import target_of
 
 # Side of a square, in tiles. Elements that a program evaluates together. Positions, and tiles of some lines.
@@ -48,6 +57,13 @@ UNCOUNTED = 32 << 20
 TILES_AT_ONCE = 256 << 20
 # Rows of larger blocks are not sorted: with an order, kernels compute the whole last block, past the end too.
 ORDERED_BLOCK = 128
+
+# Seconds that a thread leaves to attention's kernels: by then those of a forward and a backward are mostly
+# past their Python part. It checks every PAUSE seconds whether the process ends.
+DELAY, PAUSE = 2.0, 0.05
+# Torch needs much time and memory for masks of more tiles.
+MOST_TILES = 1 << 22
+REMEMBERED = 1024  # mask_mods whose first mask is known
 
 PLANS = 16  # plans for one mask_mod and grid, one for each kind of captured tensors and numbers
 Arguments = dict[str, Any]
@@ -320,3 +336,65 @@ def _place(rows: Tensor) -> Tensor:
     stops = number.cumsum(0)
     rows[..., 2] = (stops - number).view(2, *rows.shape[:-2]).movedim(0, -1)
     return stops[-1]
+
+
+_turn = Lock()  # held by a thread whose kernels nobody waits for; of many mask_mods, one compiles at a time
+
+
+class _Ahead:
+    """A thread that runs a job after DELAY seconds in its turn, or at once if its result is needed."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self.needed = threading.Event()
+        self.thread = later(partial(self._run, job))
+
+    def _run(self, job: Callable[[], object]) -> None:
+        start_compiler()
+        end = time.monotonic() + DELAY
+        while not self.needed.wait(PAUSE):
+            if not threading.main_thread().is_alive():
+                return
+            if time.monotonic() >= end and _turn.take():
+                try:
+                    job()
+                finally:
+                    _turn.release()
+                return
+        job()
+
+    def finish(self) -> None:
+        self.needed.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+
+_known: OrderedDict[object, _Ahead | None] = OrderedDict()  # by the graph without its numbers, and device
+_guard = Lock()
+
+
+def is_first(traced: Traced, layout: MaskLayout) -> bool:
+    """Should torch find the tiles, since this is the first mask of the mask_mod? Starts the kernels' compile.
+
+    If a thread compiles the kernels, waits for it. Kernels alone find tiles without reading values, check
+    indices, and find the tiles of very large masks.
+    """
+    key = traced.graph.skeleton[0], layout.device.index
+    with _guard:
+        known = key in _known
+        ahead = _known[key] = _known.pop(key, None)
+        if not known and _torch_can(traced, layout):
+            _known[key] = _Ahead(partial(compile_ahead, traced, layout))
+            return True
+        while len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    if ahead is not None:
+        ahead.finish()
+    return False
+
+
+def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
+    if threads() == 1 or config.check_bounds() or is_captured(layout.device):
+        return False
+    if torch.cuda.get_sync_debug_mode():
+        return False
+    return math.prod((*groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES

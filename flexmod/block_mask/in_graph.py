@@ -3,7 +3,7 @@ torch.compile and torch.export by an operation of torch.library.
 
 The bounds of the mask decide whole tiles, from coarse to fine. Only the elements of undecided tiles are
 evaluated (`generated.py`, `refine.py`). A mask that is the same for each batch entry or head is built once.
-On a GPU, torch finds the tiles of the first mask of a mask_mod, while its kernels compile (`first_mask.py`).
+On a GPU, torch finds the tiles of the first mask of a mask_mod, while its kernels compile (`generated.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
     moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
     if not has_kernels(device):
         return _in_torch(moved, layout)
-    first_mask, generated = _with_kernels()
-    if first_mask.is_first(moved, layout):
+    generated = _with_kernels()
+    if generated.is_first(moved, layout):
         # without captured tensors, the host is faster: a GPU's kernels of torch are loaded one by one
         place = device if moved.tensors else torch.device("cpu")
         found = _in_torch(moved, layout._replace(device=place)).to(device)
@@ -65,13 +65,13 @@ def _in_torch(traced: Traced, layout: MaskLayout) -> TileStorage:
 
 
 @cache
-def _with_kernels() -> tuple[ModuleType, ModuleType]:
+def _with_kernels() -> ModuleType:
     with lazy_imports():
         from flexmod.runtime import side_by_side
 
         side_by_side.start_ahead()
-        from flexmod.block_mask import first_mask, generated
-    return first_mask, generated
+        from flexmod.block_mask import generated
+    return generated
 
 
 def has_kernels(device: torch.device) -> bool:

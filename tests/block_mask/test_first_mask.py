@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.host_path import on_an_h200
 from flexmod import BlockMask, create_block_mask, masks
-from flexmod.block_mask import first_mask, generated
+from flexmod.block_mask import generated
 from flexmod.block_mask.parts import trace_mask
 from flexmod.block_mask.tiles import MaskLayout
 
@@ -45,16 +45,16 @@ class Steps:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     found, build = Steps(), generated.build
     with on_an_h200():
-        monkeypatch.setattr(first_mask, "_known", type(first_mask._known)())
-        monkeypatch.setattr(first_mask, "threads", lambda: 4)
-        monkeypatch.setattr(first_mask, "start_compiler", lambda: None)
-        monkeypatch.setattr(first_mask, "DELAY", 0.0)
+        monkeypatch.setattr(generated, "_known", type(generated._known)())
+        monkeypatch.setattr(generated, "threads", lambda: 4)
+        monkeypatch.setattr(generated, "start_compiler", lambda: None)
+        monkeypatch.setattr(generated, "DELAY", 0.0)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
         monkeypatch.setattr(generated, "compile_ahead", found.compile)
         monkeypatch.setattr(generated, "build", lambda *given: found.build(build, *given))
         yield found
         found.may_compile.set()
-        for ahead in first_mask._known.values():
+        for ahead in generated._known.values():
             if ahead is not None:
                 ahead.finish()
 
@@ -109,7 +109,7 @@ def test_one_mask_mod_compiles_at_a_time_unless_it_is_needed(steps: Steps) -> No
     threading.Timer(0.3, steps.may_compile.set).start()
     mask(window(100))
     assert 1 <= steps.seen.index("launched") <= 3, "others may end before it, or while it runs"
-    for ahead in first_mask._known.values():
+    for ahead in generated._known.values():
         if ahead is not None:
             ahead.thread.join(10)
     assert steps.seen.count("compiled") == 3 and steps.most == 2
@@ -119,7 +119,7 @@ def test_each_mask_mod_has_a_first_mask(steps: Steps) -> None:
     steps.may_compile.set()
     for mask_mod in (masks.causal(), masks.document(IDS), masks.prefix_lm(100)):
         mask(mask_mod)
-    for ahead in first_mask._known.values():
+    for ahead in generated._known.values():
         ahead.finish()
     assert steps.seen == ["compiled"] * 3
 
@@ -127,15 +127,15 @@ def test_each_mask_mod_has_a_first_mask(steps: Steps) -> None:
 @pytest.mark.parametrize("why", ["one thread", "checks", "captured", "no synchronization", "many tiles"])
 def test_kernels_find_what_torch_cannot(why: str, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "one thread":
-        monkeypatch.setattr(first_mask, "threads", lambda: 1)
+        monkeypatch.setattr(generated, "threads", lambda: 1)
     if why == "checks":
-        monkeypatch.setattr(first_mask, "config", SimpleNamespace(check_bounds=lambda: True))
+        monkeypatch.setattr(generated, "config", SimpleNamespace(check_bounds=lambda: True))
     if why == "captured":
-        monkeypatch.setattr(first_mask, "is_captured", lambda device: True)
+        monkeypatch.setattr(generated, "is_captured", lambda device: True)
     if why == "no synchronization":
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
     if why == "many tiles":
-        monkeypatch.setattr(first_mask, "MOST_TILES", 63)
+        monkeypatch.setattr(generated, "MOST_TILES", 63)
     mask(masks.causal())
     assert steps.seen == ["launched"]
     mask(masks.causal())
@@ -153,11 +153,11 @@ def test_a_compile_that_fails_is_left_to_the_launch(steps: Steps, monkeypatch: p
 
 
 def test_a_process_that_ends_compiles_nothing(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_mask, "DELAY", 30.0)
+    monkeypatch.setattr(generated, "DELAY", 30.0)
     ended = SimpleNamespace(is_alive=lambda: False)
-    monkeypatch.setattr(first_mask.threading, "main_thread", lambda: ended)
+    monkeypatch.setattr(generated.threading, "main_thread", lambda: ended)
     mask(masks.causal())
-    (ahead,) = first_mask._known.values()
+    (ahead,) = generated._known.values()
     assert ahead is not None
     ahead.thread.join(10)
     assert not ahead.thread.is_alive() and steps.seen == []
