@@ -22,7 +22,6 @@ INTERPRETER = {
     # about, and apart from them none of these lines would be left.
     "runtime.interpreter",
     "runtime.interpreter_corrections",
-    "runtime.interpreter_language",
 }
 
 

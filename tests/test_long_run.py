@@ -55,7 +55,7 @@ FINITE = {
     "runtime.target._read": "devices",
     "runtime.private_triton._assembler_flags": "nothing",
     "runtime.private_triton._start_reading": "nothing",
-    "runtime.interpreter_language._load_language": "nothing",
+    "runtime.interpreter._load_language": "nothing",
 }
 # Registries of modules that calls fill, and how long they get; weak ones go with what they are about.
 # `_users` and `_dead` count modules that other tests of this process use, too.

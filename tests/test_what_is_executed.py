@@ -21,8 +21,8 @@ LOADERS = {
 
 EXPECTED = {
     ("codegen/cache.py", "compile"), ("codegen/cache.py", "exec"),
-    ("runtime/interpreter_language.py", "compile"), ("runtime/interpreter_language.py", "exec"),
-    ("runtime/interpreter_language.py", "builtins.__import__"),
+    ("runtime/interpreter.py", "compile"), ("runtime/interpreter.py", "exec"),
+    ("runtime/interpreter.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
     ("runtime/second_process.py", "subprocess"), ("runtime/second_process.py", "pickle"),
     ("tools/mod_names.py", "exec_module"),

@@ -1,4 +1,4 @@
-"""Corrects a private copy of Triton's interpreter (`interpreter_language`), and makes it quicker.
+"""Corrects a private copy of Triton's interpreter (`interpreter.py`), and makes it quicker.
 
 Triton 3.6 to 3.9 have these faults of arithmetic, which `correct` corrects in the private copy only:
 

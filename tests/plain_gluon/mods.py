@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flexmod.runtime.interpreter import Kernel
+from flexmod.runtime.interpreter import Kernel, language
 from flexmod.runtime.interpreter_corrections import narrow, widen
-from flexmod.runtime.interpreter_language import language
 from plain_gluon.memory import Pointer
 from plain_gluon.order import SOURCE
 from plain_gluon.tiles import plain, tile

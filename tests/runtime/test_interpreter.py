@@ -20,7 +20,7 @@ from tiers import long_but
 
 from flexmod.codegen import cache
 from flexmod.errors import BackendDeviceError, InterpreterOperationError
-from flexmod.runtime import interpreter_language, offline
+from flexmod.runtime import interpreter, offline
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.interpreter_corrections import narrow, widen
 
@@ -399,9 +399,9 @@ def test_the_environment_does_not_matter(variable: str) -> None:
 
 def test_quicker_checks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of dtypes and shapes, beside an interpreter that is not quickened."""
-    quick = interpreter_language.language()
-    monkeypatch.setattr(interpreter_language, "quicken", lambda *modules: None)
-    plain = interpreter_language._load_language.__wrapped__()  # type: ignore[attr-defined]
+    quick = interpreter.language()
+    monkeypatch.setattr(interpreter, "quicken", lambda *modules: None)
+    plain = interpreter._load_language.__wrapped__()  # type: ignore[attr-defined]
     names = ("int1", "int8", "int32", "int64", "uint8", "uint32") + ("fp16", "bf16", "fp32", "fp64")
     operations = (operator.add, operator.mul, operator.truediv, operator.and_, operator.lt)
 
