@@ -58,7 +58,7 @@ runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
 backends
 tools.ahead
-tools.needed_sizes tools.standalone_text tools.standalone_functions tools.standalone
+tools.standalone_text tools.standalone_functions tools.standalone
 block_mask.generated block_mask.in_graph block_mask.build
 calls.checks
 calls.float8

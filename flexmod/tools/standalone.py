@@ -37,8 +37,16 @@ from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST
 from flexmod.tools import standalone_functions
 from flexmod.tools.ahead import VariantCall, first_tile
-from flexmod.tools.needed_sizes import fit, least_shapes, positions_in
-from flexmod.tools.standalone_text import PlanText, TorchText, example, quotes, write_torch
+from flexmod.tools.standalone_text import (
+    PlanText,
+    TorchText,
+    example,
+    fit,
+    least_shapes,
+    positions_in,
+    quotes,
+    write_torch,
+)
 
 # A file's index arithmetic is wide enough for this many batch entries, heads, queries and keys.
 EXTENTS: Extents = (1 << 20, 1 << 20, 1 << 20, 1 << 20)
