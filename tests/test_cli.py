@@ -24,8 +24,8 @@ from flexmod.runtime.target import Target, named
 from flexmod.tools import ahead, cli
 from flexmod.tools.bench import Benchmark, Row
 from flexmod.tools.cli import COMMANDS, main
+from flexmod.tools.comparison import Timing
 from flexmod.tools.mod_names import usual_setting
-from flexmod.tools.peers import Timing
 
 PAGE = Path(__file__).parents[1] / "docs" / "command_line.md"
 BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -125,7 +125,7 @@ def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_comparison_that_differs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = sys.modules["flexmod.tools.peers"]
+    module = sys.modules["flexmod.tools.comparison"]
     attend = module.flex_attention
     monkeypatch.setattr(module, "flex_attention", lambda q, k, v, *a, **o: attend(q, k, 1.01 * v, *a, **o))
     assert main(["compare", "causal", "noop", *SIZES]) == 1

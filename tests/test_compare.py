@@ -13,9 +13,8 @@ from named_mods import NAMED
 from flexmod import errors, masks, mods
 from flexmod.errors.base import ModPlaceError, UnknownModName
 from flexmod.ir.graph import expect_size
-from flexmod.tools.comparison import compare
+from flexmod.tools.comparison import Timing, compare
 from flexmod.tools.mod_names import ON_GPU, usual_setting
-from flexmod.tools.peers import Timing
 
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
 
@@ -129,7 +128,7 @@ def test_rows_with_nothing_to_attend_to() -> None:
 
 
 def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["flexmod.tools.peers"]
+    module = sys.modules["flexmod.tools.comparison"]
     attend = module.flex_attention
 
     def wrong(q, k, v, *rest, **options):

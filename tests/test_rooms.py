@@ -72,7 +72,6 @@ calls.packed
 integrations
 tools.terminal
 tools.mod_names
-tools.peers
 tools.comparison
 tools.bench
 tools.tune

@@ -11,7 +11,19 @@ from typing import Any
 from flexmod.errors import FlexOnCpuError
 from flexmod.errors.base import MissingPlots
 from flexmod.ir.graph import dtype_name
-from flexmod.tools import peers
+from flexmod.tools.comparison import (
+    CAUSAL,
+    Implementation,
+    Timing,
+    block_mask_of,
+    compiled_flex,
+    flexmod_attention,
+    random_inputs,
+    sdpa_causal,
+    sdpa_masked,
+    skipped,
+    timed,
+)
 from flexmod.tools.mod_names import Setting, choose, device_name, fitting
 from flexmod.tools.terminal import plain, table, times_faster
 
@@ -30,7 +42,7 @@ class Row:
     seq: int
     mask: str
     sparsity: float
-    timing: peers.Timing
+    timing: Timing
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class Benchmark:
         note = f"\nspeed-up: over {self.rows[0].timing.attention} of the same length" if self.rows else ""
         return self.title, "", table(header, rows, words=(1, 3)), note
 
-    def baseline(self, seq: int) -> peers.Timing:
+    def baseline(self, seq: int) -> Timing:
         """Returns the times of causal SDPA at a length."""
         return next(row.timing for row in self.rows if row.seq == seq)
 
@@ -76,7 +88,7 @@ class Benchmark:
         rows: list[dict[str, Any]] = []
         for row in self.rows:
             name, *numbers = row.timing
-            timing = zip(peers.Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
+            timing = zip(Timing._fields, [name, *(float(f"{x:.4g}") for x in numbers)], strict=True)
             rows.append({"seq": row.seq, "mask": row.mask, "sparsity": row.sparsity, **dict(timing)})
         return {"name": self.name, **setting, "rows": rows}
 
@@ -145,13 +157,13 @@ def bench(
     rows: list[Row] = []
     for seq, mod in itertools.product(lengths, mods):
         sized = fitting(mod, replace(setting, seq=seq))
-        inputs = peers.random_inputs(sized)
+        inputs = random_inputs(sized)
         if sized.seq not in (row.seq for row in rows):
-            causal = peers.timed(peers.sdpa_causal(sized), inputs, sized, peers.CAUSAL)
-            rows.append(Row(sized.seq, "", peers.CAUSAL, causal))
+            causal = timed(sdpa_causal(sized), inputs, sized, CAUSAL)
+            rows.append(Row(sized.seq, "", CAUSAL, causal))
             progress(f"causal SDPA at {sized.seq}")
         for sparsity, attention in _attentions(mod, sized, score, masked, flex):
-            rows.append(Row(sized.seq, mod, sparsity, peers.timed(attention, inputs, sized, sparsity)))
+            rows.append(Row(sized.seq, mod, sparsity, timed(attention, inputs, sized, sparsity)))
             progress(f"{attention.name} of {mod} at {sized.seq}")
     names = ", ".join(mods)
     name = f"{names} with {score}" if score else names
@@ -165,12 +177,12 @@ def count(mods: Sequence[str], lengths: Sequence[int], masked: bool, flex: bool)
 
 def _attentions(
     mod: str, setting: Setting, score: str | None, masked: bool, flex: bool
-) -> Iterator[tuple[float, peers.Implementation]]:
+) -> Iterator[tuple[float, Implementation]]:
     chosen = choose(mod, setting, score)
-    block_mask = peers.block_mask_of(chosen.mask, setting)
-    sparsity = peers.skipped(block_mask)
+    block_mask = block_mask_of(chosen.mask, setting)
+    sparsity = skipped(block_mask)
     if masked:
-        yield sparsity, peers.sdpa_masked(chosen.mask, setting)
+        yield sparsity, sdpa_masked(chosen.mask, setting)
     if flex:
-        yield sparsity, peers.compiled_flex(chosen, setting)
-    yield sparsity, peers.flexmod_attention("flexmod", chosen.score, block_mask)
+        yield sparsity, compiled_flex(chosen, setting)
+    yield sparsity, flexmod_attention("flexmod", chosen.score, block_mask)

@@ -1,25 +1,32 @@
-"""Compares flexmod with SDPA on one mask or score mod: first the results, then the times.
+"""Compares flexmod with its peers on one mask or score mod: first the results, then the times.
 
 flexmod.compare("sliding_window")
 flexmod.compare(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 100, seq=4096)
 python -m flexmod compare causal
+
+The peers are SDPA with its causal flag, SDPA with the mask as a tensor, and torch's compiled flex_attention.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flexmod.block_mask.build import create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
+from flexmod.calls.attention import flex_attention
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
+from flexmod.ir.trace import trace
 from flexmod.runtime.lazy_imports import lazy_imports
-from flexmod.tools import peers
-from flexmod.tools.mod_names import Mod, Setting, choose, fitting, name_of, usual_setting
+from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, name_of, usual_setting
 
 # The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -28,6 +35,15 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, tor
 # take this many bytes.
 REFERENCE_MATRICES = 8
 REFERENCE_BYTES = 4 << 30
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+# Floating-point operations of attention for each pair of a query and a key and each element of the head
+# dimension: two products forward, five backward.
+FORWARD_FLOPS = 4
+BACKWARD_FLOPS = 10
+
+CAUSAL = 50.0  # the percentage of all pairs that causal SDPA skips
 
 
 class Agreement(NamedTuple):
@@ -48,7 +64,7 @@ class Comparison:
     reference: str
     agreements: tuple[Agreement, ...]
     first_call_ms: float
-    timings: tuple[peers.Timing, ...]
+    timings: tuple[Timing, ...]
     block_mask: BlockMask | None
 
     @property
@@ -134,25 +150,25 @@ def compare(
     if flex and setting.device.type != "cuda":
         raise FlexOnCpuError(device=setting.device.type)
     chosen = choose(mod, setting, score_mod)
-    block_mask = peers.block_mask_of(chosen.mask, setting)
-    inputs = peers.random_inputs(setting)
+    block_mask = block_mask_of(chosen.mask, setting)
+    inputs = random_inputs(setting)
 
-    flexmod = peers.flexmod_attention("flexmod", chosen.score, block_mask)
+    flexmod = flexmod_attention("flexmod", chosen.score, block_mask)
     start = time.perf_counter()
     results = _out_and_gradients(flexmod, inputs)
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     first_call_ms = 1e3 * (time.perf_counter() - start)
 
-    sdpa = peers.sdpa_masked(chosen.mask, setting)
+    sdpa = sdpa_masked(chosen.mask, setting)
     reference = sdpa if chosen.score is None else _dense(chosen.score, block_mask, setting)
     agreements = _agreements(results, reference, inputs, setting)
     del results
 
-    attentions = (sdpa, *([peers.compiled_flex(chosen, setting)] if flex else []), flexmod)
-    skips = peers.skipped(block_mask)
-    causal = peers.timed(peers.sdpa_causal(setting), inputs, setting, peers.CAUSAL)
-    timings = (causal, *(peers.timed(each, inputs, setting, skips) for each in attentions))
+    attentions = (sdpa, *([compiled_flex(chosen, setting)] if flex else []), flexmod)
+    skips = skipped(block_mask)
+    causal = timed(sdpa_causal(setting), inputs, setting, CAUSAL)
+    timings = (causal, *(timed(each, inputs, setting, skips) for each in attentions))
     name = " with ".join(name_of(each) for each in (mod, score_mod) if each is not None)
     comparison = Comparison(name, setting, reference.name, agreements, first_call_ms, timings, block_mask)
     if show:
@@ -171,7 +187,7 @@ def _check(given: dict[str, Any]) -> None:
             raise ArgumentTypeError(name=name, given=repr(value), advice=advice)
 
 
-def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> peers.Implementation:
+def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:
     """Returns flexmod's dense reference in float32 or float64, for one batch entry and the heads that fit."""
     matrix = 4 * setting.seq**2
     real = torch.promote_types(setting.dtype, torch.float32)
@@ -182,7 +198,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> pe
         # a sum: a mod that was made for all heads refuses a call of fewer, but not numbers that it computed
         return score_mod(score, b + 0, h + 0, q_idx, kv_idx)
 
-    dense = peers.flexmod_attention("the dense reference", of_part, front, BACKEND="REFERENCE")
+    dense = flexmod_attention("the dense reference", of_part, front, BACKEND="REFERENCE")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dense.call(*(tensor[:1, :heads].to(real) for tensor in (q, k, v)))
@@ -190,7 +206,7 @@ def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> pe
     return dense._replace(call=call)
 
 
-def _out_and_gradients(attention: peers.Implementation, inputs: peers.Inputs) -> tuple[Tensor, ...]:
+def _out_and_gradients(attention: Implementation, inputs: Inputs) -> tuple[Tensor, ...]:
     """Returns out and the gradients of q, k and v, for a fixed random gradient of the output."""
     out = attention.call(*inputs)
     generator = torch.Generator(out.device).manual_seed(1)
@@ -201,7 +217,7 @@ def _out_and_gradients(attention: peers.Implementation, inputs: peers.Inputs) ->
 
 
 def _agreements(
-    results: tuple[Tensor, ...], reference: peers.Implementation, inputs: peers.Inputs, setting: Setting
+    results: tuple[Tensor, ...], reference: Implementation, inputs: Inputs, setting: Setting
 ) -> tuple[Agreement, ...]:
     """Compares results with the reference over the batches and heads that it computed."""
     expected = _out_and_gradients(reference, inputs)
@@ -215,3 +231,143 @@ def _agreements(
         agrees = relative <= TOLERANCE[setting.dtype]
         rows.append(Agreement(name, float(difference.abs().max()), relative, agrees))
     return tuple(rows)
+
+
+class Implementation(NamedTuple):
+    """One way to compute attention."""
+
+    name: str
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Timing(NamedTuple):
+    """Median times in milliseconds, and TFLOP/s over the tiles that the mask keeps."""
+
+    attention: str
+    forward_ms: float
+    forward_tflops: float
+    backward_ms: float
+    backward_tflops: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the fields as a table shows them."""
+        name, forward, rate, backward, backward_rate = self
+        return name, f"{forward:.3f}", f"{rate:.3g}", f"{backward:.3f}", f"{backward_rate:.3g}"
+
+
+def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:
+    if mask_mod is None:
+        return None
+    return create_block_mask(mask_mod, *mask_sizes(mask_mod, setting), device=setting.device)
+
+
+def skipped(block_mask: BlockMask | None) -> float:
+    """Returns the percentage of all pairs whose tiles the mask skips."""
+    return 0.0 if block_mask is None else block_mask.sparsity()
+
+
+def mask_sizes(mask_mod: Mod, setting: Setting) -> tuple[int, int, int, int]:
+    """Returns a mask's numbers of batch entries and heads, 1 if it is the same for all, and its lengths."""
+    reads, length = trace(mask_mod, "mask").graph.reads, setting.seq
+    return setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1, length, length
+
+
+def random_inputs(setting: Setting) -> Inputs:
+    generator = torch.Generator(setting.device).manual_seed(0)
+    shape = (setting.batch, setting.heads, setting.seq, setting.dim)
+
+    def tensor() -> Tensor:
+        values = torch.randn(shape, generator=generator, device=setting.device, dtype=setting.dtype)
+        return values.requires_grad_()
+
+    return tensor(), tensor(), tensor()
+
+
+def flexmod_attention(
+    name: str, score_mod: Mod | None, block_mask: BlockMask | None, **options: str
+) -> Implementation:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod, block_mask, kernel_options=options)
+
+    return Implementation(name, call)
+
+
+def sdpa_causal(setting: Setting) -> Implementation:
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return causal(q, k, v)
+
+    if setting.device.type == "cuda" and setting.dtype in (torch.float16, torch.bfloat16):
+        return Implementation("SDPA causal (flash)", flash)
+    return Implementation("SDPA causal", causal)
+
+
+def sdpa_masked(mask_mod: Mod | None, setting: Setting) -> Implementation:
+    """Returns SDPA with the materialized mask, bool [1 or B, 1 or H, S, S]; a row with no key gives 0."""
+    if mask_mod is None:
+        return Implementation("SDPA", F.scaled_dot_product_attention)
+    dense = create_mask(mask_mod, *mask_sizes(mask_mod, setting), device=setting.device)
+    alive = dense.any(-1, keepdim=True)
+    all_alive = bool(alive.all())
+    # SDPA's kernels differ on rows without keys (0 or NaN): let such a row attend to all, then zero it.
+    widened = dense if all_alive else dense | ~alive
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, widened)
+        return out if all_alive else out * alive
+
+    return Implementation("SDPA + mask", call)
+
+
+def compiled_flex(chosen: Mods, setting: Setting) -> Implementation:
+    from torch.nn.attention import flex_attention as torch_flex
+
+    block_mask = None
+    if chosen.mask is not None:
+        sizes = mask_sizes(chosen.mask, setting)
+        block_mask = torch_flex.create_block_mask(chosen.mask, *sizes, device=setting.device)
+    # Dynamo counts a function's recompilations, and after a few of them runs it dense without a warning.
+    torch.compiler.reset()
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
+    return Implementation(
+        "flex_attention (torch)", lambda q, k, v: compiled(q, k, v, chosen.score, block_mask)
+    )
+
+
+def timed(attention: Implementation, inputs: Inputs, setting: Setting, skips: float) -> Timing:
+    """Times an attention; its TFLOP/s leave out the percentage of all pairs that it `skips`."""
+    out = attention.call(*inputs)
+    grad_out = torch.randn_like(out)
+    forward_ms = median_ms(lambda: attention.call(*inputs), setting.device)
+    backward_ms = median_ms(
+        lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True), setting.device
+    )
+    pairs = (1 - skips / 100) * setting.batch * setting.heads * setting.seq**2
+    tera = 1e-9 * pairs * setting.dim  # a thousandth of 1e-12: times are in milliseconds
+    return Timing(
+        attention.name,
+        forward_ms,
+        FORWARD_FLOPS * tera / forward_ms,
+        backward_ms,
+        BACKWARD_FLOPS * tera / backward_ms,
+    )
+
+
+def median_ms(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        with lazy_imports():
+            from triton.testing import do_bench
+
+        return float(do_bench(call, return_mode="median"))
+    import statistics
+
+    call()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < 0.3 and len(times) < 50):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)

@@ -24,8 +24,8 @@ from flexmod.errors.base import TuneDeviceError
 from flexmod.runtime import tuned
 from flexmod.runtime.target import target_of
 from flexmod.runtime.tuned import Choice
+from flexmod.tools.comparison import block_mask_of, median_ms, random_inputs
 from flexmod.tools.mod_names import Mods, Setting
-from flexmod.tools.peers import block_mask_of, median_ms, random_inputs
 from flexmod.tools.terminal import plain, table
 
 # tune drops a choice whose result differs by more from that of flexmod's default, as a ratio of norms.

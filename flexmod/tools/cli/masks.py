@@ -21,10 +21,9 @@ from flexmod.tools.bench import bench as bench_mods
 from flexmod.tools.bench import count
 from flexmod.tools.cli import options
 from flexmod.tools.cli.options import IMAGE, POSITIVE
-from flexmod.tools.comparison import Comparison
+from flexmod.tools.comparison import Comparison, skipped
 from flexmod.tools.comparison import compare as compare_mods
 from flexmod.tools.mod_names import Setting, choose_mask, device_name, fitting, usual_setting
-from flexmod.tools.peers import skipped
 from flexmod.tools.terminal import hint, in_color, table, times_faster, verdict
 
 MOST_TILES = 1 << 28  # that show draws: they take 5 GB
