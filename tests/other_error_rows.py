@@ -25,7 +25,7 @@ from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered, re
 from flexmod.ir.trace import trace
 from flexmod.runtime import config, launch, target, tuned
 from flexmod.runtime.interpreter import interpreted
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 
 def refused(refusal: object, **options: int) -> Any:

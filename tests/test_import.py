@@ -23,7 +23,7 @@ from test_rooms import MODULES, ROOT, longest_module
 from tiers import long_but
 
 import flexmod
-from flexmod.runtime.lazy_imports import REQUIREMENTS, lazy_imports, paused_collections
+from flexmod.runtime.locks import REQUIREMENTS, lazy_imports, paused_collections
 
 PACKAGES = {*REQUIREMENTS, "click", "torch._dynamo", "sympy", "statistics", "numpy.random"} - {"numpy"}
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = """
 errors
 runtime.private_torch runtime.locks runtime.private_triton runtime.second_process
-runtime.lazy_imports runtime.config
+runtime.config
 runtime.tensor_kinds
 ir.graph
 ir.bounds

@@ -32,7 +32,7 @@ from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs
 
 

@@ -27,7 +27,7 @@ from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count
 from flexmod.errors import GridSizeError, MissingMatplotlib
 from flexmod.ir.graph import as_int
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 SOLID, SHADED, BLANK = "█", "░", " "
 # (least density, shade), the densest first

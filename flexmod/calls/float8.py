@@ -32,7 +32,7 @@ from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
 from flexmod.ir.composed import Derived
 from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config, tensor_kinds
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 from flexmod.runtime.private_torch import assume_constant, is_wrapped
 from flexmod.runtime.target import target_of
 

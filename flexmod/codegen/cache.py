@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from flexmod.runtime import config
-from flexmod.runtime.lazy_imports import lazy_imports
-from flexmod.runtime.locks import Lock
+from flexmod.runtime.locks import Lock, lazy_imports
 
 if TYPE_CHECKING:
     from flexmod.runtime.private_triton import Specialized

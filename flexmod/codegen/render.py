@@ -20,7 +20,7 @@ from flexmod.codegen.device_functions import called
 from flexmod.codegen.expressions import TRITON_DTYPES, filled
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGEST_EXACT, KernelSpec, min_fixed_max
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 if TYPE_CHECKING:
     import jinja2

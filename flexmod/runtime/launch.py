@@ -24,7 +24,7 @@ from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct
 from flexmod.runtime.gluon import TensorDescriptor, layout_of
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 from flexmod.runtime.plan import Binding, Descriptor, Launch, Place, RunNumber, Source, value_of, values_of
 from flexmod.runtime.private_triton import OutOfResources
 

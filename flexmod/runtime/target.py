@@ -14,7 +14,7 @@ import torch
 
 from flexmod.codegen.device_functions import Family
 from flexmod.errors import NotAGpuError, UnknownTarget
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 if TYPE_CHECKING:
     from flexmod.runtime.private_triton import GPUTarget

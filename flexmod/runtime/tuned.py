@@ -25,7 +25,7 @@ from flexmod.codegen.spec import Direction, KernelSpec
 from flexmod.errors import NotTunedError
 from flexmod.ir.graph import Graph
 from flexmod.runtime import config
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 # Change it when kernels or the files' contents change; older files then count as absent.
 FORMAT = 2

@@ -25,7 +25,7 @@ from flexmod.calls.attention import flex_attention
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
 from flexmod.ir.trace import trace
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 from flexmod.tools.mod_names import Mod, Mods, Setting, choose, fitting, name_of, usual_setting
 
 # The largest RMS(difference) / RMS(reference) that passes. float32 leaves room for TF32.

@@ -22,7 +22,7 @@ from flexmod.codegen.variant import EXTENTS, Variant, of_traces, spec_for, varia
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 from flexmod.runtime.plan import Plan
 from flexmod.runtime.target import MEASURED, OLDEST, target_of
 from flexmod.tools.standalone_text import quotes

@@ -17,7 +17,7 @@ from shlex import quote
 import click
 
 from flexmod.errors import FlexmodError
-from flexmod.runtime.lazy_imports import lazy_imports
+from flexmod.runtime.locks import lazy_imports
 
 # Each command, its file, and its line in `flexmod --help`.
 COMMANDS = {
