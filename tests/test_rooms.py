@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # from the top down: each imports only from those before it
 ORDER = """
 errors
-runtime.private_torch runtime.locks runtime.private_triton runtime.second_process
+runtime.private_torch runtime.locks runtime.private_triton
 runtime.config
 runtime.tensor_kinds
 ir.graph

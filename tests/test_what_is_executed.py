@@ -24,7 +24,7 @@ EXPECTED = {
     ("runtime/interpreter.py", "compile"), ("runtime/interpreter.py", "exec"),
     ("runtime/interpreter.py", "builtins.__import__"),
     ("runtime/offline.py", "subprocess"),
-    ("runtime/second_process.py", "subprocess"), ("runtime/second_process.py", "pickle"),
+    ("codegen/compiled_kernels.py", "subprocess"), ("codegen/compiled_kernels.py", "pickle"),
     ("tools/mod_names.py", "exec_module"),
     ("errors/mods.py", "pickle"),
 }  # fmt: skip

@@ -28,12 +28,13 @@ from flexmod.backends.families import (
     obstacle,
 )
 from flexmod.backends.triton import Found, Rungs
+from flexmod.codegen import compiled_kernels
 from flexmod.codegen.compiler import capture_terms, compile_mod
 from flexmod.codegen.kernels import IndexWatch, Made
 from flexmod.codegen.spec import Direction, option
 from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import GradientTerm
-from flexmod.runtime import config, launch, second_process, side_by_side, tuned
+from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.launch import sample
 from flexmod.runtime.plan import Place, Plan, PlanWriter, contiguous, extents_of
@@ -254,7 +255,7 @@ class PlannedCall:
         if meanwhile and jobs:
             ahead = partial(meanwhile, self._results(first))
         elif meanwhile and not self.interpreted:  # an earlier call compiled them: nothing compiles ahead
-            second_process.stop()
+            compiled_kernels.stop_second()
         with side_by_side.beside(ahead):
             if len(jobs) > 1:
                 side_by_side.in_threads(jobs)

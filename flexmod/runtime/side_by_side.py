@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.storage import is_captured
-from flexmod.runtime import config, direct, second_process
+from flexmod.codegen import compiled_kernels
+from flexmod.runtime import config, direct
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
 from flexmod.runtime.locks import Lock
@@ -65,7 +66,7 @@ def start_ahead() -> None:
 def start_second_process() -> None:
     """Has the first training step of this process compile in two processes."""
     if threads() > 1:
-        second_process.start()
+        compiled_kernels.start_second()
 
 
 def _start_compiler() -> None:
@@ -254,7 +255,7 @@ def compiles(
         partial(_compile, function, device, [sample(step, named, known) for step in steps])
         for function, steps in missing.values()
     ]
-    if apart and second_process.waits():
+    if apart and compiled_kernels.second_waits():
         longest = max(jobs, key=lambda job: len(job.args[0].src))
         jobs.remove(longest)
         later(partial(_apart, longest))
@@ -262,7 +263,7 @@ def compiles(
 
 
 def _apart(job: Job) -> None:
-    with second_process.offered():
+    with compiled_kernels.offered():
         job()
 
 

@@ -476,14 +476,14 @@ def test_a_child_that_is_forked_meanwhile_compiles_by_itself(tmp_path: Path) -> 
 @pytest.mark.long
 def test_no_process_waits_after_a_forward_that_was_compiled_before(tmp_path: Path) -> None:
     body = """
-    from flexmod.runtime import second_process
-    started, start = [], second_process.start
-    second_process.start = lambda: started.append(start())
+    from flexmod.codegen import compiled_kernels
+    started, start = [], compiled_kernels.start_second
+    compiled_kernels.start_second = lambda: started.append(start())
     with torch.no_grad():
         attend()
     q, k, v = made(), made(), made()
     attend()
-    assert started and not second_process.waits()
+    assert started and not compiled_kernels.second_waits()
 """
     found, *_ = python(tmp_path, body)
     assert {name for name, *_ in found} == {"forward_kernel"}
@@ -495,9 +495,9 @@ def test_one_thread_at_a_time_writes_ir(tmp_path: Path) -> None:
     body = """
     from triton.compiler.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
-    from flexmod.runtime import second_process
+    from flexmod.codegen import compiled_kernels
     import time
-    second_process.start = lambda: None
+    compiled_kernels.start_second = lambda: None
     inside, most, begun, later = [], [], [], side_by_side.later
     def watched(make):
         def make_ir(*given):
