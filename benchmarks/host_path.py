@@ -25,7 +25,7 @@ from triton.compiler import CompiledKernel
 
 import flexmod
 from flexmod import masks, mods
-from flexmod.backends import arguments, generated
+from flexmod.backends import arguments, families
 from flexmod.block_mask import generated as builder
 from flexmod.block_mask import in_graph
 from flexmod.calls import prepared
@@ -81,7 +81,7 @@ def on_an_h200() -> Iterator[None]:
     ), mock.patch.object(
         launch, "Direct", lambda compiled, device, *rest: Direct(compiled, torch.device("cuda", 0), *rest)
     ), mock.patch.object(prepared, "backend_of", lambda options, query: "triton"), mock.patch.object(
-        generated, "target_of", lambda device: H200
+        families, "target_of", lambda device: H200
     ), mock.patch.object(arguments, "processors", lambda device: H200.processors), mock.patch.object(
         launch, "verdict", lambda *_: Verdict()
     ), mock.patch.object(

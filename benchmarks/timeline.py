@@ -13,9 +13,9 @@ from tabulate import tabulate
 
 COMPILER = "triton.backends.nvidia.compiler:CUDABackend."
 WATCHED = (
-    ("flexmod.backends.generated:Generated.forward", "plan"),
-    ("flexmod.backends.generated:Generated.backward", "plan"),
-    ("flexmod.backends.generated:Generated.backward_compiler", "plan ahead"),
+    ("flexmod.backends.families:Generated.forward", "plan"),
+    ("flexmod.backends.families:Generated.backward", "plan"),
+    ("flexmod.backends.families:Generated.backward_compiler", "plan ahead"),
     ("flexmod.codegen.render:_finished", "tidy text"),
     ("flexmod.codegen.cache:load", "load text"),
     ("flexmod.block_mask.generated:compile_ahead", "mask's kernels"),

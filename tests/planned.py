@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flexmod.backends import arguments
 from flexmod.backends.arguments import BackwardInputs, Forward, Operands, Problem, operands
-from flexmod.backends.families import Family, families
-from flexmod.backends.generated import FirstRungs
+from flexmod.backends.families import Family, FirstRungs, families
 from flexmod.codegen.hopper import Shape
 from flexmod.ir.derivative import Along
 from flexmod.runtime.bound import Bound

@@ -14,7 +14,7 @@ from tiers import long_but
 from torch import Tensor
 
 from flexmod import BlockMask, create_block_mask, errors, flex_attention
-from flexmod.backends import generated
+from flexmod.backends import families
 from flexmod.runtime import launch
 
 BATCH, HEADS, ROWS, COLUMNS = 2, 2, 35, 21
@@ -263,14 +263,14 @@ def test_wide_indices() -> None:
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every subset of q, k, v and four captured tensors gets what all of them would get."""
     asked: list[tuple[bool, ...]] = []
-    backward = generated.Generated.backward
+    backward = families.Generated.backward
 
     def watch(self: Any, problem: Any, *args: Any, **options: Any) -> Any:
         bound = backward(self, problem, *args, **options)
         asked.append(tuple(place is not None for place in bound.plan.results))
         return bound
 
-    monkeypatch.setattr(generated.Generated, "backward", watch)
+    monkeypatch.setattr(families.Generated, "backward", watch)
     call = case(torch.bfloat16)
     tensors = [*call.inputs, *tensors_of("slopes"), *tensors_of("bias of rows"), random(COLUMNS).float()]
     tensors += [random(ROWS + COLUMNS).float(), random(ROWS, COLUMNS).float()]

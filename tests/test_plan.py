@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmod import create_block_mask, explain, flex_attention, masks, mods
-from flexmod.backends import arguments, generated, triton
+from flexmod.backends import arguments, families, triton
 from flexmod.backends.arguments import Problem, operands
-from flexmod.backends.families import families
-from flexmod.backends.generated import FirstRungs
+from flexmod.backends.families import FirstRungs
 from flexmod.codegen.compiler import kernels_for, lower
 from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
@@ -145,7 +144,7 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
         texts = [lower(x.graph, sizes, split=False) for x in (score, mask.traced)]
         kernels = kernels_for(spec, *texts)
         call = operands(q, k, v, problem, (), ())
-        for family in families():
+        for family in families.families():
             made: Any = family.kernels(kernels)
             writer, rungs = PlanWriter(), FirstRungs(made)
             results: Any
@@ -196,8 +195,8 @@ def test_what_explain_shows_is_what_a_call_does(
     shown = explain(mods.alibi(slopes), masks.causal(), head_dim=16).plan
     assert set(shown) == {"portable forward", "portable backward"}  # a head dimension that Hopper's lack
     bound: list[Plan] = []
-    made = generated.Bound
-    monkeypatch.setattr(generated, "Bound", lambda plan, *rest: bound.append(plan) or made(plan, *rest))
+    made = families.Bound
+    monkeypatch.setattr(families, "Bound", lambda plan, *rest: bound.append(plan) or made(plan, *rest))
     q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     mask = create_block_mask(masks.causal(), None, None, length, length, device="cpu")
     out = flex_attention(q, k, v, mods.alibi(slopes), mask, kernel_options={"BACKEND": "INTERPRET"})

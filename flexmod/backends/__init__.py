@@ -20,6 +20,6 @@ def backend(name: str) -> Any:
 
         if name == "triton":
             side_by_side.start_ahead()
-        from flexmod.backends import generated
+        from flexmod.backends import families
 
-        return generated.ON_GPU if name == "triton" else generated.INTERPRETED
+        return families.ON_GPU if name == "triton" else families.INTERPRETED

@@ -4,7 +4,8 @@ A term is the gradient of one loaded element for each score. First each term is 
 the load's index does not read: one number for each head for slopes of heads, one for each column for a bias
 of keys. Then these sums are added to the elements in a fixed order, so that two runs agree bit for bit.
 
-`CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums from kernels.
+`CaptureSums` takes terms tile by tile, on the CPU; `gradients` takes the sums from kernels, in a plan that
+`write_gradients` ends.
 `sums_along_diagonals` and `sums_of_elements` write the launches of kernels that make only such sums.
 """
 
@@ -21,13 +22,15 @@ from torch import Tensor
 from flexmod.backends.arguments import Arguments, Operands, Problem, diagonal_count, grid, mask_strides
 from flexmod.block_mask.storage import Form, MaskSnapshot, TileStorage, columns_of
 from flexmod.block_mask.tiles import EMPTY, FULL, LISTS, PARTIAL, Runs, ordered, tile_count
+from flexmod.codegen.compiler import capture_terms
 from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import Tile, option
+from flexmod.codegen.variant import Variant
 from flexmod.ir.derivative import Along, GradientTerm
 from flexmod.ir.evaluate import evaluate, wrapped
 from flexmod.ir.graph import Graph
 from flexmod.ir.passes import Extents
-from flexmod.runtime.plan import Extent, Keep, Place, PlanWriter, bits
+from flexmod.runtime.plan import Extent, Keep, Place, PlanWriter, bits, contiguous
 
 Sums = Mapping[Along, Sequence[Tensor]]
 """What kernels make of terms, float32, for each term in order:
@@ -94,6 +97,35 @@ def gradients(
             )  # fmt: skip
             totals[term.capture].add(next(left[term.along]), indices, torch.float64)
     return _results(totals, len(tensors))
+
+
+def write_gradients(
+    writer: PlanWriter,
+    call: Operands,
+    sums: Mapping[Along, Sequence[Place]],
+    variant: Variant,
+    reduce_in_backward: bool,
+) -> tuple[Place | None, ...]:
+    """Writes the gradients of captured tensors from a backward's sums; returns one for each capture, or None.
+
+    `reduce_in_backward`: the backward made the sums itself.
+    """
+    score, captured = variant.score.score if variant.score else None, call.score_captured
+    if score is None:
+        return ()
+    terms = _Terms(capture_terms(score, variant.learned, reduce_in_backward))
+    grads = [
+        Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
+        if number in variant.learned
+        else None
+        for number, place in enumerate(captured.tensors)
+    ]
+    given = (score, terms, sums, tuple(captured.tensors), tuple(captured.numbers or ()), call.extents)
+    return writer.call(gradients, given, grads)
+
+
+class _Terms(tuple[GradientTerm, ...]):
+    """Several terms as one argument of a step."""
 
 
 def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Tensor, ...]:

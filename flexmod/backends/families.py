@@ -1,31 +1,50 @@
-"""Selects the kernel family that computes a call on a GPU.
+"""Runs generated kernels as a backend, and selects the kernel family that makes them.
 
 flexmod asks the families in order; the first one without an obstacle makes the kernels of a forward or a
 backward. The last family, "portable", has no obstacles. A family is an object with the methods of `Family`;
 `insert` adds one.
+
+There are two backends: ON_GPU, and INTERPRETED, which runs the same kernels in Triton's interpreter on CPU
+tensors. They compile a problem's mods and make plans for its calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from flexmod.backends import arguments as call_arguments
 from flexmod.backends import options as kernel_options
-from flexmod.backends.arguments import BackwardInputs, Operands
+from flexmod.backends import triton
+from flexmod.backends.arguments import BackwardInputs, Operands, Problem, incoming, operands
+from flexmod.backends.captured import write_gradients
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen import compiled_kernels
+from flexmod.codegen.compiler import compile_mod
 from flexmod.codegen.device_functions import Family as Chips
-from flexmod.codegen.kernels import Kernels, Made
-from flexmod.codegen.spec import Direction, template
+from flexmod.codegen.kernels import IndexWatch, Kernels, Made
+from flexmod.codegen.spec import Direction, option, template
 from flexmod.codegen.variant import Variant
 from flexmod.errors import TemplateError
-from flexmod.runtime.plan import Place, PlanWriter
+from flexmod.runtime import config, launch, side_by_side, tuned
+from flexmod.runtime.bound import Bound
+from flexmod.runtime.launch import sample
+from flexmod.runtime.plan import Place, Plan, PlanWriter, extents_of
+from flexmod.runtime.side_by_side import Job
+from flexmod.runtime.target import family_of, target_of
 
+Tensors = Sequence[Tensor | None]
 Places = tuple[Place | None, ...]
+Meanwhile = Callable[[Tensors], Job | None]
+NO_RUNGS: Rungs = {}
 
 
 class Family(Protocol):
@@ -139,3 +158,260 @@ def serving(variant: Variant, direction: Direction, target: str) -> tuple[Family
             return family, passed
         passed[family.name] = why
     raise AssertionError("the portable family has no obstacle")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Makes plans of calls, bound to the kinds of their tensors."""
+
+    interpreted: bool
+
+    def forward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        *,
+        want_max: bool,
+        keep: bool,
+        meanwhile: Meanwhile | None = None,
+    ) -> Bound:
+        """Returns a plan bound to query, key, value, the score_mod's captured tensors and the mask's tensors.
+
+        Its results are a `Forward`, and with `keep` the `kept` tensors for a backward. If its kernels need
+        compiling, a thread calls `meanwhile` with stand-ins of the results during the compilation, and then
+        the job that it returns.
+
+        Raises:
+            NoTileFits, RoundedProductsError, MisaddressedProductsError: see `launch.choose_tile`.
+            BlockSizeError, OptionValueError: see `ladder`.
+            BlockMaskPartsError: see `mask_arguments`.
+        """
+        if meanwhile is not None and not self.interpreted:
+            side_by_side.start_second_process()
+        compiled = self._compile(problem, tensors, backward=False, want_max=want_max, keep=keep)
+        return self._served(compiled, meanwhile)
+
+    def backward(
+        self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
+    ) -> Bound:
+        """Returns a plan bound to a `BackwardInputs` in order, and the mask's tensors.
+
+        `kept` is the number of tensors that the forward kept. The results are the tensors of a `Gradients`,
+        in order. Raises the errors of `forward`.
+        """
+        return self._served(self._compile(problem, tensors, backward=True, needs=needs, kept=kept))
+
+    def backward_compiler(
+        self, problem: Problem, tensors: Tensors, needs: tuple[bool, bool, bool], kept: int
+    ) -> Job | None:
+        """Returns a job that compiles the first kernels of `backward`, or None if nothing needs compiling.
+
+        It takes the arguments of `backward`, also stand-ins, and raises the same errors. The job keeps no
+        tensors alive. A thread may call it while another one compiles the forward.
+        """
+        compiled = self._compile(problem, tensors, backward=True, needs=needs, kept=kept)
+        family = next(one for one, why in self._families(compiled) if why is None)
+        plan = compiled.plan(family, FirstRungs(compiled.kernels(family)))
+        jobs = side_by_side.compiles(plan, compiled.tensors, compiled.device, compiled.extents, apart=True)
+        return partial(side_by_side.in_threads, jobs) if jobs else None
+
+    def _families(self, compiled: PlannedCall) -> Iterator[tuple[Family, str | None]]:
+        """Yields the families in order, each with its obstacle or None."""
+        mask = compiled.call.mask if compiled.direction == "backward" else None
+        target = INTERPRETER if self.interpreted else target_of(compiled.device).name
+        for family in families():
+            why = obstacle(family, compiled.variant, compiled.direction, target)
+            yield family, why or family.call_obstacle(*compiled.qkv, mask)
+
+    def _served(self, compiled: PlannedCall, meanwhile: Meanwhile | None = None) -> Bound:
+        """Returns the bound plan of the first family that takes the call and has a rung for it."""
+        options, direction = dict(compiled.variant.options), compiled.direction
+        for family, why in self._families(compiled):
+            if why is None:
+                try:
+                    return compiled.chosen(family, meanwhile)
+                except launch.NoRung as none:
+                    why = str(none)
+            check_not_asked_for(family, direction, options, why)
+            if config.debug_level() >= 1:
+                print(f"flexmod: {direction} not on the template {family.name!r}: {why}", file=sys.stderr)
+        raise AssertionError("the portable family takes every call")
+
+    def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, **asked: Any) -> PlannedCall:
+        """Compiles the mods of a call. `asked`: further fields of the PlannedCall."""
+        q, k, v = _query_key_value(tensors, backward)
+        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        score = compile_mod(problem.score.graph, extents) if problem.score else None
+        mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
+        spec = triton.kernel_spec(q, k, v, problem, backward=backward)
+        grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
+        lowered = (score.lowered if score else None, mask.lowered if mask else None)
+        tensors_of_score = problem.score.tensors if problem.score else ()
+        variant = Variant(spec, *lowered, tensors_of_score, learned=grad_captures, options=problem.options)
+        numbers = (score.numbers if score else (), mask.numbers if mask else ())
+        call = operands(q, k, v, problem, *numbers)
+        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
+        if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
+            self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
+        return compiled
+
+    def _tune(self, problem: Problem, kernels: Sequence[Made], device: torch.device) -> None:
+        """Applies tuned tiles to the kernels of one spec. Raises NotTunedError if there are none."""
+        spec = kernels[0].spec
+        key = tuned.Key(
+            spec.direction,
+            INTERPRETER if self.interpreted else torch.cuda.get_device_name(device),
+            spec,
+            problem.score.graph if problem.score else None,
+            problem.mask.traced.graph if problem.mask else None,
+        )
+        for each in kernels:
+            tuned.apply(each, key, device, tuple(kind for one in kernels for kind in one.rungs))
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A forward or a backward of a variant, whose plans are bound to the kinds of `tensors`.
+
+    The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `arguments.py`. `kept`: the number of
+    tensors that the forward kept. `captured` False: the plan ends with the sums for gradients of captured
+    tensors.
+    """
+
+    variant: Variant
+    call: Operands
+    tensors: tuple[Tensor | None, ...]
+    interpreted: bool = False
+    want_max: bool = False
+    keep: bool = False
+    needs: tuple[bool, bool, bool] = (True, True, True)
+    kept: int = 0
+    captured: bool = True
+
+    @property
+    def direction(self) -> Direction:
+        return self.variant.spec.direction
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _query_key_value(self.tensors, self.variant.spec.backward)
+
+    @property
+    def device(self) -> torch.device:
+        return self.qkv[0].device
+
+    def kernels(self, family: Family) -> Made:
+        """Returns a family's kernels, for the chip of the tensors."""
+        chips = "" if self.interpreted else family_of(target_of(self.device).name)
+        return kernels_of(family, self.variant, self.direction, chips, self.interpreted)
+
+    @cached_property
+    def incoming(self) -> BackwardInputs:
+        """The places of a backward's inputs."""
+        return incoming(self.call, self.tensors, self.kept)
+
+    @cached_property
+    def inputs(self) -> Places:
+        """The places of `tensors`."""
+        if self.direction == "forward":
+            return self.call.inputs
+        return (*self.incoming.in_order(), *self.call.of_mask)
+
+    @cached_property
+    def extents(self) -> Mapping[str, int]:
+        """The values of the names in plans for the tensors."""
+        processors = {"PROCESSORS": call_arguments.processors(self.device)}
+        return {**extents_of(self.inputs, self.tensors), **processors}
+
+    def plan(self, family: Family, rungs: FirstRungs) -> Plan:
+        """Returns the plan on a family's kernels. If they check indices, its last step reads the result."""
+        writer, call, variant, made = PlanWriter(), self.call, self.variant, rungs.made
+        watch = None
+        if any(mod.checked for mod in (variant.score, variant.mask) if mod):
+            watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
+            score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
+            call = replace(call, score_captured=score, mask_captured=mask)
+        results: Places
+        if self.direction == "forward":
+            results = family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
+        else:
+            grad_out: Any = self.tensors[0]
+            of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
+            found = family.backward(writer, made, call, *of_call)
+            results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
+            if self.captured and variant.learned:
+                learned = write_gradients(writer, call, found.sums, variant, family.reduce_in_backward)
+                results = (*found[:3], *learned)
+        if watch is not None:
+            watch.raise_if_out_of_bounds()
+        return writer.plan(self.inputs, results)
+
+    def chosen(self, family: Family, meanwhile: Meanwhile | None = None) -> Bound:
+        """Chooses a rung for each kernel and returns the bound plan. Raises NoRung.
+
+        It compiles the first rungs in parallel; see `Generated.forward`.
+        """
+        plans: dict[object, Plan] = {}
+
+        def plan(rungs: FirstRungs) -> Plan:
+            key = rungs.later()
+            if key not in plans:
+                plans[key] = self.plan(family, rungs)
+            return plans[key]
+
+        rungs = FirstRungs(self.kernels(family))
+        first = plan(rungs)
+        sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
+        jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
+        given = zip(self.inputs, self.tensors, strict=True)
+        named = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
+        ahead = None
+        if meanwhile and jobs:
+            ahead = partial(meanwhile, self._results(first))
+        elif meanwhile and not self.interpreted:  # an earlier call compiled them: nothing compiles ahead
+            compiled_kernels.stop_second()
+        with side_by_side.beside(ahead):
+            if len(jobs) > 1:
+                side_by_side.in_threads(jobs)
+            for name, source in sources.items():
+
+                def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
+                    steps = plan(rungs.but(name, rung)).launches(name)
+                    return [sample(step, named, self.extents) for step in steps]
+
+                rungs[name] = launch.choose_tile(source, name, self.device, arguments)
+        return Bound(plan(rungs), self.tensors, self.device, self.extents)
+
+    def _results(self, plan: Plan) -> tuple[Tensor | None, ...]:
+        """Returns stand-ins of a plan's results."""
+        return tuple(
+            None if place is None else side_by_side.stand_in_of(place, self.extents) for place in plan.results
+        )
+
+
+class FirstRungs(dict[str, Any]):
+    """The chosen rungs by kernel; the ladder's first one for a kernel without a choice."""
+
+    def __init__(self, made: Made, known: Rungs = NO_RUNGS) -> None:
+        super().__init__(known)
+        self.made = made
+
+    def __missing__(self, kernel: str) -> Any:
+        return self.made.ladder(kernel)[0]
+
+    def but(self, kernel: str, rung: Any) -> FirstRungs:
+        return FirstRungs(self.made, {**self, kernel: rung})
+
+    def later(self) -> frozenset[tuple[str, Any]]:
+        """Returns the chosen rungs that are not the first; plans with the same ones are the same."""
+        return frozenset((name, rung) for name, rung in self.items() if rung != self.made.ladder(name)[0])
+
+
+def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = tensors[2:5] if backward else tensors[:3]
+    assert query is not None and key is not None and value is not None
+    return query, key, value
+
+
+ON_GPU = Generated(interpreted=False)
+INTERPRETED = Generated(interpreted=True)

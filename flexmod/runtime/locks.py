@@ -5,7 +5,7 @@
 `lazy_imports` surrounds imports at the first call that needs a package, not at `import flexmod`:
 
     with lazy_imports():
-        from flexmod.backends import generated
+        from flexmod.backends import families
 
 These are Triton, the modules that compile, launch or interpret kernels, and the packages that write kernels'
 text and print tables. tests/test_import.py has the list.

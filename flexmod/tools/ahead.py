@@ -36,8 +36,16 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import Problem, operands
-from flexmod.backends.families import PORTABLE, families, kernels_of, obstacle, serving
-from flexmod.backends.generated import NO_RUNGS, FirstRungs, PlannedCall
+from flexmod.backends.families import (
+    NO_RUNGS,
+    PORTABLE,
+    FirstRungs,
+    PlannedCall,
+    families,
+    kernels_of,
+    obstacle,
+    serving,
+)
 from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs

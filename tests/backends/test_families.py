@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexmod import errors, explain, flex_attention, masks, mods
-from flexmod.backends import families, generated, triton
+from flexmod.backends import families, triton
 from flexmod.backends import options as kernel_options
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Limits, Tile
@@ -74,13 +74,13 @@ def toy() -> Iterator[None]:
 @pytest.mark.parametrize(("heads", "served"), [(2, ["toy", "portable"]), (9, ["portable", "portable"])])
 def test_a_call(heads: int, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    made = generated.Bound
+    made = families.Bound
 
     def bind(plan: Any, *rest: Any) -> Any:
         found.append([step.source.family for step in plan.launches() if step.rung][0])
         return made(plan, *rest)
 
-    monkeypatch.setattr(generated, "Bound", bind)
+    monkeypatch.setattr(families, "Bound", bind)
     given = [torch.randn(1, heads, 40, 16, requires_grad=True) for _ in range(3)]
     softcap, options = mods.softcap(5.0), {"BACKEND": "INTERPRET"}
     expected = flex_attention(*given, softcap, kernel_options={"BACKEND": "REFERENCE"})
