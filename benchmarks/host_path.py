@@ -26,8 +26,8 @@ from triton.compiler import CompiledKernel
 import flexmod
 from flexmod import masks, mods
 from flexmod.backends import arguments, families
+from flexmod.block_mask import build
 from flexmod.block_mask import generated as builder
-from flexmod.block_mask import in_graph
 from flexmod.calls import prepared
 from flexmod.codegen.spec import Verdict
 from flexmod.runtime import direct, launch, side_by_side
@@ -87,7 +87,7 @@ def on_an_h200() -> Iterator[None]:
     ), mock.patch.object(
         direct, "_made_outside", lambda _: torch.zeros(1, dtype=torch.int32)
     ), mock.patch.object(side_by_side, "threads", lambda: 1), mock.patch.object(
-        in_graph, "has_kernels", lambda device: True
+        build, "has_kernels", lambda device: True
     ), mock.patch.object(builder, "target_of", lambda device: H200):  # fmt: skip
         yield
 

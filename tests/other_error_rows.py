@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 import flexmod
 from flexmod import compare, errors, masks
-from flexmod.block_mask import in_graph
+from flexmod.block_mask import build
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
@@ -159,7 +159,7 @@ ROWS: list[Row] = [
     ),
     (
         errors.InGraphMaskError,
-        lambda: in_graph.create(
+        lambda: build.create_in_graph(
             masks.causal(),
             MaskLayout((1, 1, 5001 * 128, 5003 * 128), (128, 128), torch.device("cpu"), True),
         ),

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
-from flexmod.block_mask import generated, in_graph
+from flexmod.block_mask import build, generated
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.calls import library
 from flexmod.ir.formulas import COMPOSED
@@ -175,8 +175,8 @@ def same_documents(ids: Tensor) -> Any:
 def test_a_write_to_what_a_mask_captures_reaches_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between calls and in the graph, for a mask that is an argument, a closure, or made inside."""
     searches = []
-    find_tiles = in_graph.find_tiles
-    monkeypatch.setattr(in_graph, "find_tiles", lambda *x: searches.append(x) or find_tiles(*x))
+    find_tiles = build.find_tiles
+    monkeypatch.setattr(build, "find_tiles", lambda *x: searches.append(x) or find_tiles(*x))
     ids, start = documents(LENGTH)[0], torch.tensor([3])
     mask = create_block_mask(same_documents(ids), None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
     later = create_block_mask(
@@ -631,8 +631,8 @@ def test_a_mask_made_inside_is_the_mask() -> None:
     """Its runs, for a mask that reads b and h and for one that does not."""
     for mask_mod in (WINDOW, lambda b, h, q_idx, kv_idx: (q_idx + 3 * h >= kv_idx) | (b == 1)):
         layout = MaskLayout((2, 3, 70, 50), (16, 16), CPU, True)
-        made = in_graph.create(mask_mod, layout)
-        held = in_graph.storage_of(made.tiles, trace(mask_mod, "mask").graph, layout)
+        made = build.create_in_graph(mask_mod, layout)
+        held = build.storage_of(made.tiles, trace(mask_mod, "mask").graph, layout)
         wanted = create_block_mask(mask_mod, 2, 3, 70, 50, "cpu", BLOCK_SIZE=16)
         assert torch.equal(held.table(4), wanted.table())
 
@@ -643,7 +643,7 @@ def test_a_graph_has_room_for_the_runs_of_a_gpu() -> None:
         sizes = (2, 1, 16 * rows, 16 * columns)
         mask = trace(lambda b, h, q, k: q >= k + b, "mask")
         made = generated.build(mask, MaskLayout(sizes, (16, 16), CPU, True), interpreted=True)
-        room = in_graph.most_runs(sizes, rows, columns)
+        room = build.most_runs(sizes, rows, columns)
         assert all(runs is not None and len(runs.spans) <= room for runs in made.values())
 
 

@@ -49,7 +49,7 @@ FINITE = {
     "runtime.side_by_side.start_second_process": "nothing",
     "codegen.cache._temporary_directory": "nothing",
     "codegen.compiled_kernels.find_compiled": "cache folders",
-    "block_mask.in_graph._with_kernels": "nothing",
+    "block_mask.build._with_kernels": "nothing",
     "codegen.compiler.runs_module": "nothing",
     "backends.backend": "backends",
     "runtime.target._read": "devices",

@@ -59,7 +59,7 @@ runtime.launch runtime.bound runtime.side_by_side
 backends
 tools.ahead
 tools.standalone_text tools.standalone_functions tools.standalone
-block_mask.generated block_mask.in_graph block_mask.build
+block_mask.generated block_mask.build
 calls.checks
 calls.float8
 calls.autograd

@@ -1,29 +1,41 @@
-"""Builds a BlockMask from a mask_mod: finds the runs of its tiles (`in_graph.py`) and stores them."""
+"""Builds a BlockMask from a mask_mod: finds the runs of its tiles and stores them.
+
+The bounds of the mask decide whole tiles, from coarse to fine. Only the elements of undecided tiles are
+evaluated: by generated kernels on a GPU (`generated.py`), in torch elsewhere (`refine.py`). A mask that is
+the same for each batch entry or head is built once. Inside torch.compile and torch.export, an operation of
+torch.library builds the mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from flexmod.block_mask import in_graph
-from flexmod.block_mask.combine import Dense
+from flexmod.block_mask import refine
+from flexmod.block_mask.combine import dense_mask
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.in_graph import check_captures, find_tiles
 from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
-from flexmod.block_mask.storage import TileStorage
-from flexmod.block_mask.tiles import MaskLayout, both_sizes
-from flexmod.errors import DenseMaskError, MaskExtentError
+from flexmod.block_mask.storage import Axis, TileStorage, is_captured
+from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, tile_count
+from flexmod.errors import DeviceMismatch, InGraphMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
-from flexmod.ir.evaluate import evaluate
-from flexmod.ir.graph import POSITIONS, check_sizes, dtype_name
-from flexmod.ir.offsets import OffsetLike, stated
+from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
+from flexmod.ir.graph import POSITIONS, Graph, check_sizes
+from flexmod.ir.offsets import OffsetLike, Positions, stated
 from flexmod.ir.passes import fitted
+from flexmod.ir.record import Recorded, of_graph, record
+from flexmod.ir.replay import replay
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import Traced, trace
+from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
+from flexmod.runtime.locks import lazy_imports
 from flexmod.runtime.private_torch import outside_of_graphs, outside_transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
@@ -66,7 +78,7 @@ def create_block_mask(
     the same positions. After a write to such a tensor, the next use finds the tiles again.
 
     Raises LengthError, MaskExtentError, BlockSizeError, NoDeviceError, OffsetTypeError, OffsetValueError,
-    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of
+    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, and every error of
     tracing. DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError
     if a kernel cannot read one.
 
@@ -80,13 +92,13 @@ def create_block_mask(
     block = block_pair(BLOCK_SIZE)
     if isinstance(mask_mod, Tensor):
         device = mask_mod.device if device is None else device
-        mask_mod, (B, H, Q_LEN, KV_LEN) = _dense(mask_mod, (B, H, Q_LEN, KV_LEN))
+        mask_mod, (B, H, Q_LEN, KV_LEN) = dense_mask(mask_mod, (B, H, Q_LEN, KV_LEN))
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = device_of(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
     layout = MaskLayout(sizes, block, here, separate_full_blocks)
     if torch.compiler.is_compiling():
-        return in_graph.create(mask_mod, layout, positions)
+        return create_in_graph(mask_mod, layout, positions)
     if positions is not None:
         mask_mod = positions.mask(mask_mod)
     traced = trace_mask(mask_mod, here)
@@ -94,38 +106,8 @@ def create_block_mask(
     without_values = here.type == "meta" or any(map(tensor_kinds.has_no_values, traced.tensors))
     with outside_transforms():
         if without_values or tensor_kinds.recorded_by_torch():
-            return in_graph.outside(mask_mod, traced, layout)
+            return create_by_operation(mask_mod, traced, layout)
         return BlockMask._of_storage(find_tiles(traced, layout), sizes[2:], block, mask_mod, traced)
-
-
-def _dense(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
-    """The mask_mod that reads a dense mask, and the mask's sizes. Raises DenseMaskError.
-
-    Each given size must equal the tensor's, which may also be 1.
-    """
-    shape = tuple(dense.shape)
-    if dense.dtype != torch.bool:
-        positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-len(shape) :])
-        raise DenseMaskError(
-            shape=shape, problem=f"is {dtype_name(dense.dtype)}, but it says True or False",
-            advice="compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
-            f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]",
-        )  # fmt: skip
-    if not 2 <= len(shape) <= 4:
-        raise DenseMaskError(
-            shape=shape, problem="has the wrong number of dimensions",
-            advice="give [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN]",
-        )  # fmt: skip
-    whole = (1,) * (4 - len(shape)) + shape
-    for axis, (name, size, own) in enumerate(zip(("B", "H", "Q_LEN", "KV_LEN"), given, whole, strict=True)):
-        if size is not None and size != own and (axis > 1 or own != 1):
-            advice = "leave B, H, Q_LEN and KV_LEN out: the tensor has them"
-            if shape == (given[0], given[3]):
-                advice = "index a padding mask [B, KV_LEN]: lambda b, h, q_idx, kv_idx: dense[b, kv_idx]"
-            problem = f"has {name}={own}, but {name}={size} is given"
-            raise DenseMaskError(shape=shape, problem=problem, advice=advice)
-    sizes = [own if size is None else size for size, own in zip(given, whole, strict=True)]
-    return Dense(dense.view(whole)), tuple(sizes)
 
 
 def _find_again(mask: BlockMask, traced: Traced) -> TileStorage:
@@ -188,3 +170,261 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int | None, KV_LEN: int | None) 
             raise MaskExtentError(name=name, value=value, axis=axis)
         counts.append(count)
     return counts[0], counts[1], length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN)
+
+
+def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
+    """Finds the tiles of a mask_mod; `check_captures` must accept its captures.
+
+    Raises CallSizeError, and every error of bounds and kernels.
+    """
+    sizes, block, device, separate = layout
+    check_sizes(traced.graph, sizes, "the block mask")
+    moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
+    if not has_kernels(device):
+        return _in_torch(moved, layout)
+    generated = _with_kernels()
+    if generated.is_first(moved, layout):
+        # without captured tensors, the host is faster: a GPU's kernels of torch are loaded one by one
+        place = device if moved.tensors else torch.device("cpu")
+        found = _in_torch(moved, layout._replace(device=place)).to(device)
+        return found.in_order() if moved.tensors and generated.is_ordered(block, device) else found
+    return TileStorage(sizes[:2], layout.grid(), generated.build(moved, layout), {}, separate)
+
+
+def _in_torch(traced: Traced, layout: MaskLayout) -> TileStorage:
+    sizes, block, device, separate = layout
+    graph = fitted(traced.graph.with_lines(), sizes)
+    table = refine.classify(Traced(graph, traced.tensors), sizes, block, device)
+    if not separate:
+        table.clamp_(max=PARTIAL)
+    return TileStorage.of_table(table, sizes[:2], separate)
+
+
+@cache
+def _with_kernels() -> ModuleType:
+    with lazy_imports():
+        from flexmod.runtime import side_by_side
+
+        side_by_side.start_ahead()
+        from flexmod.block_mask import generated
+    return generated
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Do generated kernels find the tiles on this device? Stand-ins for a GPU replace this."""
+    return device.type == "cuda"
+
+
+def check_captures(traced: Traced, device: torch.device) -> None:
+    """Raises DeviceMismatch if a captured tensor is neither on the mask's device nor a number of the host."""
+    for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
+        _check_device(capture.name, tensor, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device and not is_host_number(tensor, device):
+        raise DeviceMismatch.of("the mask", device, name, tensor.device)
+
+
+# A graph needs the runs' size before the runs are known, and each tile might be one. On a GPU, a line of
+# tiles has room for as many runs of each kind.
+MOST_RUNS = 1 << 24
+
+
+class GraphMask(BlockMask):
+    """The result of create_block_mask inside a graph. Its first use outside makes it a plain BlockMask.
+
+    Inside a graph, flex_attention takes its parts. Everything else needs attributes that a BlockMask has.
+    The lists in `tiles` are rows and spans, by row and by column, see `tiles.py`. The mask_mod that made
+    them is recorded in `tiled`, and without the mask's offsets in `mod`.
+    """
+
+    def __init__(
+        self, tiles: list[Tensor], tiled: Recorded, mod: Recorded, layout: MaskLayout,
+        positions: Positions | None,
+    ) -> None:  # fmt: skip
+        self.tiles, self.tiled, self.mod, self.layout = tiles, tiled, mod, layout
+        self.positions = positions
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _make_plain(self)
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _make_plain(self)
+        return self.__reduce_ex__(protocol)
+
+
+@outside_of_graphs
+def _make_plain(mask: GraphMask) -> None:
+    """Turns the mask into a BlockMask with the same tiles, whose mask_mod replays the record."""
+    layout, positions = mask.layout._replace(device=mask.tiles[0].device), mask.positions
+    traced, own = (mod.traced(layout.device)[0] for mod in (mask.tiled, mask.mod))
+    storage = present_tiles(storage_of(mask.tiles, traced.graph, layout), traced, layout, outside=False)
+    mask_mod: MaskMod = replay(own)
+    mask_mod = mask_mod if positions is None else positions.mask(mask_mod)
+    made = BlockMask._of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
+    mask.__class__ = BlockMask  # type: ignore[assignment]
+    mask.__dict__ = made.__dict__
+
+
+def create_in_graph(mask_mod: MaskMod, layout: MaskLayout, positions: Positions | None = None) -> GraphMask:
+    """Does `create_block_mask` inside a graph. Raises InGraphMaskError for masks of very many tiles."""
+    device = layout.device
+    mod = tiled = record(mask_mod, "mask", device)
+    if positions is not None:
+        tiled = record(positions.mask(mask_mod), "mask", device)
+    for tensor in tiled.captured:
+        _check_device("a tensor, captured by mask_mod", tensor, device)
+    return GraphMask(list(_tiles_of(tiled, layout)), tiled, mod, layout, positions)
+
+
+def create_by_operation(mask_mod: MaskMod, traced: Traced, layout: MaskLayout) -> BlockMask:
+    """Builds the mask of a traced mask_mod with the operation, outside of TorchDynamo: for tensors without
+    values, and while torch traces. Raises InGraphMaskError for masks of very many tiles.
+    """
+    with tensor_kinds.naming_mixed(traced.named()):
+        tiles = _tiles_of(of_graph(traced), layout)
+    storage = storage_of(tiles, traced.graph, layout)
+    return BlockMask._of_storage(storage, layout.sizes[2:], layout.block, mask_mod, traced)
+
+
+def _tiles_of(mod: Recorded, layout: MaskLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Calls the operation on a recorded mod. Raises InGraphMaskError before the operation runs."""
+    sizes, block, device, separate = layout
+    most_runs(sizes, *layout.grid())
+    return build_tiles(
+        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
+    )
+
+
+@torch.library.custom_op("flexmod::block_mask", mutates_args=())
+def build_tiles(
+    captured: Sequence[Tensor],
+    integers: Sequence[int],
+    reals: Sequence[float],
+    mod: str,
+    sizes: Sequence[int],
+    block: Sequence[int],
+    separate: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operation: rows and spans of the runs by row, then by column, for each batch entry and head."""
+    if device.type == "meta":
+        return _empty_tiles(sizes, block, device)
+    traced, _ = Recorded(mod, captured, integers, reals).traced(device)
+    tensor_kinds.check_readable(traced.named())
+    whole = (sizes[0], sizes[1], sizes[2], sizes[3])
+    sources = source_states(traced.tensors)
+    storage = find_tiles(traced, MaskLayout(whole, (block[0], block[1]), device, separate))
+    rows, columns = storage.grid
+    most = most_runs(whole, rows, columns)
+    found: list[Tensor] = []
+    for axis, lines in (("kv", rows), ("q", columns)):
+        runs = storage.runs(axis)  # type: ignore[arg-type]
+        assert runs is not None
+        spans = runs.spans.new_zeros(most, 2)
+        spans[: len(runs.spans)] = runs.spans
+        table = runs.rows.expand(sizes[0], sizes[1], lines, 2, 3).contiguous()
+        made = Runs(table, spans).with_fixed_sizes()  # for another graph, which may take the mask
+        found += [made.rows, made.spans]
+    computed_from(found[1], sources)
+    return found[0], found[1], found[2], found[3]
+
+
+@build_tiles.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, sizes, block, _, device = given
+    return _empty_tiles(sizes, block, device)
+
+
+def _empty_tiles(
+    sizes: Sequence[int], block: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = tile_count(sizes[2], block[0]), tile_count(sizes[3], block[1])
+    most = most_runs(sizes, rows, columns)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return (
+        empty(sizes[0], sizes[1], rows, 2, 3), empty(most, 2),
+        empty(sizes[0], sizes[1], columns, 2, 3), empty(most, 2),
+    )  # fmt: skip
+
+
+def most_runs(sizes: Sequence[int], rows: int, columns: int) -> int:
+    """The number of an axis's runs to allocate. Raises InGraphMaskError."""
+    # a line has room for an even number of runs; max() would be a guard that binds two lengths together
+    most = sizes[0] * sizes[1] * (rows * columns + rows + columns)
+    if most > MOST_RUNS:
+        raise InGraphMaskError(
+            problem=f"create_block_mask makes a mask of {sizes[0] * sizes[1] * rows * columns} tiles",
+            advice="build it before the call, and hand it to the compiled function",
+        )
+    return most
+
+
+def storage_of(tiles: Sequence[Tensor], graph: Graph, layout: MaskLayout) -> TileStorage:
+    """Converts the tiles of a GraphMask to a mask's storage: once if a dimension repeats them."""
+    b, h = (slice(None) if name in graph.reads else slice(1) for name in POSITIONS[:2])
+    by_axis: dict[Axis, Runs | None] = {
+        "kv": Runs(tiles[0][b, h].contiguous(), tiles[1]),  # kernels take no strides of rows
+        "q": Runs(tiles[2][b, h].contiguous(), tiles[3]),
+    }
+    return TileStorage(layout.sizes[:2], layout.grid(), by_axis, {}, layout.separate)
+
+
+# By the memory of a mask's runs: what the tiles that replaced them last were found from, their graph and
+# layout, and the tiles. Masks of other lengths may share the memory.
+_found_again = WeakIdKeyDictionary()
+
+
+def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outside: bool) -> TileStorage:
+    """The tiles of a mask_mod for the present values of its captured tensors: `storage`, if it has them.
+
+    A compiled graph has the tiles of a mask as inputs, and no code of it runs before they are read. So the
+    operation that reads them finds them again after a write, and so does its backward. It remembers what it
+    found for a mask from `outside` the graph. On a GPU that excludes tiles that may be in a CUDA graph's
+    memory: torch gives such a graph copies of its inputs.
+    """
+    runs = None if storage.outdated else storage.runs("kv")
+    if not traced.tensors or runs is None or not all(layout.sizes[2:]):
+        return storage
+    if layout.device.type == "meta" or is_captured(layout.device):
+        return storage
+    # before the search for tiles, so that a write during it counts
+    known, sources = sources_of(runs.spans), source_states(traced.tensors)
+    if known == sources:
+        return storage
+    memory = runs.spans.untyped_storage()
+    last = _found_again.get(memory)
+    if last is not None and last[:3] == (sources, traced.graph, layout):
+        return last[3]
+    found = find_tiles(traced, layout)
+    if outside and (known is not None or layout.device.type == "cpu"):
+        _found_again[memory] = sources, traced.graph, layout, found
+    return found
+
+
+# By the indices of a mask: the state of its lists at their last check, and the check's result.
+_checked = WeakTensorKeyDictionary()
+
+
+def masked(storage: TileStorage, traced: Traced, layout: MaskLayout, padded: bool) -> BlockMask:
+    """Makes a BlockMask for launches, whose mask_mod is never called. Validates lists once in each state.
+
+    Raises the errors of `BlockMask.look`.
+    """
+    lengths, block = layout.sizes[2:], layout.block
+    mask = BlockMask._of_storage(storage, lengths, block, noop_mask, traced, padded)
+    lists = mask.storage.written()
+    if lists:
+        now, known = (lists, lengths, block), _checked.get(mask.kv_indices, (None, padded))
+        if known[0] == now:
+            mask.full_tiles_padded = known[1]
+        elif mask.look(again=True):
+            _checked[mask.kv_indices] = now, mask.full_tiles_padded
+    return mask

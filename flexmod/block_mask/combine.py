@@ -25,9 +25,9 @@ from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, keep_padding_partial, tile_count
-from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError
+from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError, DenseMaskError
 from flexmod.ir.composed import Derived
-from flexmod.ir.graph import check_sizes, expect_size
+from flexmod.ir.graph import check_sizes, dtype_name, expect_size
 from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_name
@@ -107,6 +107,36 @@ class Dense(Derived):
         return self.dense[b, h, q_idx, expect_size(kv_idx, keys, "a dense mask", "shape[3]")]
 
     __name__ = "dense"
+
+
+def dense_mask(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
+    """The mask_mod that reads a dense mask, and the mask's sizes. Raises DenseMaskError.
+
+    Each given size must equal the tensor's, which may also be 1.
+    """
+    shape = tuple(dense.shape)
+    if dense.dtype != torch.bool:
+        positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-len(shape) :])
+        raise DenseMaskError(
+            shape=shape, problem=f"is {dtype_name(dense.dtype)}, but it says True or False",
+            advice="compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
+            f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]",
+        )  # fmt: skip
+    if not 2 <= len(shape) <= 4:
+        raise DenseMaskError(
+            shape=shape, problem="has the wrong number of dimensions",
+            advice="give [Q_LEN, KV_LEN], [H, Q_LEN, KV_LEN] or [B, H, Q_LEN, KV_LEN]",
+        )  # fmt: skip
+    whole = (1,) * (4 - len(shape)) + shape
+    for axis, (name, size, own) in enumerate(zip(("B", "H", "Q_LEN", "KV_LEN"), given, whole, strict=True)):
+        if size is not None and size != own and (axis > 1 or own != 1):
+            advice = "leave B, H, Q_LEN and KV_LEN out: the tensor has them"
+            if shape == (given[0], given[3]):
+                advice = "index a padding mask [B, KV_LEN]: lambda b, h, q_idx, kv_idx: dense[b, kv_idx]"
+            problem = f"has {name}={own}, but {name}={size} is given"
+            raise DenseMaskError(shape=shape, problem=problem, advice=advice)
+    sizes = [own if size is None else size for size, own in zip(given, whole, strict=True)]
+    return Dense(dense.view(whole)), tuple(sizes)
 
 
 @dataclass(frozen=True, eq=False)

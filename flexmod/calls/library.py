@@ -19,8 +19,8 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends.arguments import Forward, dtype_of_sums, order_of, results, strides_in_order
 from flexmod.backends.options import KernelOptions, families_version
+from flexmod.block_mask.build import GraphMask, masked, present_tiles, storage_of
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.in_graph import GraphMask, masked, present_tiles, storage_of
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
