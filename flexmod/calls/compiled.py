@@ -23,7 +23,7 @@ from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_ove
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
-from flexmod.ir.fingerprint import Known, Seen, remember, tensor_key
+from flexmod.ir.fingerprint import Seen, remember, tensor_key
 from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
@@ -359,8 +359,7 @@ class _Traces(NamedTuple):
             return prepared.NO_SCORE
         keys = [tensor_key(tensor) for tensor in traced.tensors]
         seen = None if traced.eager or None in keys else Seen((self.name, *keys), traced.tensors)
-        known = Known(traced.graph, tuple(range(len(traced.tensors))))
-        return prepared.Score(lambda device: (traced, known), seen)
+        return prepared.Score(lambda device: (traced, tuple(range(len(traced.tensors)))), seen)
 
 
 class _Masks:

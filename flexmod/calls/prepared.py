@@ -27,7 +27,7 @@ from flexmod.calls import autograd, checks
 from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
 from flexmod.ir.evaluate import is_host_number
-from flexmod.ir.fingerprint import Known, Seen, find, fingerprint, remember, tensor_key
+from flexmod.ir.fingerprint import Seen, find, fingerprint, remember, tensor_key
 from flexmod.ir.graph import Graph, check_sizes, used_captures
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced, plain_number
@@ -41,10 +41,10 @@ KNOWN = 1024  # calls in the cache
 class Score(NamedTuple):
     """A score mod: `trace` makes its graph, `seen` is its fingerprint.
 
-    `trace` also returns the facts that hold for all mods with this fingerprint, or None.
+    `trace` also returns the places of its captured tensors among those of `seen`, see `find`.
     """
 
-    trace: Callable[[torch.device], tuple[Traced, Known | None]] | None
+    trace: Callable[[torch.device], tuple[Traced, tuple[int, ...] | None]] | None
     seen: Seen | None
 
 
@@ -242,7 +242,7 @@ def _check_and_attend(
     autocast = autograd.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
-        source, known = asked.score.trace(query.device) if asked.score.trace else (None, None)
+        source, places = asked.score.trace(query.device) if asked.score.trace else (None, ())
         if source is not None:
             named = source.named()
             tensor_kinds.check(named)
@@ -262,9 +262,10 @@ def _check_and_attend(
         call, own = checked(traced)
         traced = traced._replace(mask=mask if own is None else own)
         captured = source.tensors if source is not None and call.problem.score is not None else ()
-        ready = CheckedCall(call, own, known.places if known is not None and captured else (), autocast)
-        if facts is not None and ready.lasts(query.device) and (source is None or known is not None):
-            remember(_known_calls, facts, ready, KNOWN)
+        if facts is not None and places is not None:
+            ready = CheckedCall(call, own, places if captured else (), autocast)
+            if ready.lasts(query.device):
+                remember(_known_calls, facts, ready, KNOWN)
         captured = (*captured, *asked.extra_tensors)
         naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
         with naming:

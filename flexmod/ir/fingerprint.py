@@ -277,45 +277,34 @@ PURE = _pure()
 REMEMBERED = 1024
 
 
-class Known(NamedTuple):
-    """The graph for a fingerprint, and the places of its captures among the fingerprint's tensors, in order.
+Places = tuple[int, ...]
 
-    `described`: as in `Traced`, by place.
-    """
-
-    graph: Graph
-    places: tuple[int, ...]
-    described: tuple[int, ...] = ()
-
-    def bound(self, seen: Seen) -> Traced:
-        captured, described = ([seen.tensors[p] for p in part] for part in (self.places, self.described))
-        return Traced(self.graph, tuple(captured), described=tuple(described))
-
-
-_known: dict[object, Known] = {}
+# by fingerprint: the graph, and the places of a trace's `tensors` and `described` among the fingerprint's
+_known: dict[object, tuple[Graph, Places, Places]] = {}
 
 
 def find(
     mod: Callable[..., Any], kind: str, device: torch.device, seen: Seen | None
-) -> tuple[Traced, Known | None]:
-    """Traces a mod or finds its trace in the cache. Also returns the cache's entry, if there is one.
-
-    `seen` is the mod's fingerprint.
+) -> tuple[Traced, Places | None]:
+    """Traces a mod or finds its trace in the cache. Also returns the places of its captured tensors among
+    those of the fingerprint `seen`, or None if the next call traces it again.
     """
-    key = None if seen is None else (seen.key, kind, device, torch.get_default_dtype())
+    if seen is None:
+        return trace(mod, kind, device), None
+    key = seen.key, kind, device, torch.get_default_dtype()
     known = _known.get(key)
-    if known is not None and seen is not None:
-        return known.bound(seen), known
+    if known is not None:
+        graph, places, described = known
+        captured, beside = ([seen.tensors[place] for place in part] for part in (places, described))
+        return Traced(graph, tuple(captured), described=tuple(beside)), places
     traced = trace(mod, kind, device)
-    if seen is None or traced.eager:
+    of_seen = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
+    if traced.eager or any(id(tensor) not in of_seen for tensor in (*traced.tensors, *traced.described)):
         return traced, None
-    places = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
-    if any(id(tensor) not in places for tensor in (*traced.tensors, *traced.described)):
-        return traced, None
-    of_trace = ([places[id(tensor)] for tensor in part] for part in (traced.tensors, traced.described))
-    known = Known(traced.graph, *map(tuple, of_trace))
-    remember(_known, key, known, REMEMBERED)
-    return traced, known
+    of_trace = ([of_seen[id(tensor)] for tensor in part] for part in (traced.tensors, traced.described))
+    places, described = map(tuple, of_trace)
+    remember(_known, key, (traced.graph, places, described), REMEMBERED)
+    return traced, places
 
 
 def remembered(mod: Callable[..., Any], kind: str, device: torch.device) -> Traced:
