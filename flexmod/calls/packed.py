@@ -14,6 +14,7 @@ from flexmod import errors, masks, mods
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import ScoreFunction, flex_attention
+from flexmod.calls.checks import check_device
 from flexmod.errors import LibraryArgumentError
 from flexmod.masks.checks import MaskMod, check_kind, check_packing
 from flexmod.runtime import tensor_kinds
@@ -104,6 +105,9 @@ def varlen_attention(
     if key.shape[0] != value.shape[0]:
         raise errors.LengthMismatch(key=key.shape[0], value=value.shape[0], dimension="0")
     check_packing("varlen_attention", starts, query.shape[0], key.shape[0])
+    for name, tensor in starts.items():
+        if tensor is not None:
+            check_device("query", query, name, tensor.device)
     heads_first = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
     out, lse = _attend(
         heads_first, (cu_seqlens, cu_seqlens_kv), score_mod, mask_mod, block_mask,
@@ -182,6 +186,7 @@ def nested_attention(
             layout = "[batch, heads, length, head_dim]"
             raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout)
         _check_nested(name, tensor)
+        check_device("query", query, name, tensor.device)
     _check_lengths(query, key, value)
     q, k, v = named.values()
     offsets, kv_offsets = q.offsets(), k.offsets()
@@ -208,12 +213,6 @@ def _attend(
     if mask_mod is not None and block_mask is not None:
         raise errors.MaskTwiceError()
     query, key, value = tensors
-    for name, starts in zip(("the offsets of query", "the offsets of key"), cu_seqlens, strict=True):
-        if starts is not None and starts.device != query.device:
-            raise errors.DeviceMismatch(
-                first="query", first_device=str(query.device), second=name, second_device=str(starts.device),
-                name="cu_seqlens",
-            )  # fmt: skip
     offsets, kv_offsets = cu_seqlens
     total, kv_total = query.shape[1], key.shape[1]
     lengths: dict[str, Any] = {"kv_offsets": kv_offsets, "total": total, "kv_total": kv_total}
