@@ -137,13 +137,13 @@ class GraphStep(NamedTuple):
 @lru_cache(1024)
 def steps_of(graph: Graph) -> tuple[tuple[GraphStep, ...], tuple[int, ...]]:
     """The nodes in order, and the places of the results."""
-    places = {n: i for i, n in enumerate(graph.nodes)}
+    nodes, results = graph.flat
     steps: list[GraphStep] = []
-    for n in graph.nodes:
-        row = OPS.get(n.op)
-        at = tuple([d for _, d in row.arguments(n)]) if row else ()
-        steps.append(GraphStep(n.op, tuple([places[a] for a in n.args]), n.dtype, n.value, row, at))
-    return tuple(steps), tuple([places[result] for result in graph.results])
+    for node, (op, args, dtype, value, _) in zip(graph.nodes, nodes, strict=True):
+        row = OPS.get(op)
+        at = tuple([d for _, d in row.arguments(node)]) if row else ()
+        steps.append(GraphStep(op, args, dtype, value, row, at))
+    return tuple(steps), results
 
 
 def real_dtype(dtype: DType, real: torch.dtype) -> torch.dtype:

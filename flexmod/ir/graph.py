@@ -43,6 +43,7 @@ DType = torch.dtype | type
 Shared = TypeVar("Shared")
 Found = TypeVar("Found")
 Structure = tuple[object, ...]
+FlatNode = tuple[str, tuple[int, ...], DType, object, Where | None]
 Home = frozenset[str]
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 # the inputs of a mod, or of a derivative, by kind of graph
@@ -216,10 +217,7 @@ class Graph(Immutable):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles as a flat list of nodes: nested pickling would exceed Python's recursion limit."""
-        places = {n: i for i, n in enumerate(self.nodes)}
-        nodes = [(n.op, [places[a] for a in n.args], n.dtype, n.value, n.where) for n in self.nodes]
-        results = [places[r] for r in self.results]
-        return _unpickled, (self.kind, nodes, results, self.captures, self.lines, self.expected)
+        return _unpickled, (self.kind, *self.flat, self.captures, self.lines, self.expected)
 
     @property
     def result(self) -> Node:
@@ -229,6 +227,13 @@ class Graph(Immutable):
     def nodes(self) -> tuple[Node, ...]:
         """Every Node once, arguments before their users."""
         return arguments_first(self.results)
+
+    @cached_property
+    def flat(self) -> tuple[tuple[FlatNode, ...], tuple[int, ...]]:
+        """The nodes with places in place of their arguments, and the places of the results."""
+        places = {n: i for i, n in enumerate(self.nodes)}
+        nodes = [(n.op, tuple([places[a] for a in n.args]), n.dtype, n.value, n.where) for n in self.nodes]
+        return tuple(nodes), tuple([places[result] for result in self.results])
 
     @cached_property
     def users(self) -> Counter[Node]:
@@ -257,19 +262,13 @@ class Graph(Immutable):
 
         Two calls of one mod that differ only in captured Python numbers have the same skeleton.
         """
-        places: dict[Node, int] = {}
-        nodes: list[object] = []
-        numbers: list[Any] = []
-        for place, node in enumerate(self.nodes):
-            places[node] = place
-            value: object = None
-            if node.op == "const":
-                numbers.append(node.value)
-            elif node.value is not None:
-                value = _freeze(node.value)
-            nodes.append((node.op, node.dtype, value, *[places[a] for a in node.args]))
-        roots = [places[result] for result in self.results]
-        return (self.kind, self.captures, self.expected, *nodes, *roots), tuple(numbers)
+        nodes, roots = self.flat
+        numbers: list[Any] = [value for op, _, _, value, _ in nodes if op == "const"]
+        structure = [
+            (op, dtype, None if op == "const" or value is None else _freeze(value), *args)
+            for op, args, dtype, value, _ in nodes
+        ]
+        return (self.kind, self.captures, self.expected, *structure, *roots), tuple(numbers)
 
     def __str__(self) -> str:
         head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)
@@ -296,7 +295,7 @@ class Graph(Immutable):
 
 def _unpickled(
     kind: str,
-    nodes: Sequence[tuple[str, Sequence[int], DType, object, Where | None]],
+    nodes: Sequence[FlatNode],
     results: Sequence[int],
     captures: tuple[Capture, ...],
     lines: bool,
