@@ -68,13 +68,14 @@ def test_no_queries_and_no_keys() -> None:
         assert (lse == -torch.inf).all()
 
 
-def test_heads_of_key_and_value_differ() -> None:
-    query, key, value = (torch.randn(1, heads, 40, 16).to(E4M3) for heads in (4, 4, 2))
-    scales = Scales(key=torch.rand(1, 4) + 0.5, value=torch.rand(1, 2) + 0.5)
+@pytest.mark.parametrize("heads", [(4, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize("blocks", [(), (1,)], ids=["by head", "by block"])
+def test_heads_of_key_and_value_differ(heads: tuple[int, int], blocks: tuple[int, ...]) -> None:
+    query, key, value = (torch.randn(1, of_one, 40, 16).to(E4M3) for of_one in (4, *heads))
+    scales = Scales(key=torch.rand(1, heads[0], *blocks) + 0.5, value=torch.rand(1, heads[1], *blocks) + 0.5)
     found = flex_attention(query, key, value, enable_gqa=True, scales=scales)
-    assert scales.value is not None
-    twice = scales._replace(value=scales.value.repeat_interleave(2, 1))
-    expected = flex_attention(query, key, value.repeat_interleave(2, 1), scales=twice)
+    key4, value4, *of_both = (x.repeat_interleave(4 // x.shape[1], 1) for x in (key, value, *scales[1:]))
+    expected = flex_attention(query, key4, value4, scales=Scales(None, *of_both))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     torch._dynamo.reset()
     in_graph = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)

@@ -144,24 +144,24 @@ def lowered(
     _check_formats(query, key, value)
     dtype = _out_dtype(query, out_dtype)
     scales = _checked(Scales() if scales is None else scales, tensors)
-    if equal is not None:
-        scales = _with_equal_heads(scales, key, value, new_key, new_value)
-        key, value = new_key, new_value
     if value.dtype not in FLOAT8:
-        return Float8Call(query, key, value, score_mod)
+        return Float8Call(query, new_key, new_value, score_mod)
     _check_gradients(tensors, scales)
-    group = query.shape[1] // max(1, key.shape[1])
     if scales.query is not None or scales.key is not None:
-        shared = key.shape[0] != query.shape[0]
+        group, shared = query.shape[1] // max(1, key.shape[1]), key.shape[0] != query.shape[0]
         score_mod = ScaledScore(score_mod or _natural, scales.query, scales.key, group, shared)
-    by_block = scales.value is not None and scales.value.dim() == 3
+    scale = scales.value
+    if equal is not None and scale is not None and scale.dim():
+        scale = scale.repeat_interleave(new_value.shape[1] // value.shape[1], 1)
+    key, value = new_key, new_value
+    by_block = scale is not None and scale.dim() == 3
     on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
     kept = on_gpu and query.dtype in FLOAT8 and _multiplies(query.device)
     if not kept:
         query, key = (x if x.dtype == dtype else _dequantized(x, None, dtype) for x in (query, key))
     if not kept or by_block:
-        value = _dequantized(value, scales.value if by_block else None, dtype)
-    scale = None if by_block else scales.value
+        value = _dequantized(value, scale if by_block else None, dtype)
+    scale = None if by_block else scale
     in_kernel = on_gpu and not torch.compiler.is_compiling()
     return Float8Call(query, key, value, score_mod, dtype, *((scale, None) if in_kernel else (None, scale)))
 
@@ -262,20 +262,6 @@ def _check_gradients(tensors: dict[str, Tensor], scales: Scales) -> None:
         for name, tensor in {**tensors, **of_scales}.items():
             if tensor is not None and tensor.requires_grad:
                 raise errors.Float8GradientError(name=name)
-
-
-def _with_equal_heads(
-    scales: Scales, key: Tensor, value: Tensor, new_key: Tensor, new_value: Tensor
-) -> Scales:
-    """Repeats the scales of heads that `checks.with_equal_heads` repeated."""
-
-    def repeated(scale: Tensor | None, old: Tensor, new: Tensor) -> Tensor | None:
-        if scale is None or not scale.dim():
-            return scale
-        return scale.repeat_interleave(new.shape[1] // old.shape[1], 1)
-
-    of_key, of_value = repeated(scales.key, key, new_key), repeated(scales.value, value, new_value)
-    return Scales(scales.query, of_key, of_value)
 
 
 def quantize(
