@@ -27,7 +27,7 @@ from flexmod import flex_attention
 from flexmod.block_mask import generated
 from flexmod.calls import prepared
 from flexmod.codegen import cache, compiler
-from flexmod.ir import fingerprint, record
+from flexmod.ir import fingerprint
 from flexmod.ir.trace import trace
 
 # Functions with a cache that no limit holds, and what their arguments are: few in a process.
@@ -64,7 +64,6 @@ LIMITS = {
     "ir.fingerprint._known": fingerprint.REMEMBERED,
     "block_mask.generated._known": generated.REMEMBERED,
     "ir.fingerprint._codes": fingerprint.CODES,
-    "ir.record._KNOWN": record.REMEMBERED + 1,
     "codegen.cache._modules": cache.KEPT,
     "codegen.cache._users": cache.KEPT,
     "codegen.cache._dead": cache.KEPT,

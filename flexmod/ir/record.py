@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -441,25 +440,18 @@ REMEMBERED = 4096
 BITS = 62  # a number's width: TorchDynamo and torch.library take signed 64-bit integers
 
 _NUMBERS: WeakValueDictionary[int, Graph] = WeakValueDictionary()
-_KNOWN: OrderedDict[Graph, int] = OrderedDict()
 _LOCK = Lock()
 
 
+@lru_cache(REMEMBERED)
 def numbered(graph: Graph) -> tuple[Graph, int]:
     """The first numbered graph that equals this one, and its number. Raises GraphNumberError."""
+    number = digest(graph)
     with _LOCK:
-        number = _KNOWN.get(graph)
-        if number is None:
-            number = digest(graph)
-            first = _NUMBERS.setdefault(number, graph)
-            if first != graph:
-                raise GraphNumberError(number=number)
-            _KNOWN[first] = number
-            if len(_KNOWN) > REMEMBERED:
-                _KNOWN.popitem(last=False)
-        else:
-            _KNOWN.move_to_end(graph)
-        return _NUMBERS[number], number
+        first = _NUMBERS.setdefault(number, graph)
+    if first != graph:
+        raise GraphNumberError(number=number)
+    return first, number
 
 
 def digest(graph: Graph) -> int:
