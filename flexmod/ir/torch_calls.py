@@ -2,9 +2,9 @@
 
 A function is a cast, a constant, an operation of the table, or a combination of these (`formulas.py`).
 
-`Watch` notices torch's own work on tensors while a mod is traced. Such work may read a captured tensor's
-values: `t.item()`, `if t > 3`, `t * 2`. Its result becomes part of the graph, so the graph is right for these
-values only, and the next call must trace the mod again.
+`Watch` and `WatchOperations` notice torch's own work on tensors while a mod is traced. Such work may read a
+captured tensor's values: `t.item()`, `if t > 3`, `t * 2`. Its result becomes part of the graph, so the graph
+is right for these values only, and the next call must trace the mod again.
 """
 
 from __future__ import annotations
@@ -215,16 +215,6 @@ class Watch(TorchFunctionMode):
     def __init__(self, tracer: AbstractTracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self._operations = _Operations(tracer)
-
-    def __enter__(self) -> Watch:
-        self._operations.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._operations.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -241,7 +231,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operations(TorchDispatchMode):
+class WatchOperations(TorchDispatchMode):
     """Sees operations on tensors that reach torch without a torch function.
 
     They come from scripted functions, extensions, code under DisableTorchFunction, and the tracer itself.

@@ -49,7 +49,7 @@ from flexmod.ir.source import (
     reached,
     user_line,
 )
-from flexmod.ir.torch_calls import Watch
+from flexmod.ir.torch_calls import Watch, WatchOperations
 from flexmod.ir.vectors import Vector, is_wide, unrolled
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import enable_torch_function, tree_leaves
@@ -159,7 +159,7 @@ def watching(tracer: Tracer) -> Iterator[None]:
     switched off. A mode of the caller must not see traced values. Gradients are on in
     every state of the caller, so that a mod that turns them off is noticed.
     """
-    with enable_torch_function(), torch.enable_grad(), Watch(tracer):
+    with enable_torch_function(), torch.enable_grad(), WatchOperations(tracer), Watch(tracer):
         yield
 
 
