@@ -38,7 +38,7 @@ import torch
 
 from flexmod.ir import bounds
 from flexmod.ir.bounds import UNKNOWN, Bounds
-from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, rebuild
+from flexmod.ir.graph import COLUMN, ROW, UNIFORM, Graph, GraphBuilder, Node, computed, rebuild
 from flexmod.ir.ops import CAST, LOG2_E, OPS, strong
 from flexmod.ir.passes import EXACT, as_float
 
@@ -395,15 +395,9 @@ class _ExponentRewriter:
 
     def _at_start(self, node: Node) -> Node:
         """The node at the tile's first key."""
-        found: dict[Node, Node] = {}
-        for one in self.given.of([node]).nodes:
-            if one.is_input("kv_idx"):
-                found[one] = self.builder.input("start", one.dtype)  # type: ignore[arg-type]
-            elif "kv_idx" in one.home:
-                found[one] = self.builder.keep(one, tuple(found[a] for a in one.args))
-            else:
-                found[one] = self.builder.copied(one)
-        return found[node]
+        indices = [n for n in self.given.nodes if n.is_input("kv_idx")]
+        found = {n: self.builder.input("start", strong(n.dtype)) for n in indices}
+        return computed(node, found, lambda n: self.builder.keep(n, tuple([found[a] for a in n.args])))
 
 
 def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
