@@ -141,8 +141,9 @@ class Axes:
             others |= {term.low: count == beyond - first, term.high: count > 0}
         others |= rows.bounds | columns.bounds
         certain, possible = evaluate(
-            self.analysis.bounds, self.tensors, b=b, h=h, q_idx=rows.low, kv_idx=columns.low, others=others
-        )
+            self.analysis.bounds, self.tensors,
+            b=b, h=h, q_idx=rows.low, kv_idx=columns.low, **others,  # type: ignore[arg-type]
+        )  # fmt: skip
         return certain, possible
 
 

@@ -68,27 +68,24 @@ def evaluate(
     tensors: Sequence[torch.Tensor],
     *,
     b: torch.Tensor,
-    h: torch.Tensor,
-    q_idx: torch.Tensor,
-    kv_idx: torch.Tensor,
-    score: torch.Tensor | None = None,
-    grad: torch.Tensor | None = None,
     real: torch.dtype = torch.float32,
-    others: Mapping[str, torch.Tensor] | None = None,
     numbers: Sequence[bool | int | float] = (),
     guarded: bool = False,
     quick: bool = False,
     overwrite: str | None = None,
     spare: torch.Tensor | None = None,
+    **inputs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Computes the graph's results at given positions, in differentiable torch.
+
+    Each input of the graph is an argument by its name: b, h, q_idx, kv_idx, score, grad, and those of
+    `intervals.py` and `exponents.py`.
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
     A result has the broadcast shape of the inputs that it reads, 0-d if it reads none.
 
         tensors     the captured tensors in order, host numbers too
         real        the dtype that replaces float32; float64 gives the reference results for kernels
-        others      further inputs by name (see `intervals.py`)
         numbers     the values of parameters, by place
         guarded     a load outside of a tensor gives 0, as in a kernel
         quick       functions that take a CPU less time than torch's, see QUICKER, of plain tensors alone
@@ -98,8 +95,7 @@ def evaluate(
 
     Raises CaptureBoundsError for a load outside of a CPU tensor, if not `guarded`.
     """
-    inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score, "grad": grad}
-    inputs.update(others or {})
+    inputs["b"] = b
     tensors = all_on_device(tensors, b.device)
     if quick:
         tensors = [*map(as_plain_class, tensors)]

@@ -114,7 +114,7 @@ def assert_sums_to_the_score(found: Exponent, graph: Graph, tensors: tuple[torch
         "offset": offset,
         "start": torch.tensor(START),
     }
-    results = evaluate(found.graph, tensors, score=product, others=others, **given)
+    results = evaluate(found.graph, tensors, score=product, **others, **given)
     parts = results[: found.parts]
     for row in parts[1:]:
         assert row.shape[-1:] in ((), (1,))
@@ -194,7 +194,7 @@ def test_large_scores_are_rounded_as_written(name: str) -> None:
     }  # fmt: skip
     product, scale = random(B, H, M, N), torch.tensor(0.3)
     others = {"scale": scale, "offset": torch.arange(N), "start": torch.tensor(START)}
-    (element,) = evaluate(found.graph, tensors, score=product, others=others, **given)
+    (element,) = evaluate(found.graph, tensors, score=product, **others, **given)
     (score,) = evaluate(graph, tensors, score=product * scale, **given)
     assert torch.equal(*torch.broadcast_tensors(element, score))
 
@@ -212,7 +212,7 @@ def test_what_cancels_stays_as_it_was_written() -> None:
     given = {"b": torch.tensor(0), "h": torch.tensor(0), "q_idx": q_idx, "kv_idx": 32 + offset}
     product = torch.randn(64, 32, generator=generator)
     others = {"scale": torch.tensor(1.0), "offset": offset, "start": torch.tensor(32)}
-    (element,) = evaluate(found.graph, tensors, score=product, others=others, **given)
+    (element,) = evaluate(found.graph, tensors, score=product, **others, **given)
     (score,) = evaluate(graph, tensors, score=product, **given)
     assert torch.equal(element, score)
 
@@ -225,7 +225,7 @@ def test_an_index_is_exact_far_from_the_start() -> None:
     given = {"b": torch.tensor(0), "h": torch.tensor(0), "q_idx": q_idx, "kv_idx": start + offset}
     others = {"scale": torch.tensor(1.0), "offset": offset, "start": start}
     zero = torch.zeros(2, 128)
-    element, row = evaluate(found.graph, tensors, score=zero, others=others, **given)
+    element, row = evaluate(found.graph, tensors, score=zero, **others, **given)
     distance = (q_idx - (start + offset)).double()
     error = element.double() + row.double() - distance
     assert error[0].abs().max() == 0
