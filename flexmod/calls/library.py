@@ -270,17 +270,13 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
-    given, track = Given(*map(_hashable, rest[:-1])), rest[-1]
+    given, track = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, track)
         captured = [given.captured[place] for place in places]
         found = call.forward(mask, (query, key, value, *captured))
     layouts = _results(query, value, _variant(given.variant), track)
     return tuple(layout.of(result) for layout, result in zip_longest(layouts, found))
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class _ResultLayout(NamedTuple):
@@ -386,7 +382,7 @@ def _gradient(
     lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
-    given, needs = Given(*map(_hashable, rest[:-1])), rest[-1]
+    given, needs = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
         call, mask, places = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
