@@ -299,13 +299,10 @@ def _graph(
     for place in record.learned:
         stand_ins[place].requires_grad_()
 
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return record.run((score, b, h, q_idx, kv_idx), stand_ins, (integers, reals))
+    def recorded(*arguments: Any) -> Any:
+        return record.run(arguments, stand_ins, (integers, reals))
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return record.run((b, h, q_idx, kv_idx), stand_ins, (integers, reals))
-
-    traced = trace(mask_mod if record.kind == "mask" else score_mod, record.kind, device)
+    traced = trace(recorded, record.kind, device)
     return traced.graph, tuple(_place(tensor, stand_ins) for tensor in traced.tensors)
 
 
