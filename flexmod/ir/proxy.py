@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -118,6 +118,12 @@ class TracedValue:
     def __setitem__(self, index: Any, value: Any) -> None:
         raise errors.MutationError(operation="__setitem__", where=user_line())
 
+    def _refuse(self, problem: str, advice: str) -> NoReturn:
+        """Raises an error for an index."""
+        raise errors.CaptureIndexError(
+            name=self._name, shape=tuple(self.shape), problem=problem, advice=advice, where=user_line()
+        )
+
     def __matmul__(self, other: Any) -> Any:
         return self._tracer.call(torch.matmul, (self, other), {})
 
@@ -145,6 +151,7 @@ class Proxy(TracedValue):
     """A traced scalar: behaves like a 0-d tensor whose value is not known yet."""
 
     __slots__ = ("_node",)
+    _name = "a traced scalar"
 
     def __init__(self, tracer: AbstractTracer, node: Node) -> None:
         self._tracer = tracer
@@ -164,10 +171,7 @@ class Proxy(TracedValue):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        raise errors.CaptureIndexError(
-            name="a traced scalar", shape="()", problem="like a tensor", where=user_line(),
-            advice="use it as it is: it has no dimensions.",
-        )  # fmt: skip
+        self._refuse("like a tensor", "use it as it is: it has no dimensions.")
 
     def __repr__(self) -> str:
         name = self._node.value if self._node.op == "input" else self._node.op
@@ -272,11 +276,11 @@ class CaptureView(TracedValue):
         return self._tracer.tensors[self._number].dtype
 
     @property
-    def name(self) -> str:
+    def _name(self) -> str:
         return self._tracer.name_of(self._tracer.tensors[self._number])
 
     def __repr__(self) -> str:
-        return f"Proxy(a part of {self.name}: {dtype_name(self.dtype)} {list(self.shape)})"
+        return f"Proxy(a part of {self._name}: {dtype_name(self.dtype)} {list(self.shape)})"
 
     def __getitem__(self, index: Any) -> Proxy | CaptureView:
         """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
@@ -308,19 +312,14 @@ class CaptureView(TracedValue):
             self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
         # finds the name only when needed, since that takes longer than all other steps here
         node = (
-            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self.name}")
+            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self._name}")
         )
         dtype = promote(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
-            raise errors.IndexDtypeError(name=self.name, dtype=dtype_name(dtype), where=user_line())
+            raise errors.IndexDtypeError(name=self._name, dtype=dtype_name(dtype), where=user_line())
         if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
             self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
         return node
-
-    def _refuse(self, problem: str, advice: str) -> None:
-        raise errors.CaptureIndexError(
-            name=self.name, shape=tuple(self.shape), problem=problem, advice=advice, where=user_line()
-        )
 
 
 def mentions_traced(values: Iterable[Any]) -> bool:

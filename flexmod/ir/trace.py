@@ -295,7 +295,7 @@ class Tracer:
 
     def not_scalar(self, value: torch.Tensor | CaptureView, operation: str) -> errors.NotScalarError:
         """The error for a captured tensor, or a part of one, used as a scalar."""
-        name = value.name if isinstance(value, CaptureView) else self.name_of(value)
+        name = value._name if isinstance(value, CaptureView) else self.name_of(value)
         indices = ", ".join(POSITIONS[-value.dim() :])
         indices = f"..., {indices}" if isinstance(value, CaptureView) else indices
         return errors.NotScalarError(

@@ -31,6 +31,7 @@ class Vector(TracedValue):
     """Traced scalars by their places. `refusal` is the error for its use where a scalar is needed."""
 
     __slots__ = ("_items", "refusal", "shape")
+    _name = "a short vector"
 
     def __init__(
         self,
@@ -55,20 +56,15 @@ class Vector(TracedValue):
             entries[at : at + 1] = [slice(None)] * (len(self.shape) - len(entries) + 1)
         entries += [slice(None)] * (len(self.shape) - len(entries))
         if len(entries) > len(self.shape) or not all(isinstance(e, (int, slice)) for e in entries):
-            raise self._refused("with more than numbers and slices", "index the captured tensor itself.")
+            self._refuse("with more than numbers and slices", "index the captured tensor itself.")
         sized = [*zip(entries, self.shape, strict=True)]
         if not all(range(n)[e] if isinstance(e, slice) else -n <= e < n for e, n in sized):
-            raise self._refused("with a number outside of it, or with an empty slice", "select what it has.")
+            self._refuse("with a number outside of it, or with an empty slice", "select what it has.")
         chosen = [range(size)[e] for e, size in sized]
         ranges = [e if isinstance(e, range) else (e,) for e in chosen]
         kept = [isinstance(e, range) for e in chosen]
         items = [self._items[place] for place in product(*ranges)]
         return self.of([len(e) for e, keep in zip(ranges, kept, strict=True) if keep], items)
-
-    def _refused(self, problem: str, advice: str) -> errors.CaptureIndexError:
-        return errors.CaptureIndexError(
-            name="a short vector", shape=tuple(self.shape), problem=problem, advice=advice, where=user_line()
-        )
 
     def of(self, shape: Sequence[int], items: Sequence[Proxy]) -> Vector | Proxy:
         """These elements in a shape, the last dimension first; the element itself for no dimension."""
